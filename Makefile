@@ -1,0 +1,58 @@
+# `make test` and `make headroom` set everything up themselves; a second run reuses .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Another torch build: make TORCH_INDEX=URL-of-a-package-index TORCH="torch==2.13.0+cu130" test
+TORCH_INDEX ?=
+TORCH ?=
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help test test-full test-gpu lint types headroom bench clean
+
+help:
+	@echo "make test       set up .venv, lint, type-check, run the tests"
+	@echo "make headroom   set up .venv, measure what communication costs on two local workers"
+	@echo "make test-full  the tests with the whole product of the invariant matrix"
+	@echo "make test-gpu   the CUDA tests, in the Python of this machine, on its GPU"
+	@echo "make bench      step times of DDP, of torch's hooks and of ours, side by side"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "gradwire needs Python 3.10 or later"'
+	@$(PYTHON) -m venv $(VENV) || { echo "No venv: on Debian, apt install python3-venv"; exit 1; }
+
+# torch first, from its own index if one is given: everything else takes what is installed.
+$(VENV)/torch: constraints.txt | $(BIN)/python
+	@echo "installing torch ..."
+	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(if $(TORCH),$(TORCH),-c constraints.txt torch)
+	@touch $@
+
+$(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
+	@echo "installing gradwire ..."
+	@$(PIP_INSTALL) $(if $(TORCH),,-c constraints.txt) -e '.[dev]'
+	@touch $@
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: lint types
+	$(BIN)/python -m pytest
+
+# On a GPU machine torch is there already, in a build that fits its driver, so no .venv is made.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) tests/gpu/run.py
+
+headroom: $(VENV)/installed
+	$(BIN)/gradwire headroom --json headroom.json
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/steps.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

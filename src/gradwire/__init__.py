@@ -1,0 +1,26 @@
+"""gradwire: fast, small and correct gradient averaging for PyTorch data parallel."""
+
+from gradwire.errors import PeerError, WireError
+from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe
+from gradwire.stats import BucketStats, StepStats, WireStats
+from gradwire.wire import Wire, attach
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "RECIPES",
+    "BucketStats",
+    "PeerError",
+    "Recipe",
+    "StepStats",
+    "Wire",
+    "WireError",
+    "WireStats",
+    "__version__",
+    "attach",
+    "bf16",
+    "fp16",
+    "fp32",
+    "noop",
+    "recipe",
+]

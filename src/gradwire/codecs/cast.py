@@ -1,0 +1,91 @@
+"""Values cast to 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire import ops
+from gradwire.codecs.raw import Raw
+
+_SCALE_BYTES = 4  # one fp32 in front of the values
+# The largest magnitude of a row is brought to [2^14, 2^15): fp16 ends at 65504.
+_TOP_EXPONENT = 15
+# Both the scale and its inverse stay normal fp32 numbers, also where denormals are flushed.
+_MAX_EXPONENT = 126
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Values as bf16 or fp16.
+
+    bf16 has the range of fp32. fp16 has not, so a row of fp16 starts with a power of two by which its
+    values are multiplied: 80000 travels, and so does 1e-30. Buckets that are no wider than ``dtype``
+    travel as they are.
+    """
+
+    dtype: torch.dtype
+
+    in_place = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"Cast sends torch.float16 or torch.bfloat16, not {self.dtype}")
+
+    def resolve(self, dtype: torch.dtype) -> Cast | Raw:
+        return self if self.dtype.itemsize < dtype.itemsize else Raw(dtype)
+
+    def wire_bytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize + (self._header if numel else 0)
+
+    def encode(self, values: Tensor, row: Tensor) -> None:
+        header, halves = self._split(row)
+        if header is None:
+            halves.copy_(values)
+        else:
+            up, down = _power_of_two_scale(ops.absmax(values))
+            header.copy_(down)
+            ops.cast_scaled(values, up, halves)
+
+    def decode(self, row: Tensor, values: Tensor) -> None:
+        header, halves = self._split(row)
+        if header is None:
+            values.copy_(halves)
+        else:
+            ops.cast_scaled(halves, header, values)
+
+    def reduce(self, rows: Tensor, own: Tensor, rank: int, scale: ops.Scale, row: Tensor) -> None:
+        header, encoded = self._split(row)
+        scales: list[ops.Scale] = [scale] * len(rows)
+        up: ops.Scale = 1.0
+        down: ops.Scale = 1.0
+        if header is not None:
+            largest = ops.absmax(own) * scale
+            for r in range(len(rows)):
+                row_header = self._split(rows[r])[0]
+                if r != rank and row_header is not None:
+                    scales[r] = row_header * scale
+                    largest = largest + scales[r] * 2.0**_TOP_EXPONENT
+            # No sum is larger than the sum of the largest.
+            up, down = _power_of_two_scale(largest)
+            header.copy_(down)
+        ops.reduce_rows(rows, self._header, own, rank, scales, up, down, encoded)
+
+    @property
+    def _header(self) -> int:
+        return _SCALE_BYTES if self.dtype == torch.float16 else 0
+
+    def _split(self, row: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The row's scale, as a 0-d view, if it has one, and its values."""
+        header = row[: self._header].view(torch.float32)[0] if self._header else None
+        return header, row[self._header :].view(self.dtype)
+
+
+def _power_of_two_scale(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """The power of two that brings ``largest`` just below 2^15, and its inverse; 1 if not finite."""
+    exponent = _TOP_EXPONENT - torch.frexp(largest).exponent
+    exponent = torch.where(torch.isfinite(largest), exponent, 0).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
+    one = torch.ones_like(largest)
+    return torch.ldexp(one, exponent), torch.ldexp(one, -exponent)

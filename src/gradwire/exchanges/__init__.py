@@ -1,0 +1,34 @@
+"""Protocols that average one bucket over a group, each in straight-line code."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.exchanges.noop import Noop
+from gradwire.exchanges.scratch import Scratch
+from gradwire.exchanges.sparse import average_sparse
+from gradwire.exchanges.two_shot import TwoShot
+from gradwire.ops import Scale
+from gradwire.transport import Group
+
+__all__ = ["Exchange", "Noop", "Scratch", "TwoShot", "average_sparse"]
+
+
+class Exchange(Protocol):
+    """A way to average one bucket. A value: what it remembers from step to step lives elsewhere."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether `run` needs its group at all."""
+        ...
+
+    def run(self, flat: Tensor, group: Group, scratch: Scratch, scale: Scale) -> None:
+        """Replace ``flat`` by the sum over ranks of ``flat * scale``, the same bits on every rank."""
+        ...
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
+        """The exact number of bytes this rank sends for a bucket."""
+        ...

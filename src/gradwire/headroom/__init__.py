@@ -1,0 +1,25 @@
+"""Is communication the bottleneck? Step times of plain DDP, of the recipes and of no communication.
+
+Example::
+
+    from gradwire.headroom import Workload, give_verdict, measure_steps
+
+    record = measure_steps(["bf16"], world_size=2, workload=Workload())
+    print(give_verdict(record))
+"""
+
+from gradwire.headroom.measure import measure_steps
+from gradwire.headroom.records import Machine, Record, Row
+from gradwire.headroom.verdict import give_verdict
+from gradwire.headroom.views import step_table
+from gradwire.headroom.workloads import Workload
+
+__all__ = [
+    "Machine",
+    "Record",
+    "Row",
+    "Workload",
+    "give_verdict",
+    "measure_steps",
+    "step_table",
+]

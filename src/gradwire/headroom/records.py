@@ -1,0 +1,190 @@
+"""What a measurement found, with its conditions: values that go to a file and come back the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from gradwire.headroom.workloads import Workload
+
+SCHEMA_VERSION = 1
+
+ALLREDUCE = "allreduce"
+"""The row of plain DDP, without any hook."""
+NOOP = "noop"
+"""The row of steps that do not communicate."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The step times of one recipe. Raises ValueError without samples, or if one is no time."""
+
+    recipe: str
+    samples_ms: tuple[float, ...]
+    """Each timed step, as long as the slowest rank took. Samples of one index, in all rows of a record,
+    were taken within the same few seconds."""
+    bytes_per_step: int | None
+    """What the busiest rank sends; None when unknown."""
+
+    def __post_init__(self) -> None:
+        if not self.samples_ms:
+            raise ValueError(f"row {self.recipe!r} has no samples")
+        if not all(math.isfinite(ms) and ms > 0 for ms in self.samples_ms):
+            raise ValueError(f"row {self.recipe!r} has a sample that is not a positive number of ms")
+
+    @property
+    def step_ms(self) -> float:
+        """The median."""
+        return statistics.median(self.samples_ms)
+
+    @property
+    def spread_ms(self) -> tuple[float, float]:
+        """The 10th and the 90th percentile."""
+        if len(self.samples_ms) == 1:
+            return self.samples_ms[0], self.samples_ms[0]
+        deciles = statistics.quantiles(self.samples_ms, n=10, method="inclusive")
+        return deciles[0], deciles[-1]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it was measured."""
+
+    cpu: str
+    num_cores: int
+    """Cores this process may use."""
+    platform: str
+
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.num_cores} core{'s' if self.num_cores > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measurement. Raises ValueError when rows do not belong together, or a baseline is missing."""
+
+    gradwire_version: str
+    torch_version: str
+    date: str
+    """ISO 8601, in UTC."""
+    machine: Machine
+    world_size: int
+    threads_per_rank: int
+    backend: str
+    bucket_mb: float | None
+    """DDP's bucket_cap_mb; None is DDP's own default, whose first bucket is smaller."""
+    workload: Workload
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"the world size must be at least 1, not {self.world_size}")
+        names = [row.recipe for row in self.rows]
+        for baseline in (ALLREDUCE, NOOP):
+            if names.count(baseline) != 1:
+                raise ValueError(f"a record needs one row {baseline!r}, to compare with; it has {names}")
+        if len({len(row.samples_ms) for row in self.rows}) != 1:
+            raise ValueError("the rows have different numbers of samples, so they were not taken together")
+
+    @property
+    def allreduce(self) -> Row:
+        """Plain DDP."""
+        return next(row for row in self.rows if row.recipe == ALLREDUCE)
+
+    @property
+    def noop(self) -> Row:
+        """No communication."""
+        return next(row for row in self.rows if row.recipe == NOOP)
+
+    @property
+    def recipes(self) -> tuple[Row, ...]:
+        """All other rows."""
+        return tuple(row for row in self.rows if row.recipe not in (ALLREDUCE, NOOP))
+
+    def gain(self, row: Row) -> float:
+        """How many times faster than plain DDP a step is."""
+        return self.allreduce.step_ms / row.step_ms
+
+    def communication_share(self, row: Row) -> float:
+        """The part of a step, from 0 to 1, that it would not take without communication."""
+        return max(0.0, 1 - self.noop.step_ms / row.step_ms)
+
+    def to_json(self) -> str:
+        """The record as JSON; medians and spreads are there for the reader, samples are what counts."""
+        fields = dataclasses.asdict(self)
+        fields["rows"] = [
+            {
+                "recipe": row.recipe,
+                "step_ms": row.step_ms,
+                "spread_ms": row.spread_ms,
+                "bytes_per_step": row.bytes_per_step,
+                "samples_ms": row.samples_ms,
+            }
+            for row in self.rows
+        ]
+        return json.dumps({"schema_version": SCHEMA_VERSION, **fields}, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Record:
+        """The record that `to_json` wrote. Raises ValueError that says what is wrong with the text."""
+        try:
+            data = json.loads(text)
+            version = _take(data, "schema_version", int)
+            if version == SCHEMA_VERSION:
+                return cls._from_fields(data)
+        except ValueError as error:  # JSONDecodeError is one
+            raise ValueError(f"not a headroom record: {error}") from None
+        raise ValueError(
+            f"this headroom record has schema version {version}, and this gradwire reads version "
+            f"{SCHEMA_VERSION}: read it with the gradwire that wrote it, "
+            f"{data.get('gradwire_version', 'unknown')}"
+        )
+
+    @classmethod
+    def _from_fields(cls, data: object) -> Record:
+        machine = _take(data, "machine", dict)
+        workload = _take(data, "workload", dict)
+        sizes = {size: _take(workload, size, int) for size in ("width", "num_layers", "batch", "sequence")}
+        return cls(
+            gradwire_version=_take(data, "gradwire_version", str),
+            torch_version=_take(data, "torch_version", str),
+            date=_take(data, "date", str),
+            machine=Machine(
+                _take(machine, "cpu", str),
+                _take(machine, "num_cores", int),
+                _take(machine, "platform", str),
+            ),
+            world_size=_take(data, "world_size", int),
+            threads_per_rank=_take(data, "threads_per_rank", int),
+            backend=_take(data, "backend", str),
+            bucket_mb=_take(data, "bucket_mb", float, int, None),
+            workload=Workload(_take(workload, "name", str), **sizes),
+            rows=tuple(map(_read_row, _take(data, "rows", list))),
+        )
+
+
+def _read_row(data: object) -> Row:
+    samples = _take(data, "samples_ms", list)
+    if not all(type(ms) in (int, float) for ms in samples):
+        raise ValueError("'samples_ms' must be a list of numbers")
+    return Row(
+        _take(data, "recipe", str), tuple(map(float, samples)), _take(data, "bytes_per_step", int, None)
+    )
+
+
+def _take(data: object, key: str, *kinds: type | None) -> Any:
+    """``data[key]`` if it is of one of the kinds; None stands for null."""
+    if not isinstance(data, dict):
+        raise ValueError(f"an object with {key!r} was expected, not {json.dumps(data)[:40]}")
+    if key not in data:
+        raise ValueError(f"{key!r} is missing")
+    value = data[key]
+    # By type(), as isinstance() takes True for an int.
+    if (None if value is None else type(value)) not in kinds:
+        expected = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
+        raise ValueError(f"{key!r} must be {expected}, not {json.dumps(value)[:40]}")
+    return value

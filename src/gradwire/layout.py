@@ -1,0 +1,182 @@
+"""Which parameter lies where in a flat bucket, and state that follows parameters between buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+# Wrappers put these into the names of what they wrap; the parameter itself is the same.
+_WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def canonical_name(name: str) -> str:
+    """The name a parameter has in the unwrapped model.
+
+    >>> canonical_name("_orig_mod.blocks.0._checkpoint_wrapped_module.fc.weight")
+    'blocks.0.fc.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket."""
+
+    name: str
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter's values in ``flat``, shaped and strided as the parameter is."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The parameters of one bucket, in the order in which they lie in it."""
+
+    index: int
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Every parameter's values in ``flat``, by name."""
+        return {slot.name: slot.view(flat) for slot in self.slots}
+
+
+class Layouts:
+    """The layout of each bucket a model's reducer hands out, remade when the reducer rebuilds them."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        """Take names from ``module``; without one, parameters are named as they are first seen."""
+        self._names: dict[int, str] = {}
+        self._named = module is not None
+        if module is not None:
+            # A shared parameter has several names; the first is its name, as in state_dict().
+            for name, parameter in module.named_parameters():
+                self._names[id(parameter)] = canonical_name(name)
+        self._layouts: dict[int, tuple[tuple[int, ...], BucketLayout]] = {}
+        self.num_rebuilds = 0
+
+    def of(self, bucket: GradBucket) -> BucketLayout:
+        """The layout of ``bucket``."""
+        index, parameters = bucket.index(), bucket.parameters()
+        identity = tuple(map(id, parameters))
+        known = self._layouts.get(index)
+        if known is not None and known[0] == identity:
+            return known[1]
+        self.num_rebuilds += known is not None
+        layout = BucketLayout(index, bucket.buffer().dtype, self._slots(parameters))
+        self._layouts[index] = identity, layout
+        if bucket.is_last():
+            for stale in [other for other in self._layouts if other > index]:
+                del self._layouts[stale]
+        return layout
+
+    def current(self) -> tuple[BucketLayout, ...]:
+        """The layouts of the buckets of the most recent step, in bucket order."""
+        return tuple(layout for _, (_, layout) in sorted(self._layouts.items()))
+
+    def _slots(self, parameters: list[Tensor]) -> tuple[Slot, ...]:
+        slots, offset = [], 0
+        for parameter in parameters:
+            slots.append(Slot(self._name(parameter), offset, parameter.shape, _bucket_stride(parameter)))
+            offset += parameter.numel()
+        return tuple(slots)
+
+    def _name(self, parameter: Tensor) -> str:
+        if id(parameter) not in self._names:
+            if self._named:
+                raise ValueError(
+                    f"a bucket holds a parameter of shape {tuple(parameter.shape)} that the model had "
+                    "not when gradwire was attached; attach again after changing a model's parameters"
+                )
+            self._names[id(parameter)] = f"parameter{len(self._names)}"
+        return self._names[id(parameter)]
+
+
+def _bucket_stride(parameter: Tensor) -> tuple[int, ...]:
+    """The strides of a parameter's gradient inside a bucket.
+
+    DDP keeps the parameter's own order in memory (channels_last, transposed) when it is dense, and lays
+    it out row by row otherwise.
+    """
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return torch.empty(parameter.shape, device="meta").stride()
+        expected *= size
+    return parameter.stride()
+
+
+class NamedState:
+    """One flat tensor per bucket whose values belong to parameters, whatever bucket they lie in.
+
+    When the reducer rebuilds its buckets, each parameter's values move with it; a parameter that has
+    none yet starts at zero. Values are kept in the parameter's own order in memory.
+
+    >>> a = BucketLayout(0, torch.float32, (Slot("w", 0, torch.Size([2]), (1,)),))
+    >>> b = BucketLayout(0, torch.float32, (Slot("v", 0, torch.Size([1]), (1,)),
+    ...                                     Slot("w", 1, torch.Size([2]), (1,))))
+    >>> state = NamedState()
+    >>> state.flat(a).copy_(torch.tensor([3.0, 4.0]))
+    tensor([3., 4.])
+    >>> state.flat(b)
+    tensor([0., 3., 4.])
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._dtype = dtype
+        self._holders: dict[str, _Holder] = {}
+
+    def flat(self, layout: BucketLayout, device: torch.device | str = "cpu") -> Tensor:
+        """The state of a bucket's parameters, as one flat tensor that the caller may write to."""
+        holder = self._holders.get(layout.slots[0].name)
+        if (
+            holder is not None
+            and holder.layout == layout
+            and all(self._holders[slot.name] is holder for slot in layout.slots)
+        ):
+            return holder.flat
+        new = _Holder(layout, torch.zeros(layout.numel, dtype=self._dtype, device=device))
+        for slot in layout.slots:
+            old = self._holders.get(slot.name)
+            if old is not None:
+                new.view(slot.name).copy_(_same_shape(slot, old.view(slot.name)))
+        # A holder that no parameter points to any more is freed here.
+        self._holders.update((slot.name, new) for slot in layout.slots)
+        return new.flat
+
+    def named(self) -> dict[str, Tensor]:
+        """Every parameter's state, by name, as views."""
+        return {name: holder.view(name) for name, holder in self._holders.items()}
+
+
+@dataclass(frozen=True)
+class _Holder:
+    layout: BucketLayout
+    flat: Tensor
+
+    def view(self, name: str) -> Tensor:
+        return next(slot for slot in self.layout.slots if slot.name == name).view(self.flat)
+
+
+def _same_shape(slot: Slot, old: Tensor) -> Tensor:
+    if old.shape != slot.shape:
+        raise ValueError(
+            f"parameter {slot.name} had shape {tuple(old.shape)} and now has {tuple(slot.shape)}: "
+            "its state cannot be carried over"
+        )
+    return old

@@ -1,0 +1,139 @@
+"""Recipes: what goes over the wire, as values with names. The only registry."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gradwire.codecs import Cast, Raw
+from gradwire.exchanges import Exchange, Noop, TwoShot
+
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a bucket is averaged: which exchange, with which codec, to a mean or a sum.
+
+    >>> recipe("bf16")
+    Recipe(name='bf16', exchange=TwoShot(codec=Cast(dtype=torch.bfloat16)), reduction='mean')
+    """
+
+    name: str
+    exchange: Exchange
+    reduction: Reduction = "mean"
+
+    def __post_init__(self) -> None:
+        if self.reduction not in typing.get_args(Reduction):
+            raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
+
+    def __str__(self) -> str:
+        return self.name if self.reduction == "mean" else f"{self.name}:reduction={self.reduction}"
+
+    def wire_bytes(
+        self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
+    ) -> int:
+        """The exact number of bytes that ``rank`` sends for a bucket of ``numel`` values.
+
+        >>> recipe("fp32").wire_bytes(1024, world_size=2)
+        4096
+        >>> recipe("bf16").wire_bytes(1024, world_size=2)
+        2048
+        """
+        return self.exchange.wire_bytes(numel, dtype, rank, world_size)
+
+
+def noop() -> Recipe:
+    """No communication: every rank keeps its own gradients. For measuring only."""
+    return Recipe("noop", Noop())
+
+
+def fp32(reduction: Reduction = "mean") -> Recipe:
+    """Plain averaging: gradients travel in their own dtype."""
+    return Recipe("fp32", TwoShot(Raw()), reduction)
+
+
+def fp16(reduction: Reduction = "mean") -> Recipe:
+    """fp16 on the wire, each message with its own power-of-two scale; sums in fp32."""
+    return Recipe("fp16", TwoShot(Cast(torch.float16)), reduction)
+
+
+def bf16(reduction: Reduction = "mean") -> Recipe:
+    """bf16 on the wire; sums in fp32."""
+    return Recipe("bf16", TwoShot(Cast(torch.bfloat16)), reduction)
+
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    factory.__name__: factory for factory in (noop, fp32, fp16, bf16)
+}
+
+
+def recipe(spec: str | Recipe) -> Recipe:
+    """The recipe that ``spec`` names: ``"bf16"``, or with options ``"fp16:reduction=sum"``.
+
+    Several options are separated by commas. Raises ValueError for a name or an option that does not
+    exist, or a value that does not fit.
+
+    >>> print(recipe("fp16:reduction=sum"))
+    fp16:reduction=sum
+    >>> recipe("bf61")
+    Traceback (most recent call last):
+    ...
+    ValueError: there is no recipe 'bf61'; did you mean 'bf16' or 'fp16'? Recipes: noop, fp32, fp16, bf16
+    """
+    if isinstance(spec, Recipe):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"a recipe is a name or a Recipe, not {type(spec).__name__}")
+    name, _, options = spec.partition(":")
+    if name not in RECIPES:
+        raise ValueError(f"there is no recipe {name!r}{_suggestion(name)} Recipes: {', '.join(RECIPES)}")
+    return RECIPES[name](**_parse_options(name, options))
+
+
+def _suggestion(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), RECIPES, n=2, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
+
+
+def _parse_options(name: str, text: str) -> dict[str, object]:
+    annotations = typing.get_type_hints(RECIPES[name])
+    known = inspect.signature(RECIPES[name]).parameters
+    options: dict[str, object] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise ValueError(f"recipe {name!r}: {item!r} is not of the form option=value")
+        if key not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"recipe {name!r} has no option {key!r}; {has}")
+        if key in options:
+            raise ValueError(f"recipe {name!r}: option {key!r} is given twice")
+        options[key] = _parse_value(name, key, value, annotations[key])
+    return options
+
+
+def _parse_value(name: str, key: str, text: str, kind: object) -> object:
+    if isinstance(kind, types.UnionType):  # `int | None` and the like: the first kind that fits
+        if text.lower() == "none" and types.NoneType in typing.get_args(kind):
+            return None
+        kind = next(arm for arm in typing.get_args(kind) if arm is not types.NoneType)
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if kind is bool:
+        choices = ("true", "false")
+    try:
+        if choices:
+            if text.lower() not in choices:
+                raise ValueError
+            return text.lower() == "true" if kind is bool else text.lower()
+        return typing.cast("Callable[[str], object]", kind)(text)
+    except ValueError:
+        wanted = " or ".join(choices) if choices else getattr(kind, "__name__", str(kind))
+        raise ValueError(f"recipe {name!r}: option {key!r} must be {wanted}, not {text!r}") from None

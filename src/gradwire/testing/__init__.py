@@ -1,0 +1,32 @@
+"""Test distributed code, and any DDP communication hook, on real ranks of one machine.
+
+Example, as a pytest test::
+
+    from gradwire.testing import check_hook, run_ranks
+
+    def world_sum(rank):
+        total = torch.tensor([rank])
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    def test_all_reduce_adds():
+        assert run_ranks(world_sum, world_size=3) == [3, 3, 3]
+
+    def test_my_hook_keeps_the_contract():
+        report = check_hook(my_hook, world_size=2, tolerance=1e-5)
+        assert report.ok, report
+"""
+
+from gradwire.testing.matrix import Case, CaseResult, Report, cases, check_hook
+from gradwire.testing.ranks import RanksFailed, run_ranks, send_message
+
+__all__ = [
+    "Case",
+    "CaseResult",
+    "RanksFailed",
+    "Report",
+    "cases",
+    "check_hook",
+    "run_ranks",
+    "send_message",
+]

@@ -1,0 +1,280 @@
+"""What must hold after every step, checked from inside a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.bridge import hook_name
+from gradwire.recipes import Recipe
+from gradwire.wire import attach
+
+if TYPE_CHECKING:
+    from gradwire.testing.matrix import Case
+
+# Step 0 runs before DDP rebuilds its buckets; with a static graph it does so after step 1.
+_NUM_STEPS = 6
+_NUM_SKEWED_STEPS = 50
+_NONFINITE_STEP = 3
+_NUM_MICRO_BATCHES = 3
+# A result in bf16 is within half of a last place, 2^-9, of the exact one.
+_BF16_ROUNDING = 2.0**-8
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is being checked."""
+
+    hook: Recipe | Callable[..., Any]
+    state_factory: Callable[[dist.ProcessGroup], Any]
+    tolerance: float
+    expect: str
+    via: str
+
+    @property
+    def name(self) -> str:
+        return str(self.hook) if isinstance(self.hook, Recipe) else hook_name(self.hook)
+
+
+class Net(nn.Module):
+    """A small model with the parameters that hooks stumble over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.first = nn.Linear(72, 37)
+        self.shared = nn.Linear(37, 37)
+        self.sometimes = nn.Linear(37, 37)
+        self.frozen = nn.Linear(37, 37).requires_grad_(False)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.silent = nn.Linear(37, 3)  # its gradient is zero
+        self.head = nn.Linear(37, 3)
+
+    def forward(self, images: Tensor, use_sometimes: bool) -> Tensor:
+        x = self.conv(images).relu().flatten(1)
+        x = self.first(x).tanh()
+        x = self.shared(self.shared(x)).tanh()
+        if use_sometimes:
+            x = x + self.sometimes(x)
+        x = self.frozen(x) * self.gain
+        output: Tensor = self.head(x) + 0 * self.silent(x)
+        return output
+
+
+@dataclass(frozen=True)
+class _Batch:
+    images: list[Tensor]
+    """One tensor per micro-batch."""
+    use_sometimes: bool
+    factor: float
+
+    def losses(self, model: nn.Module) -> Iterator[Tensor]:
+        for images in self.images:
+            yield model(images, self.use_sometimes).square().mean() * self.factor
+
+
+def check_invariants(subject: Subject, case: Case) -> float:
+    """Train one model in the way of ``case``; return the largest deviation, raise if anything is off."""
+    group, checks = _groups(case.subgroup)
+    rank, size = group.rank(), group.size()
+    torch.manual_seed(0)
+    net = Net().to(getattr(torch, case.dtype))
+    batches = _batches(case, rank, size)
+    num_steps = max(_num_batches(case, r, size) for r in range(size))
+    expected = [
+        _expected(net, batches[step] if step < len(batches) else None, subject.expect, checks)
+        for step in range(num_steps)
+    ]
+
+    model = DistributedDataParallel(
+        net,
+        process_group=group,
+        bucket_cap_mb=0.004 if case.buckets == "many" else 25,
+        gradient_as_bucket_view=case.gradient_as_bucket_view,
+        static_graph=case.graph == "static",
+        find_unused_parameters=case.graph == "find_unused",
+    )
+    with _installed(subject, model):
+        seen = _train(model, case, batches, rank)
+
+    _check_num_buckets(model, case)
+    deviation = 0.0
+    for step, gradients in enumerate(seen):
+        where = f"step {step}"
+        if case.nonfinite and step == _NONFINITE_STEP:
+            values = torch.cat([g.flatten() for g in gradients.values() if g is not None])
+            vanished = subject.expect != "local" and bool(values.isfinite().all())
+            _require(not vanished, f"{where}: the infinite gradient has vanished")
+            continue
+        deviation = max(deviation, _compare(subject, case, where, gradients, expected[step]))
+    if subject.expect != "local":
+        _check_identical(seen, checks, case)
+    return deviation
+
+
+def _groups(subgroup: bool) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The model's process group, and one of the same ranks for the checks."""
+    size = dist.get_world_size()
+    # Every other rank, so that ranks in the group and in the world differ.
+    parts = [list(range(0, size, 2)), list(range(1, size, 2))] if subgroup else [list(range(size))]
+    mine = None
+    for ranks in filter(None, parts):
+        pair = dist.new_group(ranks), dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = pair
+    assert mine is not None
+    return mine
+
+
+def _num_batches(case: Case, rank: int, size: int) -> int:
+    num_steps = _NUM_SKEWED_STEPS if case.skew else _NUM_STEPS
+    return num_steps + int(case.join and rank == size - 1)
+
+
+def _batches(case: Case, rank: int, size: int) -> list[_Batch]:
+    # The rank in the world, so that subgroups have different data.
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    batches = []
+    for step in range(_num_batches(case, rank, size)):
+        images = [
+            torch.randn(4, 3, 5, 5, generator=generator)
+            .to(getattr(torch, case.dtype))
+            .to(memory_format=torch.channels_last)
+            for _ in range(_NUM_MICRO_BATCHES if case.no_sync else 1)
+        ]
+        # In turn: used by all ranks, by none, by the first.
+        turn = step % 3 if case.graph == "find_unused" else 0
+        use_sometimes = turn == 0 or (turn == 2 and rank == 0)
+        infinite = case.nonfinite and step == _NONFINITE_STEP and rank == size - 1
+        batches.append(_Batch(images, use_sometimes, float("inf") if infinite else 1.0))
+    return batches
+
+
+def _expected(net: nn.Module, batch: _Batch | None, expect: str, group: dist.ProcessGroup) -> Gradients:
+    """What the ranks' own gradients should become, found without DDP and in fp64."""
+    local = copy.deepcopy(net)
+    if batch is not None:
+        for loss in batch.losses(local):
+            loss.backward()
+    expected: Gradients = {}
+    for name, parameter in local.named_parameters():
+        total = torch.zeros(parameter.numel() + 1, dtype=torch.float64)
+        if parameter.grad is not None:
+            total[:-1] = parameter.grad.double().flatten()
+            total[-1] = 1
+        own = total.clone()
+        dist.all_reduce(total, group=group)
+        # DDP leaves a gradient None only if no rank has used the parameter.
+        used_by_any = total[-1] > 0
+        if expect == "mean":
+            total /= group.size()
+        value = own if expect == "local" else total
+        expected[name] = value[:-1].view(parameter.shape) if used_by_any else None
+    return expected
+
+
+@contextlib.contextmanager
+def _installed(subject: Subject, model: DistributedDataParallel) -> Iterator[None]:
+    if isinstance(subject.hook, Recipe):
+        with attach(model, subject.hook):
+            yield
+    elif subject.via == "attach":
+        with attach(model, subject.hook, state=subject.state_factory(model.process_group)):
+            yield
+    else:
+        model.register_comm_hook(subject.state_factory(model.process_group), subject.hook)
+        yield
+
+
+def _train(model: DistributedDataParallel, case: Case, batches: list[_Batch], rank: int) -> list[Gradients]:
+    pauses = random.Random(rank)
+    seen = []
+    with model.join() if case.join else contextlib.nullcontext():
+        for batch in batches:
+            model.zero_grad()
+            if case.skew:
+                time.sleep(pauses.random() * 0.01)
+            last = len(batch.images) - 1
+            generator_before = torch.random.get_rng_state()
+            for i in range(len(batch.images)):
+                one = _Batch([batch.images[i]], batch.use_sometimes, batch.factor)
+                with model.no_sync() if i < last else contextlib.nullcontext():
+                    next(one.losses(model)).backward()
+            _require(
+                torch.equal(generator_before, torch.random.get_rng_state()),
+                "the hook has moved the global random generator",
+            )
+            seen.append(
+                {
+                    name: None if p.grad is None else p.grad.detach().clone()
+                    for name, p in model.module.named_parameters()
+                }
+            )
+    return seen
+
+
+def _check_num_buckets(model: DistributedDataParallel, case: Case) -> None:
+    data = model._get_ddp_logging_data()
+    sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])
+    num_buckets = len([size for size in sizes.split(",") if size.strip()])
+    wanted = num_buckets >= 3 if case.buckets == "many" else num_buckets == 1
+    # find_unused_parameters keeps the first buckets, which a size cap splits all the same.
+    _require(wanted, f"this case should have {case.buckets} bucket(s), but DDP made {sizes}")
+
+
+def _compare(subject: Subject, case: Case, where: str, gradients: Gradients, expected: Gradients) -> float:
+    """The largest error of any gradient, over the largest gradient of the step."""
+    largest = max(float(e.abs().max()) for e in expected.values() if e is not None)
+    tolerance = subject.tolerance + (_BF16_ROUNDING if case.dtype == "bfloat16" else 0.0)
+    deviation = 0.0
+    for name, want in expected.items():
+        have = gradients[name]
+        if want is None or have is None:
+            _require(
+                want is have,
+                f"{where}: {name}.grad is {'None' if have is None else 'a tensor'}, expected "
+                f"{'None, since no rank used it' if want is None else 'a tensor'}",
+            )
+            continue
+        _require(bool(have.isfinite().all()), f"{where}: {name}.grad is not finite")
+        error = float((have.double() - want).abs().max()) / largest
+        _require(
+            error <= tolerance,
+            f"{where}: {name}.grad is off by {error:.3g} of the largest gradient, allowed {tolerance:.3g}",
+        )
+        deviation = max(deviation, error)
+    return deviation
+
+
+def _check_identical(seen: list[Gradients], group: dist.ProcessGroup, case: Case) -> None:
+    hashes = []
+    for step, gradients in enumerate(seen):
+        digest = hashlib.sha256()
+        for grad in gradients.values():
+            if grad is not None and not (case.nonfinite and step == _NONFINITE_STEP):
+                digest.update(grad.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        hashes.append(digest.hexdigest())
+    everyone: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(everyone, hashes, group=group)
+    for step in range(min(map(len, everyone))):
+        if len({ranks_hashes[step] for ranks_hashes in everyone}) > 1:
+            raise AssertionError(f"step {step}: ranks have different gradients")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)

@@ -1,0 +1,213 @@
+"""The invariants of the hook contract, as cases that any hook can be run through."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from gradwire.recipes import Recipe
+from gradwire.recipes import recipe as parse_recipe
+from gradwire.testing.invariants import Subject, check_invariants
+from gradwire.testing.ranks import RanksFailed, run_ranks, send_message, time_limit
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to use DDP. The default is the base; each other value is a step along one axis."""
+
+    buckets: Literal["many", "one"] = "many"
+    gradient_as_bucket_view: bool = False
+    graph: Literal["dynamic", "static", "find_unused"] = "dynamic"
+    no_sync: bool = False
+    join: bool = False
+    subgroup: bool = False
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    skew: bool = False
+    """Ranks arrive at different times, over fifty steps."""
+    nonfinite: bool = False
+    """One rank's gradients are infinite in one step."""
+
+    def __str__(self) -> str:
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return ", ".join(k if v is True else f"{k}={v}" for k, v in changed.items()) or "base"
+
+
+def cases(*, full: bool = False) -> list[Case]:
+    """The base and each axis on its own; with ``full``, the product of the axes that DDP can combine."""
+    base = Case()
+    alone = [
+        replace(base, dtype="float64"),
+        replace(base, dtype="bfloat16"),
+        replace(base, skew=True),
+        replace(base, nonfinite=True),
+    ]
+    if full:
+        product = itertools.product(
+            ("many", "one"),
+            (False, True),
+            ("dynamic", "static", "find_unused"),
+            (False, True),
+            (False, True),
+            (False, True),
+        )
+        combined = [Case(*values) for values in product]  # type: ignore[arg-type]
+        # DDP's join() cannot shadow a static graph, nor steps that do not synchronise.
+        return [c for c in combined if not (c.join and (c.graph == "static" or c.no_sync))] + alone
+    return [
+        base,
+        replace(base, buckets="one"),
+        replace(base, gradient_as_bucket_view=True),
+        replace(base, graph="static"),
+        replace(base, graph="find_unused"),
+        replace(base, no_sync=True),
+        replace(base, join=True),
+        replace(base, subgroup=True),
+        *alone,
+    ]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """How one case went."""
+
+    case: Case
+    error: str | None
+    """What was broken, on which rank; None if nothing was."""
+    deviation: float | None
+    """The largest error of any gradient, relative to the largest gradient; None if it failed."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How all cases went; ``print`` it."""
+
+    hook: str
+    world_size: int
+    results: tuple[CaseResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(result.error is None for result in self.results)
+
+    def __str__(self) -> str:
+        num_ok = sum(result.error is None for result in self.results)
+        lines = [f"{self.hook} on {self.world_size} ranks: {num_ok} of {len(self.results)} cases hold"]
+        for result in self.results:
+            if result.error is None:
+                lines.append(f"  ok      {result.case}  (deviation {result.deviation:.1e})")
+            else:
+                lines.append(f"  BROKEN  {result.case}")
+                lines += [f"          {line}" for line in result.error.splitlines()]
+        return "\n".join(lines)
+
+
+def the_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The default state factory: a hook's state is the model's process group."""
+    return group
+
+
+def check_hook(
+    hook: str | Recipe | Callable[..., Any],
+    state_factory: Callable[[dist.ProcessGroup], Any] = the_group,
+    *,
+    tolerance: float = 1e-5,
+    world_size: int = 2,
+    expect: Literal["mean", "sum", "local"] = "mean",
+    via: Literal["ddp", "attach"] = "ddp",
+    cases: Sequence[Case] | None = None,
+    case_timeout: float = 60.0,
+) -> Report:
+    """Run a hook through every case of the contract, and report case by case.
+
+    After each step of each case every rank's gradients must be finite, within ``tolerance`` of what the
+    ranks' own gradients average to, and the same on all ranks bit for bit; parameters without gradients
+    must have none; the global random generator must be where it was. A step with an infinite gradient
+    must show that on all ranks, and the next step must be right again.
+
+    Args:
+        hook: a hook function that can be imported, or a recipe of gradwire's.
+        state_factory: makes the hook's state from the model's process group; an importable function.
+        tolerance: largest error allowed, relative to the largest gradient of the step.
+        world_size: number of ranks.
+        expect: what the hook should make of the ranks' gradients; ``"local"`` for hooks that do not
+            communicate.
+        via: register a hook with DDP itself, or through `gradwire.attach`. Recipes are always attached.
+        cases: which cases; by default `cases()`.
+        case_timeout: seconds after which a case counts as hung.
+
+    Example::
+
+        report = check_hook(my_hook, tolerance=1e-2, world_size=4)
+        assert report.ok, report
+    """
+    if isinstance(hook, str):
+        hook = parse_recipe(hook)
+    subject = Subject(hook, state_factory, tolerance, expect, via)
+    todo = list(_default_cases() if cases is None else cases)
+    results: list[CaseResult] = []
+    while len(results) < len(todo):
+        rest = todo[len(results) :]
+        results += _run_until_broken(subject, rest, world_size, case_timeout)
+    return Report(subject.name, world_size, tuple(results))
+
+
+_default_cases = cases
+
+
+def _run_until_broken(
+    subject: Subject, todo: list[Case], world_size: int, case_timeout: float
+) -> list[CaseResult]:
+    """Run cases on one set of ranks, up to and including the first that breaks."""
+    heard: dict[int, dict[int, str | float]] = {}
+
+    def on_message(rank: int, message: tuple[int, str | float]) -> None:
+        index, outcome = message
+        heard.setdefault(index, {})[rank] = outcome
+
+    crash: RanksFailed | None = None
+    try:
+        run_ranks(
+            _run_cases,
+            world_size,
+            timeout=case_timeout * len(todo),
+            args=(subject, todo, case_timeout),
+            on_message=on_message,
+        )
+    except RanksFailed as error:
+        crash = error
+    results = []
+    for index, case in enumerate(todo):
+        outcomes = heard.get(index, {})
+        errors = {rank: text for rank, text in outcomes.items() if isinstance(text, str)}
+        if errors:
+            text = "\n".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items()))
+            results.append(CaseResult(case, text, None))
+            break
+        if len(outcomes) < world_size:
+            results.append(CaseResult(case, str(crash), None))
+            break
+        results.append(CaseResult(case, None, max(float(o) for o in outcomes.values())))
+    return results
+
+
+def _run_cases(rank: int, subject: Subject, todo: list[Case], case_timeout: float) -> None:
+    """Inside a rank: run cases and report each, until one breaks on any rank."""
+    store = dist.distributed_c10d._get_default_store()
+    for index, case in enumerate(todo):
+        outcome: str | float
+        try:
+            with time_limit(case_timeout):
+                outcome = check_invariants(subject, case)
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+        send_message((index, outcome))
+        store.set(f"outcome/{index}/{rank}", "broken" if isinstance(outcome, str) else "ok")
+        keys = [f"outcome/{index}/{peer}" for peer in range(dist.get_world_size())]
+        store.wait(keys, timedelta(seconds=case_timeout))
+        if any(store.get(key) != b"ok" for key in keys):
+            return

@@ -1,0 +1,259 @@
+"""Real Gloo ranks on this machine: started fast, ended for certain."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+T = TypeVar("T")
+
+# Once one rank has failed, the others get this long to fail as well and tell why.
+_GRACE_S = 10.0
+# bf16 layers die with SIGILL on some virtual CPUs that advertise AMX; a user's own setting wins.
+_ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+# DistributedDataParallel imports torch._dynamo when it is made, which alone takes a second or two.
+_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.testing", "gradwire.ops.cpu"]
+
+
+class RanksFailed(RuntimeError):
+    """One or more ranks raised, crashed or did not finish; the text has every rank's traceback."""
+
+    def __init__(self, text: str, errors: dict[int, str]) -> None:
+        super().__init__(text)
+        self.errors = errors
+        """What went wrong, by rank."""
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    world_size: int,
+    timeout: float = 60.0,
+    *,
+    args: Sequence[Any] = (),
+    on_message: Callable[[int, Any], None] | None = None,
+) -> list[T]:
+    """Run ``fn(rank, *args)`` on real ranks with an initialised Gloo process group.
+
+    Args:
+        fn: a function that can be imported, that is, defined at the top level of a module. What it
+            returns must pickle.
+        world_size: how many ranks, each a process with one torch thread.
+        timeout: seconds after which every rank is ended, whatever it does.
+        args: further arguments.
+        on_message: called in this process with ``(rank, message)`` for each `send_message` of a rank.
+
+    Returns every rank's result, in rank order. Raises `RanksFailed` when a rank raises, crashes (also
+    while it exits) or is still running at the timeout; then the text has the stack of each. No process
+    is left behind, also if this one is killed.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, not {world_size}")
+    if "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
+        raise ValueError(f"run_ranks takes a function from the top level of a module, not {fn.__qualname__}")
+    context = mp.get_context("forkserver" if sys.platform != "win32" else "spawn")
+    if sys.platform != "win32":
+        # The server imports torch once; a rank is then forked in milliseconds instead of seconds.
+        context.set_forkserver_preload([*_PRELOAD, *{"pytest", "hypothesis"}.intersection(sys.modules)])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="gradwire-ranks-") as folder:
+        ranks = []
+        try:
+            for rank in range(world_size):
+                job = _Job(fn, tuple(args), rank, world_size, timeout, store.port, folder)
+                ranks.append(_Rank.start(context, job))
+            _collect(ranks, time.monotonic() + timeout, on_message)
+        finally:
+            for process in ranks:
+                process.end()
+        errors = {r.job.rank: r.error for r in ranks if r.error is not None}
+        if errors:
+            lines = [f"rank {r.job.rank}: {r.error or 'finished'}".rstrip() for r in ranks]
+            header = f"{len(errors)} of {world_size} ranks of {fn.__qualname__} failed"
+            raise RanksFailed("\n\n".join([header, *lines]), errors)
+        return [r.result for r in ranks]
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """From inside a rank: end this rank, with its stack, if the block takes longer."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_stack_file or sys.stderr)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def send_message(message: Any) -> None:
+    """From inside a rank: hand ``message`` to the ``on_message`` of `run_ranks`."""
+    if _to_parent is None:
+        raise RuntimeError("send_message is for ranks that run_ranks has started")
+    with _sending:
+        _to_parent.send_bytes(pickle.dumps(("message", message)))
+
+
+@dataclass(frozen=True)
+class _Job:
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    timeout: float
+    port: int
+    folder: str
+
+    @property
+    def stack_file(self) -> Path:
+        return Path(self.folder) / f"stack{self.rank}"
+
+
+@dataclass
+class _Rank:
+    """One rank as its parent sees it."""
+
+    job: _Job
+    process: mp.process.BaseProcess
+    connection: Connection
+    result: Any = None
+    error: str | None = None
+    reported: bool = False
+    silent: bool = False
+    """Whether the rank has closed its end of the pipe: there is nothing more to read."""
+
+    @classmethod
+    def start(cls, context: Any, job: _Job) -> _Rank:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank_main, args=(theirs, job), daemon=True)
+        process.start()
+        theirs.close()
+        return cls(job, process, ours)
+
+    @property
+    def done(self) -> bool:
+        return self.process.exitcode is not None and self.silent
+
+    def read(self, on_message: Callable[[int, Any], None] | None) -> None:
+        """Take what the rank has sent, and note how it ended."""
+        try:
+            while not self.silent and self.connection.poll():
+                kind, value = pickle.loads(self.connection.recv_bytes())
+                if kind == "message":
+                    if on_message is not None:
+                        on_message(self.job.rank, value)
+                else:
+                    self.reported = True
+                    self.result, self.error = (value, None) if kind == "result" else (None, value)
+        except (EOFError, ConnectionResetError):
+            self.silent = True
+        code = self.process.exitcode
+        if code is not None and self.error is None and (code != 0 or not self.reported):
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            when = "while exiting, its function had returned" if self.reported else "while running"
+            self.error = f"ended with {how}, {when}\n{self._stack()}"
+
+    def dump_stack(self) -> None:
+        if self.process.exitcode is None and self.process.pid and hasattr(signal, "SIGUSR1"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGUSR1)
+
+    def give_up(self, why: str) -> None:
+        if self.process.exitcode is None and self.error is None:
+            self.error = f"{why}\n{self._stack()}"
+
+    def _stack(self) -> str:
+        return self.job.stack_file.read_text() if self.job.stack_file.exists() else ""
+
+    def end(self) -> None:
+        if self.process.exitcode is None:
+            self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _collect(ranks: list[_Rank], deadline: float, on_message: Callable[[int, Any], None] | None) -> None:
+    why = "still running at the timeout, ended"
+    while True:
+        running = [r for r in ranks if not r.done]
+        for r in ranks:
+            r.read(on_message)
+        if not running:
+            return
+        if any(r.error for r in ranks) and time.monotonic() + _GRACE_S < deadline:
+            deadline = time.monotonic() + _GRACE_S
+            why = f"still running {_GRACE_S:g} s after another rank had failed, ended"
+        left = deadline - time.monotonic()
+        if left <= 0:
+            for r in running:
+                r.dump_stack()
+            time.sleep(0.3)  # for the signal handlers to write their files
+            for r in running:
+                r.read(on_message)
+                r.give_up(why)
+            return
+        waitable: list[Any] = [r.process.sentinel for r in running]
+        waitable += [r.connection for r in running if not r.silent]
+        multiprocessing.connection.wait(waitable, timeout=min(left, 1.0))
+
+
+# --- inside a rank ---
+
+_to_parent: Connection | None = None
+_stack_file: TextIO | None = None
+_sending = threading.Lock()
+
+
+def _rank_main(connection: Connection, job: _Job) -> None:
+    global _to_parent, _stack_file
+    _to_parent, _stack_file = connection, job.stack_file.open("w")
+    threading.Thread(target=_die_with_parent, args=(connection,), daemon=True).start()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(job.rank))
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, file=_stack_file, all_threads=True)
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", job.port, is_master=False)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.timeout),
+        )
+        outcome = pickle.dumps(("result", job.fn(job.rank, *job.args)))
+    except BaseException:
+        outcome = pickle.dumps(("error", traceback.format_exc()))
+    with _sending:
+        connection.send_bytes(outcome)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # multiprocessing ends its children without them; a program of its own would run them.
+    atexit._run_exitfuncs()
+
+
+def _die_with_parent(connection: Connection) -> None:
+    """The parent never writes; the pipe ends when the parent is gone."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()
+    os._exit(1)

@@ -1,0 +1,443 @@
+"""`attach` and the wire it returns."""
+
+import copy
+import logging
+import os
+import pickle
+import re
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.ddp_comm_hooks import default_hooks
+from gradwire.testing import run_ranks
+from tests.test_bridge import backward, gradients, small_model
+
+
+def mean_of(local, group=None):
+    total = local.double()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+# --- what is refused ---
+
+
+def job_refusals(rank):
+    with pytest.raises(TypeError, match="takes a DistributedDataParallel, not Linear; wrap the model first"):
+        gradwire.attach(nn.Linear(2, 2), "bf16")
+    with pytest.raises(TypeError, match="takes a DistributedDataParallel, not str"):
+        gradwire.attach("model", "bf16")
+    model = small_model()
+    with pytest.raises(ValueError, match="there is no recipe 'bf61'; did you mean 'bf16'"):
+        gradwire.attach(model, "bf61")
+    with pytest.raises(TypeError, match="a recipe is a name or a Recipe, not int"):
+        gradwire.attach(model, 16)
+    with pytest.raises(TypeError, match="recipe bf16 takes no state"):
+        gradwire.attach(model, "bf16", state=object())
+    with pytest.raises(ValueError, match="a process group, but not the model's own"):
+        gradwire.attach(model, "bf16", state=dist.new_group())
+
+    wire = gradwire.attach(model, "bf16")
+    with pytest.raises(ValueError, match=re.escape("bf16 is attached to this model already; call detach()")):
+        gradwire.attach(model, "fp16")
+    wire.detach()
+    wire.detach()  # twice does no harm
+
+    taken = small_model()
+    taken.register_comm_hook(None, torch_hooks.allreduce_hook)
+    with pytest.raises(
+        ValueError, match="has a hook already, .*allreduce_hook, and DDP takes one in its life"
+    ):
+        gradwire.attach(taken, "bf16")
+
+    python_reducer = small_model()
+    python_reducer._use_python_reducer = True
+    with pytest.raises(ValueError, match="Python reducer"):
+        gradwire.attach(python_reducer, "bf16")
+
+
+def test_what_cannot_work_is_refused_with_the_reason():
+    run_ranks(job_refusals, 2)
+
+
+def job_disagreement(rank):
+    model = small_model()
+    with pytest.raises(ValueError, match="ranks attach different things") as caught:
+        gradwire.attach(model, "bf16" if rank else "fp16")
+    assert "rank(s) 0: Recipe(name='fp16'" in str(caught.value)
+    assert "rank(s) 1, 2: Recipe(name='bf16'" in str(caught.value)
+    if rank == 1:
+        with pytest.raises(ValueError, match="no recipe"):
+            gradwire.attach(model, "nonsense")
+    else:
+        with pytest.raises(RuntimeError, match="attach failed on rank 1: there is no recipe 'nonsense'"):
+            gradwire.attach(model, "bf16")
+    with gradwire.attach(model, "bf16"):
+        backward(model)
+
+
+def test_ranks_that_attach_different_things_are_all_told_so():
+    run_ranks(job_disagreement, 3)
+
+
+def job_missing(rank):
+    model = small_model()
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["done"])
+        return
+    with pytest.raises(RuntimeError, match=r"collective, but rank\(s\) 1 of 3 did not call it within 0.5 s"):
+        gradwire.attach(model, "bf16", timeout=timedelta(seconds=0.5))
+    dist.distributed_c10d._get_default_store().set("done", "")
+
+
+def test_attach_names_the_rank_that_is_missing():
+    run_ranks(job_missing, 3)
+
+
+# --- groups ---
+
+
+def job_subgroups(rank):
+    low, high = dist.new_group([0, 2]), dist.new_group([1, 3])
+    group = low if rank in (0, 2) else high
+    plain = small_model(process_group=group)
+    backward(plain)
+    for what in ("fp32", torch_hooks.allreduce_hook, default_hooks.allreduce_hook):
+        model = small_model(process_group=group)
+        with gradwire.attach(model, what):
+            backward(model)
+        assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=0), what
+    # Lanes are unknown to torch, so the next world-wide group does not hang.
+    dist.barrier(dist.new_group())
+
+
+def test_the_group_is_the_models_own():
+    run_ranks(job_subgroups, 4)
+
+
+def job_one_rank(rank):
+    for recipe in gradwire.RECIPES:
+        plain, model = small_model(), small_model()
+        wire = gradwire.attach(model, recipe)
+        backward(plain)
+        backward(model)
+        assert torch.equal(gradients(plain), gradients(model)), recipe
+        assert wire.stats().bytes_sent == 0
+
+
+def test_one_rank_alone_works():
+    run_ranks(job_one_rank, 1)
+
+
+class UsersCollective(torch.autograd.Function):
+    """What SyncBatchNorm does: a collective on the user's own group in the middle of backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.sum()[None].clone()
+        dist.all_reduce(total)
+        time.sleep(0.001 * dist.get_rank())
+        return grad
+
+
+class Talkative(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = UsersCollective.apply(layer(x).tanh())
+        return x
+
+
+def job_users_collectives(rank):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Talkative(), bucket_cap_mb=0.001)
+    with gradwire.attach(model, "bf16") as wire:
+        for step in range(20):
+            model.zero_grad()
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(3, 20)).square().mean().backward()
+        assert len(wire.layout()) >= 3
+
+
+def test_the_users_own_collectives_during_backward_do_not_collide():
+    run_ranks(job_users_collectives, 3)
+
+
+# --- wrapping, copying, detaching ---
+
+
+def job_compiled(rank):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(10, 30), nn.Linear(30, 2)))
+    compiled = torch.compile(model, backend="eager")
+    with gradwire.attach(compiled, "fp32") as wire:
+        backward(compiled)
+        assert wire.stats().num_steps == 1
+        assert {slot.name for bucket in wire.layout() for slot in bucket.slots} == {
+            f"{i}.{what}" for i in (0, 1) for what in ("weight", "bias")
+        }
+
+
+def test_a_compiled_ddp_model_is_unwrapped():
+    run_ranks(job_compiled, 2)
+
+
+def job_copies(rank):
+    model = small_model()
+    gradwire.attach(model, "bf16")
+    backward(model)
+    twin = copy.deepcopy(model)
+    with gradwire.attach(twin, "fp16") as wire:
+        backward(twin)
+        assert wire.stats().num_steps == 1
+    pickle.loads(pickle.dumps(model.module))
+
+
+def test_a_copy_of_an_attached_model_is_free():
+    run_ranks(job_copies, 2)
+
+
+def job_detach(rank):
+    plain, model = small_model(), small_model()
+    wire = gradwire.attach(model, "noop")
+    assert wire.attached
+    assert "noop, attached" in repr(wire)
+    backward(plain)
+    backward(model)
+    assert not torch.allclose(gradients(plain), gradients(model))
+    wire.detach()
+    assert not wire.attached
+    assert not any(t.name.startswith("gradwire") for t in threading.enumerate())
+    for seed in range(3):
+        backward(plain, seed)
+        backward(model, seed)
+        assert torch.equal(gradients(plain), gradients(model))
+    second = gradwire.attach(model, "fp32")
+    backward(plain)
+    backward(model)
+    assert torch.equal(gradients(plain), gradients(model))
+    wire.detach()  # an old wire does not take a new one's place
+    assert second.attached
+
+
+def test_detach_returns_the_model_to_plain_averaging_and_attach_works_again():
+    run_ranks(job_detach, 2)
+
+
+def job_disabled(rank):
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("gradwire").addHandler(handler)
+    os.environ["GRADWIRE_DISABLE"] = "1"
+    plain, model = small_model(), small_model()
+    with gradwire.attach(model, "noop") as wire:
+        backward(plain)
+        backward(model)
+    assert torch.equal(gradients(plain), gradients(model))
+    assert not wire.attached
+    assert wire.stats().num_steps == 0
+    assert [r.levelname for r in records] == ["WARNING"]
+    assert "GRADWIRE_DISABLE is set" in records[0].getMessage()
+    os.environ["GRADWIRE_DISABLE"] = "1" if rank else "0"
+    with pytest.raises(ValueError, match=r"rank\(s\) 1: GRADWIRE_DISABLE is set"):
+        gradwire.attach(small_model(), "bf16")
+
+
+def test_gradwire_disable_leaves_ddp_alone():
+    run_ranks(job_disabled, 2)
+
+
+# --- precision ---
+
+
+def job_large_and_small(rank):
+    for recipe in ("fp32", "fp16", "bf16"):
+        net = nn.Linear(1, 2, bias=False)
+        model = DistributedDataParallel(net)
+        gradwire.attach(model, recipe)
+        # d loss / d weight is what the input and the factor say.
+        large = 80000.0 if rank == 0 else 0.0
+        (model(torch.ones(1, 1)) * torch.tensor([large, 1e-7])).sum().backward()
+        world_size = dist.get_world_size()
+        assert net.weight.grad[0].item() == pytest.approx(80000 / world_size, rel=2**-7)
+        if recipe != "fp16":  # beside 80000, 1e-7 is below what one scale can hold
+            assert net.weight.grad[1].item() == pytest.approx(1e-7, rel=2**-7)
+        model.zero_grad()
+        (model(torch.ones(1, 1)) * torch.tensor([1e-7, 3e38])).sum().backward()
+        assert net.weight.grad[1].item() == pytest.approx(3e38, rel=2**-7)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_a_mean_that_fits_is_never_lost(world_size):
+    run_ranks(job_large_and_small, world_size)
+
+
+def job_tiny(rank):
+    for recipe in ("fp16", "bf16"):
+        net = nn.Linear(1, 1, bias=False)
+        model = DistributedDataParallel(net)
+        gradwire.attach(model, recipe)
+        (model(torch.ones(1, 1)) * 1e-7).sum().backward()
+        assert net.weight.grad.item() == pytest.approx(1e-7, rel=2**-7)
+
+
+def test_tiny_gradients_survive_on_eight_ranks():
+    run_ranks(job_tiny, 8)
+
+
+class MixedDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fp64 = nn.Linear(9, 7).double()
+        self.fp32 = nn.Linear(7, 5)
+        self.bf16 = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.fp16 = nn.Parameter(torch.randn(5, dtype=torch.float16))
+        self.c64 = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = self.fp32(self.fp64(x.double()).float())
+        return (
+            (x * self.bf16.float() * self.fp16.float() * torch.view_as_real(self.c64).sum(1)).square().sum()
+        )
+
+
+def job_mixed_dtypes(rank):
+    torch.manual_seed(0)
+    net = MixedDtypes()
+    local = copy.deepcopy(net)
+    model = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    for recipe, tolerance in {"fp32": 2**-8, "fp16": 2**-7, "bf16": 2**-6}.items():
+        with gradwire.attach(model, recipe):
+            for step in range(3):
+                torch.manual_seed(10 * step + rank)
+                x = torch.randn(4, 9)
+                model.zero_grad()
+                local.zero_grad()
+                model(x).backward()
+                local(x).backward()
+                for (name, p), q in zip(net.named_parameters(), local.parameters(), strict=True):
+                    assert p.grad.dtype == p.dtype
+                    have, want = (torch.view_as_real(g) if g.is_complex() else g for g in (p.grad, q.grad))
+                    expected = mean_of(want)
+                    error = (have.double() - expected).abs().max() / expected.abs().max()
+                    assert error < (1e-6 if recipe == "fp32" and p.dtype.itemsize > 2 else tolerance), (
+                        name,
+                        recipe,
+                    )
+
+
+def test_buckets_of_every_dtype_are_averaged_in_their_own():
+    run_ranks(job_mixed_dtypes, 3)
+
+
+class SparseModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(50, 4, sparse=True)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, indices):
+        return self.linear(self.embedding(indices)).square().mean()
+
+
+def job_sparse(rank, recipe):
+    torch.manual_seed(0)
+    net = SparseModel()
+    local = copy.deepcopy(net)
+    model = DistributedDataParallel(net)
+    with gradwire.attach(model, recipe):
+        for step in range(4):
+            # Different rows on each rank, one of them twice, and on rank 0 sometimes one alone.
+            indices = torch.tensor([rank, rank, 7, 10 * rank + step][: 1 if rank == 0 and step == 2 else 4])
+            model.zero_grad()
+            local.zero_grad()
+            model(indices).backward()
+            local(indices).backward()
+            grad = net.embedding.weight.grad
+            assert grad.is_sparse
+            expected = mean_of(local.embedding.weight.grad.to_dense())
+            assert torch.allclose(grad.to_dense().double(), expected, rtol=1e-5, atol=1e-9)
+            expected = mean_of(local.linear.weight.grad)
+            assert torch.allclose(net.linear.weight.grad.double(), expected, rtol=2**-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_sparse_gradients_are_averaged(recipe):
+    run_ranks(job_sparse, 3, args=(recipe,))
+
+
+def job_join_divisor(rank):
+    for divide_by_initial in (True, False):
+        net = nn.Linear(3, 1, bias=False)
+        torch.manual_seed(0)
+        nn.init.normal_(net.weight)
+        model = DistributedDataParallel(net)
+        gradwire.attach(model, "fp32")
+        seen = []
+        with model.join(divide_by_initial_world_size=divide_by_initial):
+            for _ in range(2 + rank):
+                model.zero_grad()
+                model(torch.full((1, 3), 1.0)).sum().backward()
+                seen.append(net.weight.grad[0, 0].item())
+        world_size = dist.get_world_size()
+        num_active = [sum(r + 2 > step for r in range(world_size)) for step in range(len(seen))]
+        expected = [n / (world_size if divide_by_initial else n) for n in num_active]
+        assert seen == pytest.approx(expected)
+
+
+def test_join_divides_by_the_ranks_that_it_is_told_to():
+    run_ranks(job_join_divisor, 3)
+
+
+# --- figures ---
+
+
+def job_stats(rank):
+    world_size = dist.get_world_size()
+    for name in ("fp32", "fp16", "bf16"):
+        recipe, model = gradwire.recipe(name), small_model()
+        wire = gradwire.attach(model, recipe)
+        for seed in range(4):
+            backward(model, seed)
+        stats, layout = wire.stats(), wire.layout()
+        assert stats.num_steps == 4
+        assert [step.step for step in stats.steps] == [0, 1, 2, 3]
+        last = stats.steps[-1]
+        assert [b.bucket for b in last.buckets] == list(range(len(layout)))
+        for figures, bucket in zip(last.buckets, layout, strict=True):
+            promised = recipe.wire_bytes(bucket.numel, bucket.dtype, rank=rank, world_size=world_size)
+            assert figures.bytes_sent == promised
+            assert 0 < figures.num_messages <= 2 * (world_size - 1)
+            assert figures.wait_ms >= 0
+            assert figures.work_ms > 0
+        everything = [b for step in stats.steps for b in step.buckets]
+        assert stats.bytes_sent == sum(b.bytes_sent for b in everything)
+        assert stats.num_messages == sum(b.num_messages for b in everything)
+
+    model = small_model()
+    wire = gradwire.attach(model, torch_hooks.allreduce_hook)
+    backward(model)
+    assert wire.stats().bytes_sent is None, "what a foreign hook sends cannot be known"
+    assert wire.stats().steps[0].buckets[0].wait_ms >= 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_stats_count_what_wire_bytes_promises(world_size):
+    run_ranks(job_stats, world_size)

@@ -1,0 +1,343 @@
+"""What a hook may be, what it may return, and how its errors reach the user."""
+
+import functools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.testing import RanksFailed, run_ranks
+from tests import annotated_hooks
+
+
+def small_model(**options):
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30), nn.Linear(30, 2)
+    )
+    return DistributedDataParallel(net, bucket_cap_mb=0.001, **options)
+
+
+def backward(model, seed=0):
+    model.zero_grad()
+    torch.manual_seed(100 * dist.get_rank() + seed)
+    model(torch.randn(4, 10)).square().mean().backward()
+
+
+def gradients(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# --- every form of hook ---
+
+
+class CallableObject:
+    def __call__(self, state, bucket):
+        return torch_hooks.allreduce_hook(state, bucket)
+
+
+class Method:
+    def average(self, state, bucket):
+        return torch_hooks.allreduce_hook(state, bucket)
+
+
+def with_factor(factor, state, bucket):
+    assert factor == 1
+    return torch_hooks.allreduce_hook(state, bucket)
+
+
+def other_names(s, gradients):
+    return torch_hooks.allreduce_hook(s, gradients)
+
+
+def bare_future(state: object, bucket: dist.GradBucket) -> Future:
+    return torch_hooks.allreduce_hook(state, bucket)
+
+
+FORMS = {
+    "function": torch_hooks.allreduce_hook,
+    "partial": functools.partial(with_factor, 1),
+    "callable object": CallableObject(),
+    "bound method": Method().average,
+    "other parameter names": other_names,
+    "a bare Future annotation": bare_future,
+    "string annotations": annotated_hooks.with_string_annotations,
+    "lambda": lambda state, bucket: torch_hooks.allreduce_hook(state, bucket),
+}
+
+
+def job_forms(rank):
+    plain = small_model()
+    backward(plain)
+    for form, hook in FORMS.items():
+        model = small_model()
+        with gradwire.attach(model, hook, state=dist.group.WORLD):
+            backward(model)
+        assert torch.equal(gradients(model), gradients(plain)), form
+
+
+def test_every_form_of_hook_can_be_attached():
+    run_ranks(job_forms, 2)
+
+
+# --- bad returns ---
+
+
+def completed(value):
+    future = Future()
+    future.set_result(value)
+    return future
+
+
+def failing_callback(state, bucket):
+    def fail(done):
+        raise ZeroDivisionError("in the callback")
+
+    return torch_hooks.allreduce_hook(state, bucket).then(fail)
+
+
+def failed_future(state, bucket):
+    future = Future()
+    future.set_exception(KeyError("set on the future"))
+    return future
+
+
+def raising(state, bucket):
+    raise KeyError("lost")
+
+
+# name: (hook, type of the error, a part of its text)
+BAD = {
+    "None": (
+        lambda s, b: None,
+        TypeError,
+        "must return a torch.futures.Future object, but got builtins.NoneType",
+    ),
+    "a bare tensor": (lambda s, b: b.buffer(), TypeError, "Future object, but got torch.Tensor"),
+    "a list": (lambda s, b: [b.buffer()], TypeError, "Future object, but got builtins.list"),
+    "a future of None": (
+        lambda s, b: completed(None),
+        TypeError,
+        "must hold one tensor, but holds builtins.NoneType",
+    ),
+    "a future of a list": (
+        lambda s, b: completed([b.buffer()]),
+        TypeError,
+        "one tensor, but holds builtins.list",
+    ),
+    "a longer tensor": (lambda s, b: completed(torch.cat([b.buffer()] * 2)), ValueError, "a tensor of shape"),
+    "a shorter tensor": (lambda s, b: completed(b.buffer()[:-1]), ValueError, "a tensor of shape"),
+    "two dimensions": (lambda s, b: completed(b.buffer()[None]), ValueError, "a tensor of shape"),
+    "another dtype": (
+        lambda s, b: completed(b.buffer().half()),
+        TypeError,
+        "holds torch.float16, but the bucket is",
+    ),
+    "another device": (lambda s, b: completed(b.buffer().to("meta")), ValueError, "tensor on meta"),
+    "an exception": (raising, KeyError, "KeyError: 'lost'"),
+    "an exception in a callback": (failing_callback, ZeroDivisionError, "ZeroDivisionError: in the callback"),
+    "an exception on the future": (failed_future, KeyError, "set on the future"),
+}
+
+
+def job_bad(rank, name, bad_ranks):
+    hook, kind, text = BAD[name]
+
+    def sometimes_bad(state, bucket):
+        if bucket.index() == 1 and rank in bad_ranks:
+            return hook(state, bucket)
+        return torch_hooks.allreduce_hook(state, bucket)
+
+    model = small_model()
+    gradwire.attach(model, sometimes_bad, state=dist.group.WORLD)
+    backward(model)  # one bucket yet: nothing is wrong
+    with pytest.raises(gradwire.WireError) as caught:
+        backward(model)
+        # A rank whose own gradients had arrived when another failed learns of it in its next step.
+        assert rank not in bad_ranks
+        backward(model)
+    first = caught.value
+    with pytest.raises(gradwire.WireError) as caught:  # a failed wire stays failed
+        backward(model)
+    assert str(caught.value) == str(first)
+    assert text in str(first)
+    assert ", step 1, bucket 1, hook " in str(first)
+    assert "sometimes_bad" in str(first)
+    if rank in bad_ranks and len(bad_ranks) == 1:
+        assert isinstance(first, kind)
+    if rank not in bad_ranks:
+        assert isinstance(first, gradwire.PeerError)
+        assert str(first).startswith(f"rank {bad_ranks[0]}, ")
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("bad_ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
+def test_a_bad_return_is_one_clear_error_on_every_rank(name, bad_ranks):
+    run_ranks(job_bad, 2, timeout=30, args=(name, bad_ranks))
+
+
+def test_a_failure_reaches_ranks_that_are_not_neighbours():
+    run_ranks(job_bad, 4, timeout=30, args=("an exception", (2,)))
+
+
+# --- errors inside a recipe's own exchange ---
+
+
+class BrokenExchange:
+    communicates = True
+
+    def __init__(self, bad_rank, action):
+        self.bad_rank = bad_rank
+        self.action = action
+
+    def __repr__(self):
+        return "BrokenExchange()"
+
+    def run(self, flat, group, scratch, scale):
+        assert not torch.is_grad_enabled()
+        self.num_runs = getattr(self, "num_runs", 0) + 1
+        if group.rank == self.bad_rank and self.num_runs == 4:
+            if self.action == "raise":
+                raise FloatingPointError("overflow in rank's own arithmetic")
+            time.sleep(60)
+        gradwire.fp32().exchange.run(flat, group, scratch, scale)
+
+
+def job_broken_exchange(rank):
+    model = small_model()
+    wire = gradwire.attach(model, gradwire.Recipe("broken", BrokenExchange(1, "raise")))
+    backward(model)
+    with pytest.raises(gradwire.WireError) as caught:
+        for _ in range(3):
+            backward(model)
+    assert "rank 1, step " in str(caught.value)
+    assert "hook broken: FloatingPointError: overflow in rank's own arithmetic" in str(caught.value)
+    assert isinstance(caught.value, FloatingPointError if rank == 1 else gradwire.PeerError)
+    # Detached, the model averages again; attached anew, too.
+    wire.detach()
+    backward(model)
+    with gradwire.attach(model, "fp32"):
+        backward(model)
+
+
+def test_an_error_in_an_exchange_is_raised_on_every_rank_and_can_be_left_behind():
+    run_ranks(job_broken_exchange, 3, timeout=30)
+
+
+def job_timeout(rank):
+    group = dist.new_group(timeout=__import__("datetime").timedelta(seconds=2))
+    model = small_model(process_group=group)
+    gradwire.attach(model, gradwire.Recipe("slow", BrokenExchange(1, "sleep")))
+    if rank == 1:
+        import threading
+
+        threading.Timer(8, __import__("os")._exit, [0]).start()
+    with pytest.raises(gradwire.WireError, match="no message from rank"):
+        for _ in range(3):
+            backward(model)
+
+
+def test_a_stuck_rank_is_an_error_on_the_others_after_the_timeout():
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(job_timeout, 2, timeout=40)
+    assert set(caught.value.errors) == {1}, "only the rank that was stuck may fail"
+
+
+def job_killed(rank, attached):
+    model = small_model()
+    if attached == "recipe":
+        gradwire.attach(model, "fp32")
+    else:
+        gradwire.attach(model, torch_hooks.allreduce_hook)
+    backward(model)
+    backward(model)
+    if rank == 1:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        for _ in range(3):
+            backward(model)
+    return "raised"
+
+
+@pytest.mark.parametrize("attached", ["recipe", "hook"])
+def test_a_killed_rank_is_an_error_on_the_others(attached):
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(job_killed, 3, timeout=30, args=(attached,))
+    assert set(caught.value.errors) == {1}
+    assert "SIGKILL" in caught.value.errors[1]
+
+
+# --- join() calls hooks outside a backward pass ---
+
+
+def job_join_failure(rank):
+    model = small_model()
+    calls = 0
+
+    def fails_at_last(state, bucket):
+        nonlocal calls
+        calls += 1
+        if rank == 0 and calls == 7:
+            raise KeyError("in join")
+        return torch_hooks.allreduce_hook(state, bucket)
+
+    gradwire.attach(model, fails_at_last, state=dist.group.WORLD)
+    num_batches = 2 if rank == 0 else 8
+    with pytest.raises(gradwire.WireError, match="rank 0.*KeyError: 'in join'"), model.join():
+        for seed in range(num_batches):
+            backward(model, seed)
+
+
+def test_a_failing_hook_in_join_raises_on_every_rank():
+    run_ranks(job_join_failure, 2, timeout=30)
+
+
+# --- lifetime ---
+
+
+def job_lifetime(rank):
+    import gc
+    import threading
+    import weakref
+
+    class State:
+        pass
+
+    state, model = State(), small_model()
+
+    def hook(state, bucket):
+        return torch_hooks.allreduce_hook(None, bucket)
+
+    alive = [weakref.ref(state), weakref.ref(hook), weakref.ref(model)]
+    gradwire.attach(model, hook, state=state)
+    del state, hook
+    backward(model)
+    gc.collect()
+    assert alive[0]() is not None, "state and hook live as long as the registration"
+    assert alive[1]() is not None
+    del model
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None, None]
+
+    model = small_model()
+    gradwire.attach(model, "bf16")
+    backward(model)
+    del model
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while any(t.name.startswith("gradwire") for t in threading.enumerate()):
+        assert time.monotonic() < deadline, "a lane outlives its model"
+        time.sleep(0.05)
+
+
+def test_hook_state_and_lane_end_with_the_model():
+    run_ranks(job_lifetime, 2, timeout=30)

@@ -1,0 +1,160 @@
+"""Laws that every codec keeps, over sizes, dtypes and values."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gradwire import ops
+from gradwire.codecs import Cast, Raw
+from gradwire.exchanges import TwoShot
+from gradwire.ops import cpu, reference
+from tests.rows import ROWS
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+CODEC_ROWS = [row for row in ROWS if isinstance(row.exchange, TwoShot) and row.expect == "mean"]
+SIZES = st.one_of(st.integers(0, 70), st.sampled_from([4095, 4096, 4097, 65537, 140001]))
+
+
+def draw_values(n, dtype, seed, magnitude):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(n, generator=generator, dtype=torch.float64) * magnitude).to(dtype)
+
+
+def round_trip(codec, values):
+    row = torch.empty(codec.wire_bytes(values.numel()), dtype=torch.uint8)
+    decoded = torch.full_like(values, math.nan)
+    if values.numel():
+        codec.encode(values, row)
+        codec.decode(row, decoded)
+    return decoded
+
+
+@pytest.mark.parametrize("row", CODEC_ROWS, ids=lambda row: row.spec)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@settings(max_examples=25, deadline=None)
+@given(n=SIZES, seed=st.integers(0, 2**16), exponent=st.sampled_from([-30, -8, 0, 3, 30]))
+@example(n=1, seed=0, exponent=0)
+def test_what_is_decoded_is_within_the_promised_error(row, dtype, n, seed, exponent):
+    largest = {torch.float16: 4, torch.bfloat16: 30, torch.float32: 30, torch.float64: 30}[dtype]
+    values = draw_values(n, dtype, seed, 10.0 ** min(exponent, largest))
+    codec = row.exchange.codec.resolve(dtype)
+    assert codec.wire_bytes(n) == row.exact_bytes(n, dtype)
+    decoded = round_trip(codec, values)
+    assert (decoded.shape, decoded.dtype, decoded.device) == (values.shape, dtype, values.device)
+    if n:
+        error = (decoded.double() - values.double()).abs().max() / values.double().abs().max().clamp(
+            min=1e-300
+        )
+        assert error <= row.tolerance
+
+
+@pytest.mark.parametrize("row", CODEC_ROWS, ids=lambda row: row.spec)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_zeros_come_back_as_zeros(row, dtype):
+    decoded = round_trip(row.exchange.codec.resolve(dtype), torch.zeros(1000, dtype=dtype))
+    assert torch.equal(decoded, torch.zeros(1000, dtype=dtype))
+
+
+@pytest.mark.parametrize("row", CODEC_ROWS, ids=lambda row: row.spec)
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_stays_so_and_spares_the_rest(row, poison):
+    values = torch.linspace(-1, 1, 1000)
+    values[17] = poison
+    decoded = round_trip(row.exchange.codec.resolve(torch.float32), values)
+    assert decoded[17].isnan() if math.isnan(poison) else decoded[17] == poison
+    others = torch.arange(1000) != 17
+    assert torch.allclose(decoded[others], values[others], atol=row.tolerance)
+
+
+@pytest.mark.parametrize("value", [80000.0, 3e38, 1e-7, 1e-30, 2.0**-126, -65504.0, 65520.0])
+def test_fp16_carries_values_outside_its_own_range(value):
+    decoded = round_trip(Cast(torch.float16), torch.tensor([value, 0.0]))
+    assert decoded[0] == pytest.approx(value, rel=2.0**-11)
+    assert decoded[1] == 0
+
+
+def test_a_bucket_no_wider_than_the_cast_travels_as_it_is():
+    assert Cast(torch.float16).resolve(torch.bfloat16) == Raw(torch.bfloat16)
+    assert Cast(torch.bfloat16).resolve(torch.bfloat16) == Raw(torch.bfloat16)
+    assert Cast(torch.bfloat16).resolve(torch.float64) == Cast(torch.bfloat16)
+
+
+def test_a_cast_to_anything_but_16_bits_is_refused():
+    with pytest.raises(ValueError, match="float16 or torch.bfloat16, not torch.int8"):
+        Cast(torch.int8)
+
+
+# --- the kernels equal the reference, bit for bit ---
+
+
+def same_bits(a, b):
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=SIZES.filter(bool),
+    num_rows=st.integers(2, 5),
+    row_dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    scale=st.sampled_from([0.5, 1.0, 1 / 3, 0.2]),
+    seed=st.integers(0, 2**16),
+    data=st.data(),
+)
+def test_the_reduce_kernel_equals_the_reference(n, num_rows, row_dtype, scale, seed, data):
+    own_index = data.draw(st.integers(0, num_rows - 1))
+    header = 4 if row_dtype == torch.float16 else 0
+    stride = -(-(header + n * row_dtype.itemsize) // 64) * 64
+    rows = torch.zeros(num_rows, stride, dtype=torch.uint8)
+    for r in range(num_rows):
+        values = draw_values(n, row_dtype, seed + r, 3.0)
+        rows[r, header : header + n * row_dtype.itemsize] = values.view(torch.uint8)
+    up, down = (4.0, 0.25) if row_dtype == torch.float16 else (1.0, 1.0)
+    results = []
+    for kernels in (reference, cpu):
+        own = draw_values(n, torch.float32, seed + own_index, 3.0)
+        encoded = own if row_dtype == torch.float32 else torch.zeros(n, dtype=row_dtype)
+        kernels.reduce_rows(rows, header, own, own_index, [scale] * num_rows, up, down, encoded)
+        results.append((own, encoded))
+    (own_a, encoded_a), (own_b, encoded_b) = results
+    assert same_bits(own_a, own_b)
+    assert same_bits(encoded_a, encoded_b)
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=SIZES.filter(bool), seed=st.integers(0, 2**16), scale=st.sampled_from([1.0, 2.0**15, 2.0**-20]))
+def test_the_fp16_kernels_equal_the_reference(n, seed, scale):
+    values = draw_values(n, torch.float32, seed, 1.0)
+    fast, slow = torch.empty(n, dtype=torch.float16), torch.empty(n, dtype=torch.float16)
+    cpu.encode_fp16(values, scale, fast)
+    reference.cast_scaled(values, scale, slow)
+    assert same_bits(fast, slow)
+    fast_back, slow_back = torch.empty(n), torch.empty(n)
+    cpu.decode_fp16(fast, 1 / scale, fast_back)
+    reference.cast_scaled(slow, 1 / scale, slow_back)
+    assert same_bits(fast_back, slow_back)
+
+
+@pytest.mark.parametrize("values", [[1.0, -3.0], [-0.0], [1e-40, -2e-41], [math.inf, 1.0], [1.0, -math.inf]])
+def test_the_absmax_kernel_equals_the_reference(values):
+    tensor = torch.tensor(values)
+    assert cpu.absmax(tensor) == reference.absmax(tensor) == max(map(abs, values))
+
+
+def test_absmax_is_not_finite_when_any_value_is_nan():
+    tensor = torch.tensor([1.0, math.nan, 2.0])
+    assert not cpu.absmax(tensor).isfinite()
+    assert not reference.absmax(tensor).isfinite()
+
+
+def test_the_kernels_are_used_for_fp32_on_cpu(monkeypatch):
+    def never(*args):
+        raise AssertionError("the reference was used")
+
+    monkeypatch.setattr(reference, "absmax", never)
+    monkeypatch.setattr(reference, "cast_scaled", never)
+    round_trip(Cast(torch.float16), torch.randn(10))
+    with pytest.raises(AssertionError, match="reference"):
+        ops.absmax(torch.randn(10, dtype=torch.float64))

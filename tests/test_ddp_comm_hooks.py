@@ -1,0 +1,216 @@
+"""The drop-in face: torch's names, arguments and meanings."""
+
+import importlib
+import inspect
+import pkgutil
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.algorithms.ddp_comm_hooks as torch_package
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire.ddp_comm_hooks as our_package
+from gradwire.ddp_comm_hooks import DDPCommHookType, debugging_hooks, default_hooks, register_ddp_comm_hook
+from gradwire.testing import run_ranks
+from tests.test_bridge import backward, gradients, small_model
+
+OURS = {m.name for m in pkgutil.iter_modules(our_package.__path__) if not m.name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_a_module_has_every_public_name_and_argument_of_torchs(name):
+    theirs = importlib.import_module(f"{torch_package.__name__}.{name}")
+    ours = importlib.import_module(f"gradwire.ddp_comm_hooks.{name}")
+    assert set(theirs.__all__) <= set(ours.__all__)
+    for public in theirs.__all__:
+        wanted = inspect.signature(getattr(theirs, public)).parameters
+        have = inspect.signature(getattr(ours, public)).parameters
+        assert list(have)[: len(wanted)] == list(wanted), public
+        for parameter in wanted:
+            assert have[parameter].default == wanted[parameter].default
+
+
+def test_members_are_in_torchs_order_and_callable():
+    ours, theirs = list(DDPCommHookType.__members__), list(torch_package.DDPCommHookType.__members__)
+    assert [name for name in theirs if name in ours] == [name for name in ours if name in theirs]
+    assert all(callable(member.value) for member in DDPCommHookType)
+    assert inspect.signature(register_ddp_comm_hook).parameters.keys() == {"comm_hook_type", "model", "state"}
+
+
+def test_importing_raises_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.reload(our_package)
+
+
+# --- upstream's own tolerances: two ranks, a 40 x 20 parameter ---
+
+
+class Task(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.p = nn.Parameter(torch.randn(40, 20))
+
+    def forward(self, x):
+        return self.p * x
+
+
+def upstream_gradient(rank, register):
+    model = DistributedDataParallel(Task())
+    register(model)
+    for step in range(3):
+        model.zero_grad()
+        model(torch.full((1,), float(rank + step))).mean().backward()
+    return model.module.p.grad
+
+
+def job_upstream(rank):
+    plain = upstream_gradient(rank, lambda model: None)
+    bounds = {
+        DDPCommHookType.ALLREDUCE: {"rtol": 1e-5, "atol": 0},
+        DDPCommHookType.FP16_COMPRESS: {"rtol": 1e-5, "atol": 1e-4},
+        DDPCommHookType.BF16_COMPRESS: {"rtol": 1e-5, "atol": 1e-4},
+    }
+    for kind, bound in bounds.items():
+        through_registry = upstream_gradient(rank, lambda m, k=kind: register_ddp_comm_hook(k, m))
+        torch.testing.assert_close(through_registry, plain, **bound)
+        with_group = upstream_gradient(rank, lambda m, k=kind: k.value(model=m, state=dist.group.WORLD))
+        torch.testing.assert_close(with_group, plain, **bound)
+    alone = upstream_gradient(rank, lambda m: register_ddp_comm_hook(DDPCommHookType.NOOP, m))
+    dist.all_reduce(alone)
+    torch.testing.assert_close(alone / 2, plain, rtol=1e-5, atol=0)
+
+
+def test_types_hold_upstreams_tolerances():
+    run_ranks(job_upstream, 2)
+
+
+# --- the registry sees the model's group, a raw hook takes None for the world ---
+
+
+def job_groups(rank):
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    plain = small_model(process_group=group)
+    backward(plain)
+    model = small_model(process_group=group)
+    register_ddp_comm_hook(DDPCommHookType.ALLREDUCE, model)
+    backward(model)
+    assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="not the model's own"):
+        register_ddp_comm_hook(DDPCommHookType.ALLREDUCE, small_model(process_group=group), dist.group.WORLD)
+
+    world = small_model()
+    backward(world)
+    raw = small_model(process_group=group)
+    raw.register_comm_hook(None, default_hooks.allreduce_hook)
+    backward(raw)
+    assert torch.allclose(gradients(raw), gradients(world), rtol=1e-5, atol=1e-7)
+
+
+def test_groups_mean_what_they_mean_upstream():
+    run_ranks(job_groups, 4)
+
+
+def job_wrong_state(rank):
+    model = small_model()
+    model.register_comm_hook("world", default_hooks.bf16_compress_hook)
+    with pytest.raises(TypeError, match="must be a process group .* not str"):
+        backward(model)
+
+
+def test_a_raw_hook_with_a_state_that_is_no_group_says_so():
+    run_ranks(job_wrong_state, 1)
+
+
+# --- wrappers ---
+
+
+def test_a_wrapper_around_allreduce_is_the_compressing_hook():
+    assert (
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook) is default_hooks.fp16_compress_hook
+    )
+    assert (
+        default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook) is default_hooks.bf16_compress_hook
+    )
+
+
+def job_wrappers(rank):
+    seen = []
+
+    def users_hook(state, bucket):
+        seen.append(bucket.buffer().dtype)
+        return torch_hooks.allreduce_hook(state, bucket)
+
+    plain = small_model()
+    backward(plain)
+    wrappers = {
+        torch.float16: default_hooks.fp16_compress_wrapper,
+        torch.bfloat16: default_hooks.bf16_compress_wrapper,
+    }
+    for dtype, wrapper in wrappers.items():
+        for inner in (
+            users_hook,
+            default_hooks.allreduce_hook,
+            default_hooks.bf16_compress_hook,
+            debugging_hooks.noop_hook,
+        ):
+            results = []
+            model = small_model()
+
+            def spy(state, bucket, hook=wrapper(inner), results=results):
+                future = hook(state, bucket)
+                results.append(future)
+                return future
+
+            model.register_comm_hook(None, spy)
+            backward(model)
+            assert all(future.value().dtype == torch.float32 for future in results), "the input's own dtype"
+            if inner is not debugging_hooks.noop_hook:
+                assert torch.allclose(gradients(model), gradients(plain), rtol=2**-6, atol=1e-3)
+        assert set(seen) == {dtype}
+        seen.clear()
+
+
+def test_wrappers_go_around_any_hook_and_give_back_the_inputs_dtype():
+    run_ranks(job_wrappers, 2)
+
+
+def job_raw_overflow(rank):
+    for hook in (
+        default_hooks.fp16_compress_hook,
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+    ):
+        net = nn.Linear(1, 1, bias=False)
+        model = DistributedDataParallel(net)
+        model.register_comm_hook(None, hook)
+        (model(torch.ones(1, 1)) * (80000.0 if rank == 0 else 0.0)).sum().backward()
+        assert net.weight.grad.item() == 40000.0
+
+
+def test_80000_and_0_average_to_40000_in_fp16():
+    run_ranks(job_raw_overflow, 2)
+
+
+def job_is_last(rank):
+    model = small_model()
+    flags = []
+
+    def spy(state, bucket):
+        flags.append(bucket.is_last())
+        return default_hooks.bf16_compress_hook(state, bucket)
+
+    model.register_comm_hook(None, spy)
+    for step in range(3):
+        flags.clear()
+        backward(model, step)
+        assert flags == [False] * (len(flags) - 1) + [True]
+    assert len(flags) >= 3
+
+
+def test_hooks_nest_inside_a_users_hook_and_is_last_is_true_on_the_last_bucket_alone():
+    run_ranks(job_is_last, 2)

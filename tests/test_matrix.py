@@ -1,0 +1,62 @@
+"""Every hook of ours keeps the contract, in every way DDP can be used."""
+
+import pytest
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+
+from gradwire.ddp_comm_hooks import debugging_hooks, default_hooks
+from gradwire.testing import cases, check_hook
+from tests.rows import ROWS
+
+
+def fp16_around_torch(state, bucket):
+    return default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)(state, bucket)
+
+
+def bf16_around_torch(state, bucket):
+    return default_hooks.bf16_compress_wrapper(torch_hooks.allreduce_hook)(state, bucket)
+
+
+# hook, tolerance, what it makes of the gradients
+RAW_HOOKS = [
+    (default_hooks.allreduce_hook, 1e-6, "mean"),
+    (default_hooks.fp16_compress_hook, 2.0**-10, "mean"),
+    (default_hooks.bf16_compress_hook, 2.0**-7, "mean"),
+    (debugging_hooks.noop_hook, 0.0, "local"),
+    # A cast, a division and a sum in 16 bits: three roundings on each of two ranks.
+    (fp16_around_torch, 2.0**-9, "mean"),
+    (bf16_around_torch, 2.0**-6, "mean"),
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.spec)
+def test_every_recipe_keeps_the_contract(row, world_size):
+    report = check_hook(row.spec, tolerance=row.tolerance, expect=row.expect, world_size=world_size)
+    assert report.ok, report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.spec)
+def test_every_recipe_keeps_the_contract_in_every_combination(row, world_size):
+    report = check_hook(
+        row.spec,
+        tolerance=row.tolerance,
+        expect=row.expect,
+        world_size=world_size,
+        cases=cases(full=True),
+    )
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("hook", "tolerance", "expect"), RAW_HOOKS, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_every_hook_function_keeps_the_contract_when_registered_with_ddp(hook, tolerance, expect):
+    report = check_hook(hook, tolerance=tolerance, expect=expect, world_size=2)
+    assert report.ok, report
+
+
+def test_a_hook_of_torchs_keeps_the_contract_through_attach():
+    report = check_hook(torch_hooks.allreduce_hook, tolerance=1e-6, via="attach")
+    assert report.ok, report

@@ -1,0 +1,202 @@
+"""`gradwire.testing`: ranks that always end, and a matrix that finds what is broken."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+
+from gradwire.testing import Case, RanksFailed, cases, check_hook, run_ranks, send_message
+
+
+def job_sum(rank, start):
+    total = torch.tensor([rank + start])
+    dist.all_reduce(total)
+    send_message(f"hello from {rank}")
+    return total
+
+
+def test_results_come_back_in_rank_order_and_messages_arrive():
+    heard = set()
+    results = run_ranks(job_sum, 3, args=(1,), on_message=lambda rank, text: heard.add((rank, text)))
+    assert results == [torch.tensor([6])] * 3
+    assert heard == {(rank, f"hello from {rank}") for rank in range(3)}
+
+
+def job_raise(rank):
+    if rank == 1:
+        raise KeyError("the reason")
+    dist.barrier()
+
+
+def test_an_exception_on_one_rank_is_raised_with_every_ranks_traceback():
+    with pytest.raises(RanksFailed, match="KeyError: 'the reason'") as caught:
+        run_ranks(job_raise, 2)
+    assert "in job_raise" in caught.value.errors[0]
+    assert "in job_raise" in caught.value.errors[1]
+
+
+def job_hang(rank):
+    if rank == 1:
+        time.sleep(1000)
+    return os.getpid()
+
+
+def test_a_rank_that_hangs_is_ended_and_its_stack_is_shown():
+    with pytest.raises(RanksFailed, match="still running at the timeout") as caught:
+        run_ranks(job_hang, 2, timeout=4)
+    assert set(caught.value.errors) == {1}
+    assert "in job_hang" in caught.value.errors[1]
+
+
+def job_crash(rank):
+    if rank == 0:
+        os.abort()
+
+
+def test_a_crash_is_told_by_its_signal():
+    with pytest.raises(RanksFailed, match="SIGABRT"):
+        run_ranks(job_crash, 2)
+
+
+def job_crash_at_exit(rank):
+    import atexit
+
+    atexit.register(os._exit, 3)
+
+
+def test_a_crash_while_exiting_is_not_overlooked():
+    with pytest.raises(RanksFailed, match="exit code 3, while exiting"):
+        run_ranks(job_crash_at_exit, 1)
+
+
+def test_what_cannot_run_is_refused():
+    with pytest.raises(ValueError, match="top level of a module"):
+        run_ranks(lambda rank: None, 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        run_ranks(job_sum, 0)
+    with pytest.raises(RuntimeError, match="for ranks that run_ranks has started"):
+        send_message("nobody listens")
+
+
+PARENT = """
+import sys
+from gradwire.testing import run_ranks, send_message
+from tests.test_testing import job_tell_and_hang
+
+def told(rank, pid):
+    print(pid, flush=True)
+
+if __name__ == "__main__":
+    run_ranks(job_tell_and_hang, 2, timeout=600, on_message=told)
+"""
+
+
+def job_tell_and_hang(rank):
+    send_message(os.getpid())
+    time.sleep(1000)
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_end_when_their_parent_is_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    assert all(map(is_alive, pids))
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, "a rank outlives its parent"
+        time.sleep(0.05)
+
+
+# --- the matrix finds what is broken ---
+
+
+def over_the_world(state, bucket):
+    return torch_hooks.allreduce_hook(None, bucket)
+
+
+def forgets_to_divide(state, bucket):
+    return (
+        dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future().then(lambda f: f.value()[0])
+    )
+
+
+def keyed_by_bucket_index(state, bucket):
+    """Remembers something of each bucket by its index, and stumbles when DDP rebuilds them."""
+    memory = state.setdefault(bucket.index(), torch.zeros_like(bucket.buffer()))
+    memory.add_(bucket.buffer())
+    return torch_hooks.allreduce_hook(None, bucket)
+
+
+def differs_by_rank(state, bucket):
+    future = torch_hooks.allreduce_hook(state, bucket)
+    return future.then(lambda done: done.value() * (1 + 1e-7 * dist.get_rank()))
+
+
+def seeds_the_generator(state, bucket):
+    torch.manual_seed(0)
+    return torch_hooks.allreduce_hook(state, bucket)
+
+
+def swallows_infinity(state, bucket):
+    bucket.buffer().nan_to_num_(0, 0, 0)
+    return torch_hooks.allreduce_hook(state, bucket)
+
+
+def hangs(state, bucket):
+    return torch.futures.Future()
+
+
+def empty_state(group):
+    return {}
+
+
+BROKEN = {
+    over_the_world: (Case(subgroup=True), "is off by"),
+    forgets_to_divide: (Case(), "is off by"),
+    keyed_by_bucket_index: (Case(), "RuntimeError"),
+    differs_by_rank: (Case(), "ranks have different gradients"),
+    seeds_the_generator: (Case(), "moved the global random generator"),
+    swallows_infinity: (Case(nonfinite=True), "the infinite gradient has vanished"),
+    hangs: (Case(), "in backward"),
+}
+
+
+@pytest.mark.parametrize("hook", BROKEN, ids=lambda hook: hook.__name__)
+def test_the_matrix_finds_a_broken_hook(hook):
+    case, text = BROKEN[hook]
+    factory = {"state_factory": empty_state} if hook is keyed_by_bucket_index else {}
+    world_size = 4 if case.subgroup else 2
+    # The case after the broken one still runs.
+    sound = Case(dtype="float64", skew=False)
+    report = check_hook(hook, **factory, world_size=world_size, cases=[case, sound], case_timeout=8)
+    assert not report.ok
+    assert len(report.results) == 2
+    assert text in report.results[0].error, report
+    assert f"BROKEN  {case}" in str(report)
+    if hook is over_the_world:
+        assert report.results[1].error is None, report
+
+
+def test_cases_vary_one_axis_at_a_time_or_all():
+    some, every = cases(), cases(full=True)
+    assert len(set(some)) == len(some) >= 12
+    assert set(some) <= set(every)
+    assert str(Case()) == "base"
+    assert str(Case(join=True, buckets="one")) == "buckets=one, join"
