@@ -159,11 +159,11 @@ def job_wrappers(rank):
             default_hooks.bf16_compress_hook,
             debugging_hooks.noop_hook,
         ):
-            results = []
+            results, wrapped = [], wrapper(inner)
             model = small_model()
 
-            def spy(state, bucket, hook=wrapper(inner), results=results):
-                future = hook(state, bucket)
+            def spy(state, bucket, wrapped=wrapped, results=results):
+                future = wrapped(state, bucket)
                 results.append(future)
                 return future
 

@@ -43,7 +43,10 @@ def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:
         all_indices.append(row[:split].view(indices.dtype).view(indices.shape[0], n))
         all_values.append(row[split:].view(values.dtype).view(n, *values.shape[1:]))
     total = torch.sparse_coo_tensor(
-        torch.cat(all_indices, dim=1), torch.cat(all_values).mul_(scale), gradient.shape
+        torch.cat(all_indices, dim=1),
+        torch.cat(all_values).mul_(scale),
+        gradient.shape,
+        check_invariants=False,  # the indices are those of valid tensors; saying so avoids a warning
     )
     return total.coalesce()
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -77,7 +74,7 @@ def measure_steps(
         gradwire_version=gradwire.__version__,
         torch_version=torch.__version__,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        machine=_this_machine(),
+        machine=Machine.here(),
         world_size=world_size,
         threads_per_rank=outcomes[0].num_threads,
         backend=outcomes[0].backend,
@@ -136,20 +133,6 @@ def _known(counts: Iterable[int | None]) -> list[int] | None:
             return None
         known.append(count)
     return known
-
-
-def _this_machine() -> Machine:
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(_cpu_name(), num_cores, platform.platform())
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 # --- inside a rank ---

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import platform
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gradwire.headroom.workloads import Workload
@@ -59,8 +62,23 @@ class Machine:
     """Cores this process may use."""
     platform: str
 
+    @classmethod
+    def here(cls) -> Machine:
+        """The machine this runs on."""
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return cls(_cpu_name(), num_cores or 1, platform.platform())
+
     def __str__(self) -> str:
         return f"{self.cpu}, {self.num_cores} core{'s' if self.num_cores > 1 else ''}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ class Subject:
     tolerance: float
     expect: str
     via: str
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -89,11 +91,12 @@ class _Batch:
 
 def check_invariants(subject: Subject, case: Case) -> float:
     """Train one model in the way of ``case``; return the largest deviation, raise if anything is off."""
-    group, checks = _groups(case.subgroup)
+    device = _device(subject.device)
+    group, checks = _groups(case.subgroup, device)
     rank, size = group.rank(), group.size()
     torch.manual_seed(0)
-    net = Net().to(getattr(torch, case.dtype))
-    batches = _batches(case, rank, size)
+    net = Net().to(device, getattr(torch, case.dtype))
+    batches = _batches(case, rank, size, device)
     num_steps = max(_num_batches(case, r, size) for r in range(size))
     expected = [
         _expected(net, batches[step] if step < len(batches) else None, subject.expect, checks)
@@ -126,14 +129,26 @@ def check_invariants(subject: Subject, case: Case) -> float:
     return deviation
 
 
-def _groups(subgroup: bool) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The model's process group, and one of the same ranks for the checks."""
+def _device(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    # NCCL takes two ranks on one device only if they say that they are on different hosts.
+    os.environ["NCCL_HOSTID"] = str(dist.get_rank())
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    device = torch.device(kind, dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _groups(subgroup: bool, device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The model's process group, and a Gloo group of the same ranks for the checks."""
     size = dist.get_world_size()
+    backend = "gloo" if device.type == "cpu" else "nccl"
     # Every other rank, so that ranks in the group and in the world differ.
     parts = [list(range(0, size, 2)), list(range(1, size, 2))] if subgroup else [list(range(size))]
     mine = None
     for ranks in filter(None, parts):
-        pair = dist.new_group(ranks), dist.new_group(ranks)
+        pair = dist.new_group(ranks, backend=backend), dist.new_group(ranks)
         if dist.get_rank() in ranks:
             mine = pair
     assert mine is not None
@@ -145,14 +160,14 @@ def _num_batches(case: Case, rank: int, size: int) -> int:
     return num_steps + int(case.join and rank == size - 1)
 
 
-def _batches(case: Case, rank: int, size: int) -> list[_Batch]:
+def _batches(case: Case, rank: int, size: int, device: torch.device) -> list[_Batch]:
     # The rank in the world, so that subgroups have different data.
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batches = []
     for step in range(_num_batches(case, rank, size)):
         images = [
             torch.randn(4, 3, 5, 5, generator=generator)
-            .to(getattr(torch, case.dtype))
+            .to(device, getattr(torch, case.dtype))
             .to(memory_format=torch.channels_last)
             for _ in range(_NUM_MICRO_BATCHES if case.no_sync else 1)
         ]
@@ -174,7 +189,7 @@ def _expected(net: nn.Module, batch: _Batch | None, expect: str, group: dist.Pro
     for name, parameter in local.named_parameters():
         total = torch.zeros(parameter.numel() + 1, dtype=torch.float64)
         if parameter.grad is not None:
-            total[:-1] = parameter.grad.double().flatten()
+            total[:-1] = parameter.grad.cpu().double().flatten()
             total[-1] = 1
         own = total.clone()
         dist.all_reduce(total, group=group)
@@ -209,22 +224,29 @@ def _train(model: DistributedDataParallel, case: Case, batches: list[_Batch], ra
             if case.skew:
                 time.sleep(pauses.random() * 0.01)
             last = len(batch.images) - 1
-            generator_before = torch.random.get_rng_state()
+            generators_before = _generator_states()
             for i in range(len(batch.images)):
                 one = _Batch([batch.images[i]], batch.use_sometimes, batch.factor)
                 with model.no_sync() if i < last else contextlib.nullcontext():
                     next(one.losses(model)).backward()
             _require(
-                torch.equal(generator_before, torch.random.get_rng_state()),
+                generators_before == _generator_states(),
                 "the hook has moved the global random generator",
             )
             seen.append(
                 {
-                    name: None if p.grad is None else p.grad.detach().clone()
+                    name: None if p.grad is None else p.grad.detach().cpu().clone()
                     for name, p in model.module.named_parameters()
                 }
             )
     return seen
+
+
+def _generator_states() -> list[bytes]:
+    states = [torch.random.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return [bytes(state.numpy()) for state in states]
 
 
 def _check_num_buckets(model: DistributedDataParallel, case: Case) -> None:

@@ -119,6 +119,7 @@ def check_hook(
     world_size: int = 2,
     expect: Literal["mean", "sum", "local"] = "mean",
     via: Literal["ddp", "attach"] = "ddp",
+    device: Literal["cpu", "cuda"] = "cpu",
     cases: Sequence[Case] | None = None,
     case_timeout: float = 60.0,
 ) -> Report:
@@ -137,6 +138,7 @@ def check_hook(
         expect: what the hook should make of the ranks' gradients; ``"local"`` for hooks that do not
             communicate.
         via: register a hook with DDP itself, or through `gradwire.attach`. Recipes are always attached.
+        device: ``"cuda"`` runs the model on the GPUs of this machine, over NCCL; ranks may share one.
         cases: which cases; by default `cases()`.
         case_timeout: seconds after which a case counts as hung.
 
@@ -147,7 +149,7 @@ def check_hook(
     """
     if isinstance(hook, str):
         hook = parse_recipe(hook)
-    subject = Subject(hook, state_factory, tolerance, expect, via)
+    subject = Subject(hook, state_factory, tolerance, expect, via, device)
     todo = list(_default_cases() if cases is None else cases)
     results: list[CaseResult] = []
     while len(results) < len(todo):

@@ -1,0 +1,187 @@
+"""The CUDA tests: two NCCL ranks, on one GPU if there is but one. Skips nothing.
+
+A plain script, so that it needs nothing but torch: python tests/gpu/run.py
+"""
+
+import copy
+import os
+import sys
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.ddp_comm_hooks import default_hooks
+from gradwire.testing import cases, check_hook, run_ranks
+
+RECIPES = {
+    "noop": (0.0, "local"),
+    "fp32": (1e-6, "mean"),
+    "fp16": (2.0**-10, "mean"),
+    "bf16": (2.0**-7, "mean"),
+}
+
+
+def nccl_group(rank):
+    os.environ["NCCL_HOSTID"] = str(rank)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return dist.new_group(backend="nccl")
+
+
+def mean_of(local):
+    total = local.double().cpu()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def job_streams(rank):
+    """Gradients that are still being computed when the hook is called, and read at once afterwards."""
+    group = nccl_group(rank)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(6))).cuda()
+    local = copy.deepcopy(net)
+    model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=8)
+    with gradwire.attach(model, "bf16") as wire:
+        for step in range(5):
+            torch.manual_seed(10 * step + rank)
+            x = torch.randn(8192, 2048, device="cuda")
+            model.zero_grad()
+            local.zero_grad()
+            local(x).square().mean().backward()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            model(x).square().mean().backward()
+            host = time.perf_counter() - begin
+            sums = [p.grad.double().sum() for p in net.parameters()]  # no synchronisation in between
+            torch.cuda.synchronize()
+            device = time.perf_counter() - begin
+            for p, q, s in zip(net.parameters(), local.parameters(), sums, strict=True):
+                expected = mean_of(q.grad)
+                assert (p.grad.cpu().double() - expected).abs().max() <= 2.0**-7 * expected.abs().max()
+                assert s == p.grad.double().sum()
+        assert wire.stats().steps[-1].buckets[0].wait_ms is None
+    return f"host {1e3 * host:.1f} ms, device {1e3 * device:.1f} ms"
+
+
+def job_errors(rank):
+    group = nccl_group(rank)
+    bad = {
+        "not a future": (lambda s, b: b.buffer(), TypeError),
+        "wrong dtype": (
+            lambda s, b: torch_hooks.allreduce_hook(group, b).then(lambda f: f.value().half()),
+            TypeError,
+        ),
+        "wrong size": (
+            lambda s, b: torch_hooks.allreduce_hook(group, b).then(lambda f: f.value()[:-1]),
+            ValueError,
+        ),
+        "wrong device": (
+            lambda s, b: torch_hooks.allreduce_hook(group, b).then(lambda f: f.value().cpu()),
+            ValueError,
+        ),
+    }
+    for name, (hook, kind) in bad.items():
+        model = DistributedDataParallel(nn.Linear(4, 4).cuda(), process_group=group)
+        gradwire.attach(model, hook)
+        for _ in range(2):
+            try:
+                model(torch.ones(1, 4, device="cuda")).sum().backward()
+            except gradwire.WireError as error:
+                assert isinstance(error, kind), name
+                assert f"rank {rank}, step 0, bucket 0, hook" in str(error)
+            else:
+                raise AssertionError(f"{name} was taken")
+
+
+def job_sparse_and_raw(rank):
+    group = nccl_group(rank)
+    torch.manual_seed(0)
+    embedding = nn.Embedding(50, 4, sparse=True).cuda()
+    local = copy.deepcopy(embedding)
+    model = DistributedDataParallel(embedding, process_group=group)
+    gradwire.attach(model, "bf16")
+    indices = torch.tensor([rank, rank, 7, 10 + rank], device="cuda")
+    for module in (model, local):
+        module(indices).square().sum().backward()
+    expected = mean_of(local.weight.grad.to_dense())
+    assert torch.allclose(embedding.weight.grad.to_dense().cpu().double(), expected)
+
+    for hook in (
+        default_hooks.allreduce_hook,
+        default_hooks.fp16_compress_hook,
+        default_hooks.bf16_compress_hook,
+    ):
+        net = nn.Linear(3, 1, bias=False).cuda()
+        model = DistributedDataParallel(net, process_group=group)
+        model.register_comm_hook(group, hook)
+        for _ in range(2):
+            model.zero_grad()
+            (model(torch.ones(1, 3, device="cuda")) * (80000.0 if rank == 0 else 0.0)).sum().backward()
+            assert torch.equal(
+                net.weight.grad.cpu(), torch.full((1, 3), 40000.0).to(net.weight.grad.dtype)
+            ) or (hook is default_hooks.bf16_compress_hook)
+            assert (net.weight.grad.cpu() - 40000).abs().max() <= 40000 * 2.0**-7
+
+
+def job_gloo_on_cuda(rank):
+    """A CUDA model over a Gloo group goes through host memory."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    torch.manual_seed(0)
+    net = nn.Linear(300, 300).cuda()
+    local = copy.deepcopy(net)
+    model = DistributedDataParallel(net, process_group=dist.new_group(backend="gloo"))
+    with gradwire.attach(model, "fp32"):
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            x = torch.randn(5, 300, device="cuda")
+            for module in (model, local):
+                module.zero_grad()
+                module(x).square().sum().backward()
+            for p, q in zip(net.parameters(), local.parameters(), strict=True):
+                assert torch.allclose(p.grad.cpu().double(), mean_of(q.grad), rtol=1e-5, atol=1e-6)
+
+
+def main():
+    assert torch.cuda.is_available(), "these tests need a CUDA device"
+    num_failed = num_passed = 0
+    checks = {
+        **{
+            f"matrix {name}": lambda name=name, tol=tol, expect=expect: check_hook(
+                name, tolerance=tol, expect=expect, device="cuda", cases=cases()
+            )
+            for name, (tol, expect) in RECIPES.items()
+        },
+        "matrix torch's allreduce_hook through attach": lambda: check_hook(
+            torch_hooks.allreduce_hook, tolerance=1e-6, device="cuda", via="attach"
+        ),
+        "streams": lambda: run_ranks(job_streams, 2, timeout=120),
+        "errors": lambda: run_ranks(job_errors, 2, timeout=120),
+        "sparse and raw hooks": lambda: run_ranks(job_sparse_and_raw, 2, timeout=120),
+        "Gloo on CUDA": lambda: run_ranks(job_gloo_on_cuda, 2, timeout=120),
+    }
+    for name, check in checks.items():
+        begin = time.perf_counter()
+        try:
+            result = check()
+            assert getattr(result, "ok", True), result
+        except Exception:
+            num_failed += 1
+            print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
+        else:
+            num_passed += 1
+            print(
+                f"ok     {name} ({time.perf_counter() - begin:.1f} s) {result if name == 'streams' else ''}",
+                flush=True,
+            )
+    print(f"{num_passed} passed, {num_failed} failed")
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
