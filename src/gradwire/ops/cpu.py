@@ -209,7 +209,7 @@ def reduce_rows(
 ) -> None:
     flat, item = rows.view(-1), encoded.element_size()
     weights = np.array([float(scale) for scale in scales], np.float32)
-    up, down = np.float32(float(up)), np.float32(float(down))
+    factors = np.float32(float(up)), np.float32(float(down))
     if len(weights) == 2:
         # Two terms commute, so no partial sums are kept: a third less time than block by block.
         other = rows[1 - own_index, header_bytes : header_bytes + own.numel() * item]
@@ -217,7 +217,7 @@ def reduce_rows(
         if encoded.dtype == torch.float32:
             _pair_f32(*terms)
         elif encoded.dtype == torch.float16:
-            _pair_f16(*terms, up, down, _bits(encoded))
+            _pair_f16(*terms, *factors, _bits(encoded))
         else:
             _pair_bf16(*terms, _bits(encoded))
         return
@@ -230,8 +230,7 @@ def reduce_rows(
         own.numpy(),
         own_index,
         weights,
-        up,
-        down,
+        *factors,
         encoded.view(torch.uint16).numpy(),
     )
 
