@@ -39,7 +39,8 @@ def draw(record: Record) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            f'font-family="sans-serif" font-size="13" fill="{INK}"><rect width="100%" height="100%" fill="#ffffff"/>',
+            f'font-family="sans-serif" font-size="13" fill="{INK}">',
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
             f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
             f'<text x="12" y="42">{escape(where)}</text>',
             f'<rect x="{WIDTH - 236}" y="10" width="12" height="12" fill="{COMPUTE}"/>'
