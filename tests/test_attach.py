@@ -1,6 +1,7 @@
 """`attach` and the wire it returns."""
 
 import copy
+import itertools
 import logging
 import os
 import pickle
@@ -103,6 +104,58 @@ def test_attach_names_the_rank_that_is_missing():
     run_ranks(job_missing, 3)
 
 
+def job_late(rank, what):
+    model, store = small_model(), dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"rank\(s\) 1 of 2 did not call it within 0.3 s"):
+            gradwire.attach(model, what, timeout=timedelta(seconds=0.3))
+        store.set("gave up", "")
+    else:
+        store.wait(["gave up"])
+        with pytest.raises(RuntimeError, match=r"failed on rank 0: it gave up waiting for rank\(s\) 1"):
+            gradwire.attach(model, what)
+    with gradwire.attach(model, what):  # together, it works
+        backward(model)
+
+
+@pytest.mark.parametrize("what", ["bf16", torch_hooks.allreduce_hook], ids=["recipe", "hook"])
+def test_a_rank_that_comes_too_late_does_not_go_on_alone(what):
+    run_ranks(job_late, 2, args=(what,))
+
+
+def job_second_group_on_one_store(rank):
+    store = dist.distributed_c10d._get_default_store()
+    for recipe in ("bf16", "fp16"):
+        model = small_model()
+        gradwire.attach(model, recipe)
+        backward(model)
+        del model
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
+def test_a_group_that_is_made_again_on_the_same_store_can_be_attached_to():
+    run_ranks(job_second_group_on_one_store, 2)
+
+
+def job_forked(rank):
+    model = small_model()
+    gradwire.attach(model, "bf16")
+    backward(model)
+    child = os.fork()
+    if child == 0:  # what a DataLoader's worker does when it ends
+        import atexit
+
+        atexit._run_exitfuncs()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    backward(model)
+
+
+def test_a_forked_child_that_ends_leaves_the_lane_alone():
+    run_ranks(job_forked, 2)
+
+
 # --- groups ---
 
 
@@ -111,11 +164,19 @@ def job_subgroups(rank):
     group = low if rank in (0, 2) else high
     plain = small_model(process_group=group)
     backward(plain)
-    for what in ("fp32", torch_hooks.allreduce_hook, default_hooks.allreduce_hook):
+    attachable = {
+        "fp32": 1e-6,
+        torch_hooks.allreduce_hook: 1e-6,
+        default_hooks.allreduce_hook: 1e-6,
+        default_hooks.bf16_compress_wrapper(torch_hooks.allreduce_hook): 2**-6,
+        default_hooks.fp16_compress_wrapper(default_hooks.bf16_compress_hook): 2**-6,
+    }
+    for what, tolerance in attachable.items():
         model = small_model(process_group=group)
         with gradwire.attach(model, what):
             backward(model)
-        assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=0), what
+        error = (gradients(model) - gradients(plain)).abs().max() / gradients(plain).abs().max()
+        assert error <= tolerance, what
     # Lanes are unknown to torch, so the next world-wide group does not hang.
     dist.barrier(dist.new_group())
 
@@ -166,12 +227,16 @@ class Talkative(nn.Module):
 
 def job_users_collectives(rank):
     torch.manual_seed(0)
-    model = DistributedDataParallel(Talkative(), bucket_cap_mb=0.001)
-    with gradwire.attach(model, "bf16") as wire:
+    net = Talkative()
+    plain = DistributedDataParallel(copy.deepcopy(net), bucket_cap_mb=0.001)
+    model = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    with gradwire.attach(model, "fp32") as wire:
         for step in range(20):
-            model.zero_grad()
-            torch.manual_seed(10 * step + rank)
-            model(torch.randn(3, 20)).square().mean().backward()
+            for each in (plain, model):
+                each.zero_grad()
+                torch.manual_seed(10 * step + rank)
+                each(torch.randn(3, 20)).square().mean().backward()
+            assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=1e-8)
         assert len(wire.layout()) >= 3
 
 
@@ -224,6 +289,11 @@ def job_detach(rank):
     wire.detach()
     assert not wire.attached
     assert not any(t.name.startswith("gradwire") for t in threading.enumerate())
+    for what in ("bf16", torch_hooks.allreduce_hook):
+        with gradwire.attach(model, what):
+            backward(model)
+            assert any(t.name.startswith("gradwire") for t in threading.enumerate())
+        assert not any(t.name.startswith("gradwire") for t in threading.enumerate())
     for seed in range(3):
         backward(plain, seed)
         backward(model, seed)
@@ -287,6 +357,18 @@ def job_large_and_small(rank):
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_a_mean_that_fits_is_never_lost(world_size):
     run_ranks(job_large_and_small, world_size)
+
+
+def job_large_sum(rank):
+    net = nn.Linear(1, 1, bias=False)
+    model = DistributedDataParallel(net)
+    gradwire.attach(model, "fp16:reduction=sum")
+    (model(torch.ones(1, 1)) * (1.8e38 if rank else 1e38)).sum().backward()
+    assert net.weight.grad.item() == pytest.approx(2.8e38, rel=2**-10)
+
+
+def test_a_sum_that_fits_is_never_lost():
+    run_ranks(job_large_sum, 2)
 
 
 def job_tiny(rank):
@@ -357,6 +439,19 @@ class SparseModel(nn.Module):
         return self.linear(self.embedding(indices)).square().mean()
 
 
+def job_sparse_bf16(rank):
+    embedding = nn.Embedding(4, 1, sparse=True, dtype=torch.bfloat16)
+    model = DistributedDataParallel(embedding)
+    with gradwire.attach(model, "fp32:reduction=sum"):
+        model(torch.tensor([2])).sum().mul(256.0 if rank == 0 else 1.0).backward()
+    # One by one, in bf16, the ones would be lost beside 256.
+    assert embedding.weight.grad.to_dense()[2].item() == 260
+
+
+def test_sparse_16_bit_gradients_are_summed_in_fp32():
+    run_ranks(job_sparse_bf16, 4)
+
+
 def job_sparse(rank, recipe):
     torch.manual_seed(0)
     net = SparseModel()
@@ -374,6 +469,9 @@ def job_sparse(rank, recipe):
             assert grad.is_sparse
             expected = mean_of(local.embedding.weight.grad.to_dense())
             assert torch.allclose(grad.to_dense().double(), expected, rtol=1e-5, atol=1e-9)
+            everyone = [torch.empty(50, 4) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, grad.to_dense())
+            assert all(torch.equal(other, everyone[0]) for other in everyone)
             expected = mean_of(local.linear.weight.grad)
             assert torch.allclose(net.linear.weight.grad.double(), expected, rtol=2**-6, atol=1e-4)
 
@@ -384,22 +482,22 @@ def test_sparse_gradients_are_averaged(recipe):
 
 
 def job_join_divisor(rank):
-    for divide_by_initial in (True, False):
-        net = nn.Linear(3, 1, bias=False)
-        torch.manual_seed(0)
-        nn.init.normal_(net.weight)
+    world_size = dist.get_world_size()
+    for divide_by_initial, detached in itertools.product((True, False), (False, True)):
+        net = nn.Linear(3, 1, bias=False, dtype=torch.float64)
         model = DistributedDataParallel(net)
-        gradwire.attach(model, "fp32")
+        wire = gradwire.attach(model, "fp32")
+        if detached:
+            wire.detach()
         seen = []
         with model.join(divide_by_initial_world_size=divide_by_initial):
             for _ in range(2 + rank):
                 model.zero_grad()
-                model(torch.full((1, 3), 1.0)).sum().backward()
+                model(torch.full((1, 3), 3.0, dtype=torch.float64)).sum().backward()
                 seen.append(net.weight.grad[0, 0].item())
-        world_size = dist.get_world_size()
         num_active = [sum(r + 2 > step for r in range(world_size)) for step in range(len(seen))]
-        expected = [n / (world_size if divide_by_initial else n) for n in num_active]
-        assert seen == pytest.approx(expected)
+        expected = [3 * n / (world_size if divide_by_initial else n) for n in num_active]
+        assert seen == pytest.approx(expected, rel=1e-15)
 
 
 def test_join_divides_by_the_ranks_that_it_is_told_to():

@@ -12,6 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.testing import RanksFailed, run_ranks
 from tests import annotated_hooks
 
@@ -112,6 +113,37 @@ def raising(state, bucket):
     raise KeyError("lost")
 
 
+class UsersError(Exception):
+    """An error that torch does not know."""
+
+
+class NeedsMore(RuntimeError):
+    """An error that cannot be made from a text."""
+
+    def __init__(self, record):
+        super().__init__(f"bad record {record.number}")
+
+
+class Record:
+    number = 7
+
+
+def raises(error):
+    def hook(state, bucket):
+        raise error
+
+    return hook
+
+
+def raises_in_callback(error):
+    def fail(done):
+        raise error
+
+    return lambda state, bucket: (
+        torch_hooks.allreduce_hook(state, bucket).then(fail).then(lambda done: done.value())
+    )
+
+
 # name: (hook, type of the error, a part of its text)
 BAD = {
     "None": (
@@ -142,6 +174,26 @@ BAD = {
     "another device": (lambda s, b: completed(b.buffer().to("meta")), ValueError, "tensor on meta"),
     "an exception": (raising, KeyError, "KeyError: 'lost'"),
     "an exception in a callback": (failing_callback, ZeroDivisionError, "ZeroDivisionError: in the callback"),
+    "a user's exception in a callback": (
+        raises_in_callback(UsersError("boom")),
+        UsersError,
+        "UsersError: boom",
+    ),
+    "an exception in a callback that wants five arguments": (
+        raises_in_callback(UnicodeDecodeError("utf8", b"x", 0, 1, "why")),
+        RuntimeError,
+        "UnicodeDecodeError: 'utf8' codec",
+    ),
+    "an exception that wants a record": (
+        raises(NeedsMore(Record())),
+        RuntimeError,
+        "NeedsMore: bad record 7",
+    ),
+    "a wrapped hook's None": (
+        default_hooks.bf16_compress_wrapper(lambda s, b: None),
+        TypeError,
+        "must return a torch.futures.Future object, but got builtins.NoneType",
+    ),
     "an exception on the future": (failed_future, KeyError, "set on the future"),
 }
 
@@ -169,9 +221,11 @@ def job_bad(rank, name, bad_ranks):
     assert text in str(first)
     assert ", step 1, bucket 1, hook " in str(first)
     assert "sometimes_bad" in str(first)
-    if rank in bad_ranks and len(bad_ranks) == 1:
+    if rank in bad_ranks:
         assert isinstance(first, kind)
-    if rank not in bad_ranks:
+        assert str(first).startswith(f"rank {rank}, ")
+        assert not isinstance(first, gradwire.PeerError)
+    else:
         assert isinstance(first, gradwire.PeerError)
         assert str(first).startswith(f"rank {bad_ranks[0]}, ")
 
@@ -192,7 +246,8 @@ def test_a_failure_reaches_ranks_that_are_not_neighbours():
 class BrokenExchange:
     communicates = True
 
-    def __init__(self, bad_rank, action):
+    def __init__(self, bad_rank, action, error=None):
+        self.error = error
         self.bad_rank = bad_rank
         self.action = action
 
@@ -204,7 +259,7 @@ class BrokenExchange:
         self.num_runs = getattr(self, "num_runs", 0) + 1
         if group.rank == self.bad_rank and self.num_runs == 4:
             if self.action == "raise":
-                raise FloatingPointError("overflow in rank's own arithmetic")
+                raise self.error or FloatingPointError("overflow in rank's own arithmetic")
             time.sleep(60)
         gradwire.fp32().exchange.run(flat, group, scratch, scale)
 
@@ -228,6 +283,18 @@ def job_broken_exchange(rank):
 
 def test_an_error_in_an_exchange_is_raised_on_every_rank_and_can_be_left_behind():
     run_ranks(job_broken_exchange, 3, timeout=30)
+
+
+def job_unmakable_error(rank):
+    model = small_model()
+    gradwire.attach(model, gradwire.Recipe("broken", BrokenExchange(1, "raise", NeedsMore(Record()))))
+    with pytest.raises(gradwire.WireError, match="rank 1, .*NeedsMore: bad record 7"):
+        for _ in range(4):
+            backward(model)
+
+
+def test_an_error_that_cannot_be_made_again_is_told_all_the_same():
+    run_ranks(job_unmakable_error, 2, timeout=30)
 
 
 def job_timeout(rank):
@@ -262,10 +329,9 @@ def job_killed(rank, attached):
         import signal
 
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(gradwire.WireError):
         for _ in range(3):
             backward(model)
-    return "raised"
 
 
 @pytest.mark.parametrize("attached", ["recipe", "hook"])

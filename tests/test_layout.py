@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bridge import completed
 from gradwire.layout import BucketLayout, Layouts, NamedState, Slot, canonical_name
+from gradwire.runners import completed
 from gradwire.testing import run_ranks
 
 
@@ -68,7 +68,6 @@ def job_layout(rank):
                 assert torch.equal(view, trained[name].grad), name
         assert len(layouts.current()) == len(seen)
     assert num_buckets[0] < num_buckets[1] == num_buckets[2], "DDP should have rebuilt its buckets"
-    assert layouts.num_rebuilds > 0
 
 
 def test_views_are_the_gradients_whatever_their_order_in_memory():

@@ -49,14 +49,15 @@ def test_every_recipe_keeps_the_contract_in_every_combination(row, world_size):
     assert report.ok, report
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     ("hook", "tolerance", "expect"), RAW_HOOKS, ids=lambda value: getattr(value, "__name__", None)
 )
-def test_every_hook_function_keeps_the_contract_when_registered_with_ddp(hook, tolerance, expect):
-    report = check_hook(hook, tolerance=tolerance, expect=expect, world_size=2)
+def test_every_hook_function_keeps_the_contract_when_registered_with_ddp(hook, tolerance, expect, world_size):
+    report = check_hook(hook, tolerance=tolerance, expect=expect, world_size=world_size)
     assert report.ok, report
 
 
 def test_a_hook_of_torchs_keeps_the_contract_through_attach():
-    report = check_hook(torch_hooks.allreduce_hook, tolerance=1e-6, via="attach")
+    report = check_hook(torch_hooks.allreduce_hook, tolerance=1e-6, via="attach", world_size=3)
     assert report.ok, report

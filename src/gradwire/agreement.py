@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradwire.transport import store_of
-
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-
 
 def next_meeting(group: dist.ProcessGroup) -> str:
-    """A name that is new to the group, and the same on each rank if all ask equally often."""
-    return f"gradwire/{next(_meetings.setdefault(group, itertools.count()))}"
+    """A name that is new to the group, and the same on each rank if all ask equally often.
+
+    Counted in the store, so that it is new also to a group that was destroyed and made again there.
+    """
+    number = group.get_group_store().add(f"gradwire/meetings/{group.rank()}", 1)
+    return f"gradwire/{number}"
 
 
 def agree(group: dist.ProcessGroup, meeting: str, claim: str, timeout: timedelta) -> None:
@@ -26,7 +23,7 @@ def agree(group: dist.ProcessGroup, meeting: str, claim: str, timeout: timedelta
     A claim that starts with ``"error: "`` says that this rank cannot go on; the others then learn why.
     Raises RuntimeError when a rank does not come in time, ValueError when claims differ.
     """
-    store, rank, size = store_of(group), group.rank(), group.size()
+    store, rank, size = group.get_group_store(), group.rank(), group.size()
     keys = [f"{meeting}/claim/{peer}" for peer in range(size)]
     store.set(keys[rank], claim)
     deadline = time.monotonic() + timeout.total_seconds()
@@ -38,6 +35,8 @@ def agree(group: dist.ProcessGroup, meeting: str, claim: str, timeout: timedelta
         except RuntimeError:
             missing.append(peer)
     if missing:
+        # A rank that comes later must not go on alone.
+        store.set(keys[rank], f"error: it gave up waiting for rank(s) {_list(missing)}")
         raise RuntimeError(
             f"rank {rank}: gradwire.attach is collective, but rank(s) {_list(missing)} of {size} did not "
             f"call it within {timeout.total_seconds():g} s; every rank of the model's process group must"

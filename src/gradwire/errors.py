@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 from dataclasses import dataclass
 
 _IN_CALLBACK = "Got the following error when running the callback: "
@@ -58,8 +58,9 @@ def locate(error: Exception, place: Place) -> WireError:
     text = f"{place}: {describe(error)}"
     try:
         located = _located_kind(type(error))(text)
-    except TypeError:  # a class that cannot be mixed with another exception
+    except Exception:  # a class that cannot be mixed with another, or that wants other arguments
         located = WireError(text)
+    located.text = text
     located.__cause__ = error
     return located
 
@@ -67,20 +68,33 @@ def locate(error: Exception, place: Place) -> WireError:
 def original(error: Exception) -> Exception:
     """The error that a future's callback raised, where torch has made a RuntimeError of it.
 
-    torch keeps its type as text alone, so this finds the types that are built in.
+    torch keeps its type as text alone; it is found again if it is the only one of that name and can be
+    made from a text.
     """
     text = str(error)
     while text.removeprefix("RuntimeError: ").startswith(_IN_CALLBACK):  # one for each `then`
         text = text.removeprefix("RuntimeError: ").removeprefix(_IN_CALLBACK)
-    name, _, rest = text.partition(": ")
-    kind = getattr(builtins, name, None)
-    if text == str(error) or not (isinstance(kind, type) and issubclass(kind, Exception)):
+    if text == str(error):
         return error
-    recovered = kind(rest.partition("\n\nAt:")[0])
+    text = text.partition("\n\nAt:")[0]
+    name, _, message = text.partition(": ")
+    kinds = [kind for kind in _subclasses(Exception) if kind.__name__ == name.rpartition(".")[2]]
+    recovered: Exception = RuntimeError(text)
+    if len(kinds) == 1:
+        with contextlib.suppress(Exception):
+            recovered = kinds[0](message)
     recovered.__cause__ = error
     return recovered
 
 
+def _subclasses(kind: type[Exception]) -> set[type[Exception]]:
+    return {kind}.union(*(_subclasses(child) for child in kind.__subclasses__()))
+
+
 def describe(error: BaseException) -> str:
     """One line: the error's type and text."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # an error whose own text is broken must still be told
+        text = "its text cannot be made"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -7,7 +7,7 @@ error is kept beside it, in `failure`, and the bridge raises it once DDP has fin
 
 from __future__ import annotations
 
-import logging
+import os
 import queue
 import threading
 import time
@@ -22,12 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.board import Board
-from gradwire.errors import PeerError, Place, WireError, locate
+from gradwire.errors import Place, WireError, locate
 from gradwire.exchanges import Scratch
-from gradwire.transport import ClosedGroup, GlooGroup, Group, NcclGroup, Traffic, store_of
-
-log = logging.getLogger("gradwire")
+from gradwire.failure import Failure
+from gradwire.transport import ClosedGroup, GlooGroup, Group, NcclGroup, Traffic
 
 Run = Callable[[Tensor, Group, Scratch], Tensor]
 
@@ -54,8 +52,8 @@ class Lane(Protocol):
         """Run the task after those submitted before it."""
         ...
 
-    def fail(self, error: WireError) -> WireError:
-        """Give the lane up on every rank; returns the first error of all."""
+    def fail(self, error: WireError) -> None:
+        """Give the lane up, on every rank."""
         ...
 
     def close(self) -> None:
@@ -86,6 +84,16 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return dist.default_pg_timeout
 
 
+def open_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
+    """A Gloo group of our own with the ranks and the timeout of ``group``; collective."""
+    try:
+        return GlooGroup(group.get_group_store(), prefix, group.rank(), group.size(), timeout_of(group))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {group.rank()}: gradwire could not connect to the other ranks of the group: {error}"
+        ) from error
+
+
 class StreamLane:
     """A side stream per device: work is enqueued in order and the host never waits."""
 
@@ -97,7 +105,7 @@ class StreamLane:
 
     def submit(self, task: Task) -> Future[Tensor]:
         device = task.flat.device
-        future: Future[Tensor] = Future(devices=[device])
+        future = future_for(task.flat)
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)
@@ -114,9 +122,8 @@ class StreamLane:
             future.set_result(result)
         return future
 
-    def fail(self, error: WireError) -> WireError:
+    def fail(self, error: WireError) -> None:
         self.failure = self.failure or error
-        return self.failure
 
     def close(self) -> None:
         self._group.close()
@@ -126,29 +133,30 @@ class WorkerLane:
     """A daemon thread with a Gloo group of its own, so that averaging overlaps with backward."""
 
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
-        self._core = _Core(
-            GlooGroup(store_of(group), prefix, group.rank(), group.size(), timeout_of(group)),
-            Board(store_of(group), prefix),
-        )
+        self._core = _Core(open_gloo(group, prefix), Failure(group, prefix))
         # The thread knows the core alone, so a lane that nobody holds any more ends.
         self._thread = threading.Thread(target=self._core.serve, name=f"gradwire-{prefix}", daemon=True)
         self._thread.start()
         # Runs at exit too: a Gloo group that outlives the interpreter may abort the process.
-        self._finalizer = weakref.finalize(self, _end, self._core, self._thread)
+        self._finalizer = weakref.finalize(self, in_this_process(_end), self._core, self._thread)
 
     @property
     def failure(self) -> WireError | None:
-        return self._core.failure
+        return self._core.failure.error
 
     def submit(self, task: Task) -> Future[Tensor]:
+        future = future_for(task.flat)
         is_cuda = task.flat.is_cuda
-        future: Future[Tensor] = Future(devices=[task.flat.device]) if is_cuda else Future()
         ready = torch.cuda.current_stream(task.flat.device).record_event() if is_cuda else None
-        self._core.tasks.put((task, future, ready))
+        with self._core.lock:
+            if not self._core.ended:
+                self._core.jobs.put((task, future, ready))
+                return future
+        future.set_result(task.flat)
         return future
 
-    def fail(self, error: WireError) -> WireError:
-        return self._core.fail(error)
+    def fail(self, error: WireError) -> None:
+        self._core.fail(error)
 
     def close(self) -> None:
         self._finalizer()
@@ -160,36 +168,40 @@ _Job = tuple[Task, "Future[Tensor]", "torch.cuda.Event | None"]
 class _Core:
     """What a worker lane's thread works with."""
 
-    def __init__(self, group: GlooGroup, board: Board) -> None:
+    def __init__(self, group: GlooGroup, failure: Failure) -> None:
         self.group = group
-        self.tasks: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.failure: WireError | None = None
-        self._board = board
+        self.failure = failure
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.ended = False
         self._scratch = Scratch()
-        self._lock = threading.Lock()
 
     def serve(self) -> None:
         with torch.no_grad():
-            while (job := self.tasks.get()) is not None:
+            while (job := self.jobs.get()) is not None:
                 task, future, ready = job
-                if ready is None:
-                    future.set_result(self._run(task, task.flat))
-                else:
-                    self._run_staged(task, future, ready)
+                # Whatever happens, the future is completed: DDP waits for it without a limit.
+                try:
+                    if ready is None:
+                        result = self._run(task, task.flat)
+                        future.set_result(result)
+                    else:
+                        self._run_staged(task, future, ready)
+                except Exception as error:
+                    self.fail(locate(error, task.place))
+                    if not future.done():
+                        future.set_result(task.flat)
                 # Keep nothing of the model alive while waiting for the next bucket.
                 del job, task, future, ready
 
     def _run(self, task: Task, flat: Tensor) -> Tensor:
-        if self.failure is not None:
+        if self.failure.error is not None:
             return flat
         before, begin = self.group.traffic.copy(), time.perf_counter()
         try:
             result = task.run(flat, self.group, self._scratch)
         except ClosedGroup as error:
-            self.fail(self._explain(error, task.place))
-            return flat
-        except Exception as error:
-            self.fail(locate(error, task.place))
+            self.fail(self.failure.ask_peers() or _unexplained(error, task.place))
             return flat
         elapsed = time.perf_counter() - begin
         task.report(task.place, self.group.traffic.since(before), elapsed)
@@ -205,32 +217,41 @@ class _Core:
                 result = task.flat.copy_(result)
             future.set_result(result.to(task.flat.device))
 
-    def _explain(self, error: ClosedGroup, place: Place) -> WireError:
-        text = self._board.read()
-        if text is not None:
-            return PeerError(text)
-        return WireError(
-            f"{place}: {error}. That rank left, died or is stuck; its own output says why. Raise the "
-            "timeout of init_process_group if it is only slow"
-        )
-
-    def fail(self, error: WireError) -> WireError:
-        with self._lock:
-            if self.failure is not None:
-                return self.failure
-            if not isinstance(error, PeerError):
-                first = self._board.post(str(error))
-                if first != str(error):
-                    error = PeerError(first)
-            self.failure = error
+    def fail(self, error: WireError) -> None:
+        self.failure.set(error)
         # Closing carries the failure on to every rank that waits for this one.
         self.group.close()
-        return error
+
+
+def _unexplained(error: ClosedGroup, place: Place) -> WireError:
+    return WireError(
+        f"{place}: {error}. That rank left, died or is stuck; its own output says why. Raise the timeout "
+        "of init_process_group if it is only slow"
+    )
 
 
 def _end(core: _Core, thread: threading.Thread) -> None:
-    core.tasks.put(None)
-    core.failure = core.failure or WireError("this wire has been detached")
+    with core.lock:
+        core.ended = True
+        core.jobs.put(None)
+    # Before the end of the queue, so that what still stands in it is not begun; no peer is told.
+    core.failure.error = core.failure.error or WireError("this wire has been detached")
     core.group.close()
     if thread is not threading.current_thread():
         thread.join(timeout=5)
+
+
+def in_this_process(end: Callable[..., None]) -> Callable[..., None]:
+    """``end``, which does nothing in a process forked off this one: the connections are not its own."""
+    pid = os.getpid()
+
+    def end_here(*args: object) -> None:
+        if os.getpid() == pid:
+            end(*args)
+
+    return end_here
+
+
+def future_for(value: Tensor) -> Future[Tensor]:
+    """An open future that can hold a tensor on the device of ``value``."""
+    return Future(devices=[value.device]) if value.is_cuda else Future()

@@ -13,41 +13,45 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.board import Board
-from gradwire.errors import PeerError, Place, WireError
-from gradwire.execution import timeout_of
-from gradwire.transport import ClosedGroup, GlooGroup, store_of
+from gradwire.errors import Place, WireError
+from gradwire.execution import in_this_process, open_gloo, timeout_of
+from gradwire.failure import Failure
+from gradwire.transport import ClosedGroup
 
-# A peer that ends normally closes the ring as well; its last messages may still be on their way.
-_GRACE_S = 3.0
+# A peer that ends normally closes the ring as well, while its last messages may still be on their way.
+# One that was killed closes the hook's own connections too, which the hook usually notices by itself.
+_GRACE_S = 20.0
 
 
 class Guard:
-    """Completes futures that would otherwise never be completed, and keeps the first failure."""
+    """Gives up futures that would otherwise never be completed, and keeps the first failure."""
 
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
-        self._core = _Core(group, prefix)
-        for target in (self._core.watch_ring, self._core.watch_clock):
-            threading.Thread(target=target, name=f"gradwire-{prefix}", daemon=True).start()
-        self._finalizer = weakref.finalize(self, self._core.close)
+        self._core = core = _Core(group, prefix)
+        threads = [
+            threading.Thread(target=target, name=f"gradwire-{prefix}", daemon=True)
+            for target in (core.watch_ring, core.watch_clock)
+        ]
+        for thread in threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, in_this_process(_end), core, threads)
 
     @property
     def failure(self) -> WireError | None:
-        return self._core.failure
+        return self._core.failure.error
 
     def watch(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
         """Call ``give_up`` if ``future`` is not done when the ring breaks or the time is up."""
         self._core.add(future, place, give_up)
 
-    def fail(self, error: WireError) -> WireError:
-        """Give up on every rank; returns the first error of all."""
-        return self._core.fail(error)
+    def fail(self, error: WireError) -> None:
+        """Give up, on every rank."""
+        self._core.fail(error)
 
     def close(self) -> None:
         self._finalizer()
@@ -55,18 +59,16 @@ class Guard:
 
 class _Core:
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
-        self.failure: WireError | None = None
-        self._board = Board(store_of(group), prefix)
+        self.failure = Failure(group, prefix)
         self._timeout_s = timeout_of(group).total_seconds()
-        # The ring waits for as long as the run lasts.
-        self._ring = GlooGroup(store_of(group), prefix, group.rank(), group.size(), timedelta(days=365))
+        self._ring = open_gloo(group, prefix)
         self._changed = threading.Condition()
         self._pending: dict[Future[Tensor], tuple[float, Place, Callable[[], None]]] = {}
         self._broken = self._closed = False
 
     def add(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
         with self._changed:
-            patience = _GRACE_S if self._broken else self._timeout_s
+            patience = min(_GRACE_S, self._timeout_s) if self._broken else self._timeout_s
             self._pending[future] = time.monotonic() + patience, place, give_up
             self._changed.notify()
         future.add_done_callback(self._remove)
@@ -75,14 +77,10 @@ class _Core:
         with self._changed:
             self._pending.pop(future, None)
 
-    def fail(self, error: WireError) -> WireError:
-        with self._changed:
-            if self.failure is None:
-                first = self._board.post(str(error))
-                self.failure = error if first == str(error) else PeerError(first)
-            self._give_up_all()
+    def fail(self, error: WireError) -> None:
+        self.failure.set(error)
+        self._give_up()
         self._ring.close()
-        return self.failure
 
     def close(self) -> None:
         with self._changed:
@@ -95,13 +93,15 @@ class _Core:
             return
         with contextlib.suppress(ClosedGroup):
             self._ring.watch((self._ring.rank + 1) % self._ring.size)
-        text = None if self._closed or self.failure else self._board.read()
+        if self._closed:
+            return
+        error = self.failure.error or self.failure.ask_peers()
+        if error is not None:
+            self.fail(error)
+            return
         with self._changed:
             self._broken = True
-            if text is not None and self.failure is None:
-                self.failure = PeerError(text)
-                self._give_up_all()
-            soon = time.monotonic() + _GRACE_S
+            soon = time.monotonic() + min(_GRACE_S, self._timeout_s)
             self._pending = {
                 future: (min(deadline, soon), place, give_up)
                 for future, (deadline, place, give_up) in self._pending.items()
@@ -114,11 +114,15 @@ class _Core:
             with self._changed:
                 if self._closed:
                     return
-                deadline = min((entry[0] for entry in self._pending.values()), default=None)
-                if deadline is None or deadline > time.monotonic():
-                    self._changed.wait(None if deadline is None else deadline - time.monotonic())
+                deadline, place = min(
+                    ((deadline, place) for deadline, place, _ in self._pending.values()),
+                    key=lambda entry: entry[0],
+                    default=(None, None),
+                )
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is None or left > 0:
+                    self._changed.wait(left)
                     continue
-                place = next(entry[1] for entry in self._pending.values() if entry[0] == deadline)
             reason = (
                 "a peer left or died while this rank waited for it"
                 if self._broken
@@ -126,7 +130,15 @@ class _Core:
             )
             self.fail(WireError(f"{place}: {reason}"))
 
-    def _give_up_all(self) -> None:
-        for _, _, give_up in list(self._pending.values()):
+    def _give_up(self) -> None:
+        with self._changed:
+            abandoned, self._pending = list(self._pending.values()), {}
+        for _, _, give_up in abandoned:
             give_up()
-        self._pending.clear()
+
+
+def _end(core: _Core, threads: list[threading.Thread]) -> None:
+    core.close()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=5)

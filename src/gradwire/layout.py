@@ -68,21 +68,19 @@ class Layouts:
             for name, parameter in module.named_parameters():
                 self._names[id(parameter)] = canonical_name(name)
         self._layouts: dict[int, tuple[tuple[int, ...], BucketLayout]] = {}
-        self.num_rebuilds = 0
 
     def of(self, bucket: GradBucket) -> BucketLayout:
         """The layout of ``bucket``."""
         index, parameters = bucket.index(), bucket.parameters()
+        if bucket.is_last():
+            for stale in [other for other in self._layouts if other > index]:
+                del self._layouts[stale]
         identity = tuple(map(id, parameters))
         known = self._layouts.get(index)
         if known is not None and known[0] == identity:
             return known[1]
-        self.num_rebuilds += known is not None
         layout = BucketLayout(index, bucket.buffer().dtype, self._slots(parameters))
         self._layouts[index] = identity, layout
-        if bucket.is_last():
-            for stale in [other for other in self._layouts if other > index]:
-                del self._layouts[stale]
         return layout
 
     def current(self) -> tuple[BucketLayout, ...]:

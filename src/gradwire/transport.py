@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -60,14 +61,14 @@ class Group(Protocol):
     rank: int
     size: int
     traffic: Traffic
-    sums_natively: bool
+
+    @property
+    def native_sum(self) -> Callable[[Tensor], None] | None:
+        """The backend's own sum over ranks, in place, if that is the fastest for fp32."""
+        ...
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
         """Open a round: ``rows[r]`` is where the row from rank r goes; empty rows are not sent."""
-        ...
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over ranks, in place, by the backend's own means."""
         ...
 
     def close(self) -> None:
@@ -75,11 +76,12 @@ class Group(Protocol):
         ...
 
 
-def store_of(group: dist.ProcessGroup) -> Store:
-    """The group's store over a connection of our own: a call that waits must not block the user's."""
-    store: Any = group.get_group_store()
-    clone: Store = store.clone()
-    return clone
+def gather(rows: Sequence[Tensor], group: Group) -> None:
+    """Give every rank every rank's own row: ``rows[r]`` becomes that of rank r."""
+    messages = group.post(rows)
+    for distance in range(1, group.size):
+        messages.send((group.rank + distance) % group.size, rows[group.rank])
+    messages.finish()
 
 
 class ClosedGroup(Exception):
@@ -98,7 +100,7 @@ class GlooGroup:
     runs at a tenth of the loopback.
     """
 
-    sums_natively = False
+    native_sum = None
 
     def __init__(self, store: Store, prefix: str, rank: int, size: int, timeout: timedelta) -> None:
         self.rank = rank
@@ -118,13 +120,11 @@ class GlooGroup:
         self._tag = self._tag % _NUM_TAGS + 1
         return _GlooMessages(self, self.raw, self._tag, rows)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        self.raw.allreduce([tensor]).wait()
-
     def watch(self, peer: int) -> None:
         """Block until ``peer`` closes the group or dies; nothing is ever sent for it."""
         try:
-            self.raw.recv([torch.zeros(1)], peer, _NUM_TAGS + 1).wait()
+            # For as long as the run lasts, whatever the group's own timeout is.
+            self.raw.recv([torch.zeros(1)], peer, _NUM_TAGS + 1).wait(timedelta(days=365))
         except RuntimeError as error:
             raise ClosedGroup(peer, str(error)) from error
 
@@ -183,18 +183,25 @@ class _GlooMessages:
 class NcclGroup:
     """The model's own NCCL group; every call is enqueued on the current CUDA stream, none waits."""
 
-    sums_natively = True
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self.traffic = Traffic()
-        self._group = group
+        # Weakly: lanes are kept by group, and must not keep it.
+        self._group_ref = weakref.ref(group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise ClosedGroup(self.rank, "the process group has been destroyed")
+        return group
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
         return _NcclMessages(self, self._group, rows)
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def native_sum(self, tensor: Tensor) -> None:
+        """NCCL's own allreduce: not in rank order, but the same on every rank."""
         # What a ring sends; NCCL may choose a tree, which sends about the same.
         numel = 2 * (self.size - 1) * tensor.numel() // self.size
         self.traffic.bytes_sent += numel * tensor.element_size()

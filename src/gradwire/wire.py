@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
@@ -11,30 +12,35 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.agreement import agree, next_meeting
-from gradwire.bridge import Bridge, HookRunner, RecipeRunner, Runner, hook_name
+from gradwire.bridge import Bridge
 from gradwire.execution import open_lane, timeout_of
 from gradwire.guard import Guard
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.ops import warm_up
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
+from gradwire.runners import HookRunner, RecipeRunner, Runner, hook_name
+from gradwire.slot import Slot, divides_by_active, free_slot
 from gradwire.stats import WireStats
 
 log = logging.getLogger("gradwire")
 
 Hook = Callable[..., Any]
 
+# torch's hooks whose state is a process group.
+_TORCH_GROUP_HOOKS = {
+    f"torch.distributed.algorithms.ddp_comm_hooks.{name}_hooks" for name in ("default", "quantization")
+}
+
 
 class Wire:
     """What is attached to a model: look at it with `stats`, end it with `detach`."""
 
-    def __init__(self, slot: _Slot, bridge: Bridge | None, recipe: Recipe | Hook, layouts: Layouts) -> None:
+    def __init__(self, slot: Slot, bridge: Bridge | None, recipe: Recipe | Hook, layouts: Layouts) -> None:
         self._slot = slot
         self._bridge = bridge
         self._layouts = layouts
@@ -120,57 +126,33 @@ def attach(
     group = ddp.process_group
     meeting = next_meeting(group)
     timeout = timeout or timeout_of(group)
+    device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
+    disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     try:
         slot, chosen, state = _prepare(ddp, recipe, state)
+        if not disabled:
+            warm_up(device)
     except Exception as error:
         agree(group, meeting, f"error: {error}", timeout)
         raise
-    disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     claim = repr(chosen) if isinstance(chosen, Recipe) else f"hook {hook_name(chosen)}"
     agree(group, meeting, "GRADWIRE_DISABLE is set" if disabled else claim, timeout)
     layouts = Layouts(ddp.module)
     if disabled:
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", chosen)
         return Wire(slot, None, chosen, layouts)
-    runner = _runner(ddp, chosen, state, meeting, layouts)
+    runner: Runner
+    if isinstance(chosen, Recipe):
+        lane = open_lane(group, device, meeting) if chosen.exchange.communicates else None
+        # Nothing behind the model's hook may hold the model.
+        by_active = functools.partial(divides_by_active, weakref.ref(ddp))
+        runner = RecipeRunner(chosen, lane, layouts, by_active)
+    else:
+        # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
+        runner = HookRunner(chosen, state, Guard(group, meeting) if device.type == "cpu" else None)
     bridge = Bridge(runner, group.rank())
-    slot.take(ddp, bridge)
+    slot.take(bridge)
     return Wire(slot, bridge, chosen, layouts)
-
-
-class _Slot:
-    """A model's one hook slot: the closure DDP holds, with whatever is attached behind it now."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.bridge: Bridge | None = None
-        self._group = group
-        self._registered = False
-
-    def take(self, ddp: DistributedDataParallel, bridge: Bridge) -> None:
-        """Put ``bridge`` behind the closure, and register that if it is not yet."""
-        if not self._registered:
-            # No annotations, and a parameter called `bucket`: DDP inspects both.
-            def gradwire_hook(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
-                return self._run(bucket)
-
-            ddp.register_comm_hook(None, gradwire_hook)
-            # DDP keeps a second reference for its Python reducer alone, which would end in copies and
-            # pickles of the model.
-            ddp._comm_hooks.clear()
-            self._registered = True
-        self.bridge = bridge
-
-    def _run(self, bucket: GradBucket) -> Future[Tensor]:
-        if self.bridge is not None:
-            return self.bridge.run(bucket)
-        flat = bucket.buffer().div_(self._group.size())
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        assert work is not None
-        future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-        return future
-
-
-_slots: weakref.WeakKeyDictionary[DistributedDataParallel, _Slot] = weakref.WeakKeyDictionary()
 
 
 def _unwrap(model: nn.Module) -> DistributedDataParallel:
@@ -187,7 +169,7 @@ def _unwrap(model: nn.Module) -> DistributedDataParallel:
 
 def _prepare(
     ddp: DistributedDataParallel, recipe: str | Recipe | Hook, state: object
-) -> tuple[_Slot, Recipe | Hook, object]:
+) -> tuple[Slot, Recipe | Hook, object]:
     """Check all that this rank can check alone."""
     chosen: Recipe | Hook
     if isinstance(recipe, str | Recipe) or not callable(recipe):
@@ -202,8 +184,8 @@ def _prepare(
     if isinstance(chosen, Recipe):
         if state is not None and not isinstance(state, dist.ProcessGroup):
             raise TypeError(f"recipe {chosen} takes no state; state= goes with a hook of your own")
-    elif state is None and hook_name(chosen).startswith("torch.distributed.algorithms."):
-        # torch's hooks would take None for the world, whatever the model's group is.
+    elif state is None and _takes_group(chosen):
+        # They would take None for the world, whatever the model's group is.
         state = ddp.process_group
     if ddp._use_python_reducer:
         raise ValueError(
@@ -215,38 +197,11 @@ def _prepare(
             "this model was made with mixed_precision=, which takes DDP's only hook slot for itself; "
             "leave mixed_precision out and use torch.autocast"
         )
-    slot = _slots.get(ddp)
-    if slot is None:
-        if ddp._comm_hooks:
-            raise ValueError(
-                f"the model has a hook already, {hook_name(ddp._comm_hooks[0][0])}, and DDP takes one in "
-                "its life; register that hook through gradwire.attach(model, hook, state=...) instead"
-            )
-        slot = _slots[ddp] = _Slot(ddp.process_group)
-    if slot.bridge is not None:
-        raise ValueError(
-            f"{slot.bridge.runner.name} is attached to this model already; call detach() on its wire first"
-        )
-    return slot, chosen, state
+    return free_slot(ddp), chosen, state
 
 
-def _runner(
-    ddp: DistributedDataParallel,
-    chosen: Recipe | Hook,
-    state: object,
-    meeting: str,
-    layouts: Layouts,
-) -> Runner:
-    group = ddp.process_group
-    device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
-    warm_up(device)
-    if isinstance(chosen, Recipe):
-        model = weakref.ref(ddp)
-
-        def divide_by_active() -> bool:
-            ddp = model()
-            return ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size
-
-        return RecipeRunner(chosen, open_lane(group, device, meeting), layouts, divide_by_active)
-    # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
-    return HookRunner(chosen, state, Guard(group, meeting) if device.type == "cpu" else None)
+def _takes_group(hook: Hook) -> bool:
+    """Whether the hook is one of ours or torch's whose state is a process group, wrapped or not."""
+    while hasattr(hook, "gradwire_wraps"):
+        hook = hook.gradwire_wraps
+    return hasattr(hook, "gradwire_recipe") or getattr(hook, "__module__", "") in _TORCH_GROUP_HOOKS

@@ -62,12 +62,13 @@ class Cast:
         up: ops.Scale = 1.0
         down: ops.Scale = 1.0
         if header is not None:
-            largest = ops.absmax(own) * scale
+            # In fp64: the bound may be beyond fp32 where the sum itself is not.
+            largest = ops.absmax(own).double() * scale
             for r in range(len(rows)):
                 row_header = self._split(rows[r])[0]
                 if r != rank and row_header is not None:
                     scales[r] = row_header * scale
-                    largest = largest + scales[r] * 2.0**_TOP_EXPONENT
+                    largest = largest + row_header.double() * scale * 2.0**_TOP_EXPONENT
             # No sum is larger than the sum of the largest.
             up, down = _power_of_two_scale(largest)
             header.copy_(down)

@@ -10,9 +10,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradwire.agreement import next_meeting
-from gradwire.bridge import Bridge, RecipeRunner
+from gradwire.bridge import Bridge
 from gradwire.execution import open_lane
 from gradwire.recipes import Recipe
+from gradwire.runners import RecipeRunner
 
 _bridges: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Recipe, str], Bridge]] = (
     weakref.WeakKeyDictionary()

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradwire.bridge import completed
 from gradwire.recipes import noop
+from gradwire.runners import completed
 
 __all__ = ["noop_hook"]
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradwire.bridge import hook_name
 from gradwire.ddp_comm_hooks._raw import run_recipe
 from gradwire.recipes import Recipe, bf16, fp16, fp32
+from gradwire.runners import hook_name, require_future
 
 __all__ = [
     "allreduce_hook",
@@ -91,8 +91,9 @@ def _wrapper(hook: Hook, dtype: torch.dtype, name: str, around_allreduce: Hook) 
             bucket.set_buffer(original)
             return original.copy_(done.value())
 
-        return hook(state, bucket).then(decompress)
+        return require_future(hook_name(hook), hook(state, bucket)).then(decompress)
 
+    compress_wrapper_hook.gradwire_wraps = hook  # type: ignore[attr-defined]
     compress_wrapper_hook.__name__ = f"gradwire_{name}"
     compress_wrapper_hook.__qualname__ = f"gradwire_{name}({hook_name(hook)})"
     return compress_wrapper_hook

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.ops import Scale
-from gradwire.transport import Group
+from gradwire.transport import Group, gather
 
 
 def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:
@@ -18,41 +18,38 @@ def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:
     gradient = gradient.coalesce()
     if group.size == 1:
         return (gradient * scale).coalesce()
-    indices, values = gradient.indices(), gradient.values().contiguous()
+    indices, values = gradient.indices(), gradient.values()
     device = gradient.device
 
     counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size)]
     counts[group.rank].fill_(indices.shape[1])
-    _gather([count.view(torch.uint8) for count in counts], group)
+    gather([count.view(torch.uint8) for count in counts], group)
     num_entries = [int(count) for count in counts]
 
     index_bytes = indices.shape[0] * indices.element_size()
     value_bytes = values.shape[1:].numel() * values.element_size()
+    # Indices, then values, which may have to start at a multiple of 16 bytes.
+    splits = [-(-n * index_bytes // 16) * 16 for n in num_entries]
     rows = [
-        torch.empty(n * (index_bytes + value_bytes), dtype=torch.uint8, device=device) for n in num_entries
+        torch.empty(split + n * value_bytes, dtype=torch.uint8, device=device)
+        for n, split in zip(num_entries, splits, strict=True)
     ]
-    own = rows[group.rank]
-    split = num_entries[group.rank] * index_bytes
-    own[:split].copy_(indices.contiguous().view(torch.uint8).flatten())
-    own[split:].copy_(values.view(torch.uint8).flatten())
-    _gather(rows, group)
+    views = [
+        (
+            row[: n * index_bytes].view(indices.dtype).view(indices.shape[0], n),
+            row[split:].view(values.dtype).view(n, *values.shape[1:]),
+        )
+        for n, split, row in zip(num_entries, splits, rows, strict=True)
+    ]
+    views[group.rank][0].copy_(indices)
+    views[group.rank][1].copy_(values)
+    gather(rows, group)
 
-    all_indices, all_values = [], []
-    for n, row in zip(num_entries, rows, strict=True):
-        split = n * index_bytes
-        all_indices.append(row[:split].view(indices.dtype).view(indices.shape[0], n))
-        all_values.append(row[split:].view(values.dtype).view(n, *values.shape[1:]))
+    wide = torch.promote_types(values.dtype, torch.float32)  # sums in at least fp32, as elsewhere
     total = torch.sparse_coo_tensor(
-        torch.cat(all_indices, dim=1),
-        torch.cat(all_values).mul_(scale),
+        torch.cat([i for i, _ in views], dim=1),
+        torch.cat([v for _, v in views]).to(wide).mul_(scale),
         gradient.shape,
         check_invariants=False,  # the indices are those of valid tensors; saying so avoids a warning
     )
-    return total.coalesce()
-
-
-def _gather(rows: list[Tensor], group: Group) -> None:
-    messages = group.post(rows)
-    for distance in range(1, group.size):
-        messages.send((group.rank + distance) % group.size, rows[group.rank])
-    messages.finish()
+    return total.coalesce().to(values.dtype)

@@ -24,7 +24,8 @@ class TwoShot:
 
     The owner of a chunk sums it in fp32 (fp64 for fp64 buckets) and in rank order, whatever travels, so
     a sum does not depend on who owns it. All ranks, the owner too, end with what the owner's row decodes
-    to, so all ranks have the same bits.
+    to, so all ranks have the same bits. Over NCCL, fp32 and fp64 buckets that travel as they are go by
+    NCCL's own allreduce, in an order of its own.
     """
 
     codec: Codec
@@ -38,8 +39,9 @@ class TwoShot:
             flat.mul_(scale)
             return
         codec = self.codec.resolve(flat.dtype)
-        if group.sums_natively and codec.in_place and flat.dtype in (torch.float32, torch.float64):
-            group.all_reduce(flat.mul_(scale))
+        as_it_is = codec.in_place and flat.dtype in (torch.float32, torch.float64)
+        if group.native_sum is not None and as_it_is:
+            group.native_sum(flat.mul_(scale))
             return
         chunks = [flat[start:end] for start, end in _bounds(flat.numel(), group.size)]
         rows = _rows(codec, chunks, scratch)

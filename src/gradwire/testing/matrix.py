@@ -79,7 +79,7 @@ class CaseResult:
     error: str | None
     """What was broken, on which rank; None if nothing was."""
     deviation: float | None
-    """The largest error of any gradient, relative to the largest gradient; None if it failed."""
+    """The largest error of any parameter's gradient, relative to its largest; None if it failed."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return all(result.error is None for result in self.results)
+        return bool(self.results) and all(result.error is None for result in self.results)
 
     def __str__(self) -> str:
         num_ok = sum(result.error is None for result in self.results)
@@ -133,7 +133,8 @@ def check_hook(
     Args:
         hook: a hook function that can be imported, or a recipe of gradwire's.
         state_factory: makes the hook's state from the model's process group; an importable function.
-        tolerance: largest error allowed, relative to the largest gradient of the step.
+        tolerance: largest error of a parameter's gradient, relative to its largest value (or to a
+            hundredth of the model's largest, where that is more).
         world_size: number of ranks.
         expect: what the hook should make of the ranks' gradients; ``"local"`` for hooks that do not
             communicate.

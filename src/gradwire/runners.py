@@ -1,0 +1,212 @@
+"""What averages a bucket: a recipe of ours on a lane, or a hook of the user's, checked."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from gradwire.errors import Place, WireError, locate, original
+from gradwire.exchanges import Scratch, average_sparse
+from gradwire.execution import Lane, Task, future_for
+from gradwire.guard import Guard
+from gradwire.layout import Layouts
+from gradwire.ops import Scale
+from gradwire.recipes import Recipe
+from gradwire.stats import StatsBook
+from gradwire.transport import Group, Traffic, gather
+
+
+class Runner(Protocol):
+    """Averages buckets, and remembers the first failure of any rank."""
+
+    name: str
+    stats: StatsBook
+
+    @property
+    def failure(self) -> WireError | None: ...
+
+    def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
+        """Begin to average; ``shadow`` says that ``join()`` feeds zeros for a rank without input."""
+        ...
+
+    def fail(self, error: WireError) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RecipeRunner:
+    """Averages buckets with a recipe, on a lane."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        lane: Lane | None,
+        layouts: Layouts | None = None,
+        divides_by_active: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Run on ``lane``, which a recipe that does not communicate may do without."""
+        assert lane is not None or not recipe.exchange.communicates
+        self.name = str(recipe)
+        self.stats = StatsBook()
+        self._recipe = recipe
+        self._lane = lane
+        self._layouts = layouts
+        self._divides_by_active = divides_by_active
+
+    @property
+    def failure(self) -> WireError | None:
+        return None if self._lane is None else self._lane.failure
+
+    def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
+        if self._layouts is not None:
+            self._layouts.of(bucket)
+        if self._lane is None:
+            self.stats.record(place, 0, 0, 0.0, 0.0)
+            return completed(bucket.buffer())
+        by_active = self._divides_by_active() and self._recipe.reduction == "mean"
+        run = functools.partial(self._average, not shadow if by_active else None)
+        return self._lane.submit(Task(bucket.buffer(), run, place, self._record))
+
+    def _average(self, active: bool | None, flat: Tensor, group: Group, scratch: Scratch) -> Tensor:
+        scale: Scale = 1.0 if self._recipe.reduction == "sum" else 1 / group.size
+        if active is not None:
+            scale = 1 / _count_active(active, flat.device, group)
+        if flat.is_sparse:
+            return average_sparse(flat, group, scale)
+        self._recipe.exchange.run(flat, group, scratch, scale)
+        return flat
+
+    def _record(self, place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
+        wait_s = None if elapsed_s is None else traffic.wait_s
+        work_s = None if elapsed_s is None else elapsed_s - traffic.wait_s
+        self.stats.record(place, traffic.bytes_sent, traffic.num_messages, wait_s, work_s)
+
+    def fail(self, error: WireError) -> None:
+        if self._lane is not None:
+            self._lane.fail(error)
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+
+
+class HookRunner:
+    """Runs a hook of the user's or of torch's, and checks what it returns."""
+
+    def __init__(self, hook: Callable[..., Any], state: object, guard: Guard | None) -> None:
+        """Without a guard, nobody ends the waiting for peers that have failed."""
+        self.name = hook_name(hook)
+        self.stats = StatsBook()
+        self._hook = hook
+        self._state = state
+        self._guard = guard
+        self._failure: WireError | None = None
+
+    @property
+    def failure(self) -> WireError | None:
+        return self._failure if self._guard is None else self._guard.failure
+
+    def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
+        local, begin = bucket.buffer(), time.perf_counter()
+        answer = require_future(self.name, self._hook(self._state, bucket))
+        work_s, called = time.perf_counter() - begin, time.perf_counter()
+        outer, lock = future_for(local), threading.Lock()
+
+        def settle(value: Tensor) -> None:
+            with lock:
+                if not outer.done():
+                    outer.set_result(value)
+
+        def take(done: Future[Any]) -> None:
+            # torch would only log what is raised here, and DDP would wait for ever.
+            try:
+                value = check_result(self.name, done.value(), local)
+            except Exception as error:
+                self.fail(locate(original(error), place))
+                value = local
+            else:
+                waited_s = time.perf_counter() - called
+                times = (None, None) if local.is_cuda else (waited_s, work_s)
+                self.stats.record(place, None, None, *times)
+            settle(value)
+
+        if self._guard is not None:
+            self._guard.watch(answer, place, lambda: settle(local))
+        answer.add_done_callback(take)
+        return outer
+
+    def fail(self, error: WireError) -> None:
+        if self._guard is None:
+            self._failure = self._failure or error
+        else:
+            self._guard.fail(error)
+
+    def close(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+
+
+def completed(value: Tensor) -> Future[Tensor]:
+    """A future that holds ``value`` already."""
+    future = future_for(value)
+    future.set_result(value)
+    return future
+
+
+def require_future(name: str, answer: object) -> Future[Any]:
+    """``answer`` if it is what a hook must return; else TypeError."""
+    if not isinstance(answer, torch._C.Future):
+        kind = type(answer)
+        raise TypeError(
+            f"{name} must return a torch.futures.Future object, but got {kind.__module__}.{kind.__qualname__}"
+        )
+    return answer  # type: ignore[return-value]  # torch.futures.Future is its Python face
+
+
+def check_result(name: str, value: object, bucket: Tensor) -> Tensor:
+    """``value`` if DDP can take it for the bucket's new content; else TypeError or ValueError."""
+    if not isinstance(value, Tensor):
+        kind = type(value)
+        raise TypeError(
+            f"the future of {name} must hold one tensor, but holds {kind.__module__}.{kind.__qualname__}"
+        )
+    if value.dtype != bucket.dtype:
+        raise TypeError(
+            f"the future of {name} holds {value.dtype}, but the bucket is {bucket.dtype}; cast the result"
+        )
+    if value.device != bucket.device:
+        raise ValueError(
+            f"the future of {name} holds a tensor on {value.device}, but the bucket is on {bucket.device}"
+        )
+    if value.shape != bucket.shape:
+        raise ValueError(
+            f"the future of {name} holds a tensor of shape {tuple(value.shape)}, but the bucket's is "
+            f"{tuple(bucket.shape)}"
+        )
+    if value.layout != bucket.layout:
+        raise ValueError(f"the future of {name} holds a {value.layout} tensor for a {bucket.layout} bucket")
+    return value
+
+
+def hook_name(hook: Callable[..., Any]) -> str:
+    """``module.qualname`` of a function, a partial's function or a callable object's class."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _count_active(active: bool, device: torch.device, group: Group) -> Tensor:
+    """How many ranks say that they are active, as a 0-d fp64 tensor."""
+    votes = torch.zeros(group.size, dtype=torch.float64, device=device)
+    votes[group.rank] = float(active)
+    gather(votes.view(torch.uint8).chunk(group.size), group)
+    return votes.sum()
