@@ -71,7 +71,21 @@ def job_streams(rank):
 
 def job_errors(rank):
     group = nccl_group(rank)
+
+    def bare(value):
+        future = torch.futures.Future()
+        future.set_result(value)
+        return future
+
+    def failed(state, bucket):
+        future = torch.futures.Future()
+        future.set_exception(KeyError("set on the future"))
+        return future
+
     bad = {
+        "a bare future of None": (lambda s, b: bare(None), TypeError),
+        "a bare future of a number": (lambda s, b: bare(3), TypeError),
+        "an exception on the future": (failed, KeyError),
         "not a future": (lambda s, b: b.buffer(), TypeError),
         "wrong dtype": (
             lambda s, b: torch_hooks.allreduce_hook(group, b).then(lambda f: f.value().half()),

@@ -191,21 +191,21 @@ def _expected(net: nn.Module, batch: _Batch | None, expect: str, group: dist.Pro
     if batch is not None:
         for loss in batch.losses(local):
             loss.backward()
-    expected: Gradients = {}
-    for name, parameter in local.named_parameters():
-        total = torch.zeros(parameter.numel() + 1, dtype=torch.float64)
-        if parameter.grad is not None:
-            total[:-1] = parameter.grad.cpu().double().flatten()
-            total[-1] = 1
-        own = total.clone()
-        dist.all_reduce(total, group=group)
-        # DDP leaves a gradient None only if no rank has used the parameter.
-        used_by_any = total[-1] > 0
-        if expect == "mean":
-            total /= group.size()
-        value = own if expect == "local" else total
-        expected[name] = value[:-1].view(parameter.shape) if used_by_any else None
-    return expected
+    named = list(local.named_parameters())
+    used = torch.tensor([float(p.grad is not None) for _, p in named], dtype=torch.float64)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
+    own = torch.cat([grad.cpu().double().flatten() for grad in grads] + [used])
+    total = own.clone()
+    dist.all_reduce(total, group=group)  # one for all, since there are many steps and parameters
+    # DDP leaves a gradient None only if no rank has used the parameter.
+    used_by_any = total[-len(named) :] > 0
+    if expect == "mean":
+        total /= group.size()
+    values = (own if expect == "local" else total)[: -len(named)].split([p.numel() for _, p in named])
+    return {
+        name: value.view(p.shape) if any_used else None
+        for (name, p), value, any_used in zip(named, values, used_by_any, strict=True)
+    }
 
 
 @contextlib.contextmanager
