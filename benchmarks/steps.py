@@ -3,17 +3,20 @@
     python benchmarks/steps.py                  two ranks on this machine
     python benchmarks/steps.py --world-size 4 --rounds 20
 
-Everything is measured in the same processes, in turn, round by round, so that drift hits all alike. A step
-is zero_grad, forward and backward; its time is that of the slowest rank. "Averaging" is the exchange alone,
-of the whole model's gradients in DDP's buckets, without a forward or backward beside it.
+Everything is measured in the same processes, in turns whose order changes from round to round, so that drift
+hits all alike; a ratio is the median of the ratios within each round. A step is zero_grad, forward and
+backward; its time is that of the slowest rank. "Averaging" is the exchange alone,
+without a forward or backward beside it: of one bucket, and of the whole model's, which DDP averages two at a
+time.
 """
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,8 @@ from gradwire.headroom import Machine, Workload
 from gradwire.testing import run_ranks
 
 STEPS_PER_TURN = 3
+BASE = "DDP's fp32 allreduce"
+T = TypeVar("T")
 NUM_WARM_UP_TURNS = 1
 
 
@@ -63,6 +68,23 @@ def slowest(seconds: list[float]) -> list[float]:
     return (1e3 * times).tolist()
 
 
+def shuffled(rows: dict[str, T], turn: int) -> list[tuple[str, T]]:
+    """The rows in an order that is the turn's own, the same on every rank."""
+    return random.Random(turn).sample(list(rows.items()), len(rows))
+
+
+def ratio(values: list[float], base: list[float], per_round: int = 1) -> float:
+    """How much longer, as the median over rounds."""
+    rounds = zip(
+        *(
+            [statistics.mean(v[i : i + per_round]) for i in range(0, len(v), per_round)]
+            for v in (values, base)
+        ),
+        strict=True,
+    )
+    return float(statistics.median(a / b for a, b in rounds))
+
+
 def time_steps(rank: int, rounds: int) -> dict[str, list[float]]:
     models = {}
     for name, what in ROWS.items():
@@ -76,7 +98,7 @@ def time_steps(rank: int, rounds: int) -> dict[str, list[float]]:
     batch = Workload().inputs()
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(NUM_WARM_UP_TURNS + rounds):
-        for name, model in models.items():
+        for name, model in shuffled(models, turn):
             dist.barrier()
             for _ in range(STEPS_PER_TURN):
                 begin = time.perf_counter()
@@ -87,10 +109,8 @@ def time_steps(rank: int, rounds: int) -> dict[str, list[float]]:
     return {name: slowest(values) for name, values in seconds.items()}
 
 
-def time_averaging(rank: int, rounds: int) -> dict[str, list[float]]:
-    """The exchange of DDP's buckets for the workload: about 25 MB each."""
-    numel = sum(p.numel() for p in Workload().model().parameters())
-    sizes = [6_553_600] * (numel // 6_553_600) + [numel % 6_553_600]
+def time_averaging(rank: int, rounds: int, sizes: list[int]) -> dict[str, list[float]]:
+    """The exchange of buckets of these sizes, handed over all at once as DDP does."""
     buckets = [torch.randn(n) for n in sizes]
     world_size = dist.get_world_size()
     group = dist.group.WORLD
@@ -117,10 +137,10 @@ def time_averaging(rank: int, rounds: int) -> dict[str, list[float]]:
 
         return run
 
-    ways = {"DDP's fp32 allreduce": allreduce, **{f"gradwire {n}": exchange(n) for n in PEERS}}
+    ways = {BASE: allreduce, **{f"gradwire {n}": exchange(n) for n in PEERS}}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(NUM_WARM_UP_TURNS + rounds):
-        for name, run in ways.items():
+        for name, run in shuffled(ways, turn):
             for bucket in buckets:
                 bucket.normal_()
             dist.barrier()
@@ -151,18 +171,19 @@ def main() -> None:
     print(f"{Machine.here()}; {ranks}; torch {torch.__version__}")
     steps = run_ranks(time_steps, options.world_size, limit, args=(options.rounds,))[0]
     print(f"\n{'a step, ms':28} {'median':>8} {'p10':>8} {'p90':>8}   over DDP   over torch's hook")
-    medians = {name: statistics.median(values) for name, values in steps.items()}
     for name, values in steps.items():
-        over_ddp = medians[name] / medians["DDP, no hook"]
+        over_ddp = ratio(values, steps["DDP, no hook"], STEPS_PER_TURN)
         peer = PEERS.get(name.removeprefix("gradwire "))
-        over_peer = f"{medians[name] / medians[peer]:8.3f}" if peer and name != peer else ""
+        over_peer = f"{ratio(values, steps[peer], STEPS_PER_TURN):8.3f}" if peer else ""
         print(f"{name:28} {describe(values)}   {over_ddp:8.3f}   {over_peer}")
 
-    averaging = run_ranks(time_averaging, options.world_size, limit, args=(4 * options.rounds,))[0]
-    print(f"\n{'averaging alone, ms':28} {'median':>8} {'p10':>8} {'p90':>8}   over DDP's")
-    base = statistics.median(averaging["DDP's fp32 allreduce"])
-    for name, values in averaging.items():
-        print(f"{name:28} {describe(values)}   {statistics.median(values) / base:8.3f}")
+    bucket, numel = 6_553_600, Workload().num_parameters  # 25 MiB, DDP's default
+    whole = [bucket] * (numel // bucket) + [numel % bucket]
+    for what, sizes in {"averaging one bucket, ms": [bucket], "averaging all buckets, ms": whole}.items():
+        averaging = run_ranks(time_averaging, options.world_size, limit, args=(4 * options.rounds, sizes))[0]
+        print(f"\n{what:28} {'median':>8} {'p10':>8} {'p90':>8}   over DDP's")
+        for name, values in averaging.items():
+            print(f"{name:28} {describe(values)}   {ratio(values, averaging[BASE]):8.3f}")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,5 @@ def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:
         torch.cat([i for i, _ in views], dim=1),
         torch.cat([v for _, v in views]).to(wide).mul_(scale),
         gradient.shape,
-        check_invariants=False,  # the indices are those of valid tensors; saying so avoids a warning
     )
     return total.coalesce().to(values.dtype)
