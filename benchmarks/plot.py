@@ -43,10 +43,10 @@ def draw(record: Record) -> str:
             '<rect width="100%" height="100%" fill="#ffffff"/>',
             f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
             f'<text x="12" y="42">{escape(where)}</text>',
-            f'<rect x="{WIDTH - 236}" y="10" width="12" height="12" fill="{COMPUTE}"/>'
-            f'<text x="{WIDTH - 218}" y="21">compute</text>',
-            f'<rect x="{WIDTH - 150}" y="10" width="12" height="12" fill="{COMMUNICATION}"/>'
-            f'<text x="{WIDTH - 132}" y="21">communication</text>',
+            f'<rect x="{WIDTH - 236}" y="31" width="12" height="12" fill="{COMPUTE}"/>'
+            f'<text x="{WIDTH - 218}" y="42">compute</text>',
+            f'<rect x="{WIDTH - 150}" y="31" width="12" height="12" fill="{COMMUNICATION}"/>'
+            f'<text x="{WIDTH - 132}" y="42">communication</text>',
             *bars(record),
             "</svg>\n",
         ]

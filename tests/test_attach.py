@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.agreement import next_meeting
 from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.testing import run_ranks
 from tests.test_bridge import backward, gradients, small_model
@@ -123,19 +124,19 @@ def test_a_rank_that_comes_too_late_does_not_go_on_alone(what):
     run_ranks(job_late, 2, args=(what,))
 
 
-def job_second_group_on_one_store(rank):
-    store = dist.distributed_c10d._get_default_store()
-    for recipe in ("bf16", "fp16"):
-        model = small_model()
-        gradwire.attach(model, recipe)
-        backward(model)
-        del model
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def job_meetings(rank):
+    world = dist.group.WORLD
+    names = [next_meeting(world) for _ in range(3)]
+    assert len(set(names)) == 3
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, names)
+    assert everyone == [names] * dist.get_world_size()
+    # The count is in the store, so a group that is made again there goes on from it.
+    assert world.get_group_store().add(f"gradwire/meetings/{rank}", 0) == 3
 
 
-def test_a_group_that_is_made_again_on_the_same_store_can_be_attached_to():
-    run_ranks(job_second_group_on_one_store, 2)
+def test_ranks_meet_under_names_that_are_new_to_the_store():
+    run_ranks(job_meetings, 3)
 
 
 def job_forked(rank):
