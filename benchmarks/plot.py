@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradwire.headroom import Record
 
-WIDTH, BAR, GAP, LEFT, RIGHT, TOP = 760, 22, 12, 110, 150, 64
+WIDTH, BAR, GAP, LEFT, RIGHT, TOP = 760, 22, 12, 110, 150, 84
 INK, COMPUTE, COMMUNICATION = "#24292f", "#8da9c4", "#e07a5f"
 
 
@@ -43,10 +43,10 @@ def draw(record: Record) -> str:
             '<rect width="100%" height="100%" fill="#ffffff"/>',
             f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>',
             f'<text x="12" y="42">{escape(where)}</text>',
-            f'<rect x="{WIDTH - 236}" y="31" width="12" height="12" fill="{COMPUTE}"/>'
-            f'<text x="{WIDTH - 218}" y="42">compute</text>',
-            f'<rect x="{WIDTH - 150}" y="31" width="12" height="12" fill="{COMMUNICATION}"/>'
-            f'<text x="{WIDTH - 132}" y="42">communication</text>',
+            f'<rect x="{LEFT}" y="56" width="12" height="12" fill="{COMPUTE}"/>'
+            f'<text x="{LEFT + 18}" y="67">compute</text>',
+            f'<rect x="{LEFT + 90}" y="56" width="12" height="12" fill="{COMMUNICATION}"/>'
+            f'<text x="{LEFT + 108}" y="67">communication</text>',
             *bars(record),
             "</svg>\n",
         ]
