@@ -46,7 +46,7 @@ test-full: lint types
 
 # On a GPU machine torch is there already, in a build that fits its driver, so no .venv is made.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) tests/gpu/run.py
+	PYTHONPATH=src $(PYTHON) -m tests.gpu.run
 
 headroom: $(VENV)/installed
 	$(BIN)/gradwire headroom --json headroom.json

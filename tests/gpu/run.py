@@ -1,9 +1,12 @@
 """The CUDA tests: two NCCL ranks, on one GPU if there is but one. Skips nothing.
 
-A plain script, so that it needs nothing but torch: python tests/gpu/run.py
+A plain script, so that it needs nothing but torch: python -m tests.gpu.run, or only some of it:
+python -m tests.gpu.run kernels streams
 """
 
 import copy
+import itertools
+import math
 import os
 import sys
 import time
@@ -17,14 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp_comm_hooks import default_hooks
+from gradwire.ops import BlockFormat, Seed
+from gradwire.ops.cuda import blocks as cuda_blocks
+from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.testing import cases, check_hook, run_ranks
-
-RECIPES = {
-    "noop": (0.0, "local"),
-    "fp32": (1e-6, "mean"),
-    "fp16": (2.0**-10, "mean"),
-    "bf16": (2.0**-7, "mean"),
-}
+from tests.rows import ROWS
 
 
 def nccl_group(rank):
@@ -161,25 +161,66 @@ def job_gloo_on_cuda(rank):
                 assert torch.allclose(p.grad.cpu().double(), mean_of(q.grad), rtol=1e-5, atol=1e-6)
 
 
+def check_kernels():
+    """The Triton kernels against the reference, both on the GPU: equal, but for the means of `sign`."""
+    seed = Seed(5, 0x9E3779B9)
+    worst = 0.0
+    for kind, block, stochastic, kept in itertools.product(
+        ("int8", "int4", "sign", "fp8"), (32, 256), (False, True), (None, "float32", "bfloat16")
+    ):
+        if stochastic and (kind == "sign" or block == 32):
+            continue
+        form = BlockFormat(kind, block, stochastic)
+        for n in (1, 31, 5003, 100_001):
+            torch.manual_seed(n)
+            values = torch.randn(n, device="cuda") * torch.randn(n, device="cuda").exp()
+            values[n // 3] = math.inf if n % 2 else 0.0
+            residual = None if kept is None else (torch.randn(n, device="cuda") / 10).to(getattr(torch, kept))
+            rows = torch.zeros(3, -(-form.row_bytes(n) // 64) * 64, dtype=torch.uint8, device="cuda")
+            for r in (0, 2):
+                reference_blocks.encode(form, torch.randn(n, device="cuda"), None, rows[r], seed)
+            results = []
+            for kernels in (reference_blocks, cuda_blocks):
+                row = torch.zeros(form.row_bytes(n), dtype=torch.uint8, device="cuda")
+                own_row = row.clone()
+                own, decoded = values.clone(), torch.empty(n, device="cuda")
+                held = None if residual is None else residual.clone()
+                kernels.encode(form, values, held, row, seed)
+                kernels.decode(form, row, decoded)
+                kernels.reduce(form, rows, own, 1, 1 / 3, held, own_row, seed)
+                results.append([t for t in (decoded, own, held) if t is not None])
+            for a, b in zip(*results, strict=True):
+                assert torch.equal(a.isnan(), b.isnan()), form
+                difference = (a.double() - b.double()).nan_to_num(0).abs().max()
+                relative = float(difference / a.double().nan_to_num(0).abs().max().clamp(min=1e-30))
+                assert relative <= (2.0**-7 if kind == "sign" else 0.0), (form, n, relative)
+                worst = max(worst, relative)
+    return f"largest difference {worst:.1e}"
+
+
 def main():
     assert torch.cuda.is_available(), "these tests need a CUDA device"
     num_failed = num_passed = 0
+    only = sys.argv[1:]
     checks = {
         **{
-            f"matrix {name}": lambda name=name, tol=tol, expect=expect: check_hook(
-                name, tolerance=tol, expect=expect, device="cuda", cases=cases()
+            f"matrix {row.spec}": lambda row=row: check_hook(
+                row.spec, device="cuda", cases=cases(), **row.in_training
             )
-            for name, (tol, expect) in RECIPES.items()
+            for row in ROWS
         },
         "matrix torch's allreduce_hook through attach": lambda: check_hook(
             torch_hooks.allreduce_hook, tolerance=1e-6, device="cuda", via="attach"
         ),
+        "kernels": check_kernels,
         "streams": lambda: run_ranks(job_streams, 2, timeout=120),
         "errors": lambda: run_ranks(job_errors, 2, timeout=120),
         "sparse and raw hooks": lambda: run_ranks(job_sparse_and_raw, 2, timeout=120),
         "Gloo on CUDA": lambda: run_ranks(job_gloo_on_cuda, 2, timeout=120),
     }
     for name, check in checks.items():
+        if only and name.split()[0] not in only:
+            continue
         begin = time.perf_counter()
         try:
             result = check()
@@ -189,10 +230,8 @@ def main():
             print(f"FAILED {name}\n{traceback.format_exc()}", flush=True)
         else:
             num_passed += 1
-            print(
-                f"ok     {name} ({time.perf_counter() - begin:.1f} s) {result if name == 'streams' else ''}",
-                flush=True,
-            )
+            said = result if isinstance(result, str | list) else ""
+            print(f"ok     {name} ({time.perf_counter() - begin:.1f} s) {said}", flush=True)
     print(f"{num_passed} passed, {num_failed} failed")
     return int(num_failed > 0)
 

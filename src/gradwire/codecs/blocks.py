@@ -30,23 +30,24 @@ class Blocks:
     keeps_residual = True
 
     def __post_init__(self) -> None:
-        self._format  # noqa: B018  # raises for what cannot be
+        self.format  # noqa: B018  # raises for what cannot be
 
     @property
-    def _format(self) -> BlockFormat:
+    def format(self) -> BlockFormat:
+        """How its rows are laid out."""
         return BlockFormat(self.kind, self.block, self.stochastic)
 
     def resolve(self, dtype: torch.dtype) -> Blocks:
         return self
 
     def wire_bytes(self, numel: int) -> int:
-        return self._format.row_bytes(numel)
+        return self.format.row_bytes(numel)
 
     def encode(self, values: Tensor, row: Tensor, residual: Tensor | None, seed: Seed) -> None:
-        ops.encode_blocks(self._format, values, residual, row, seed)
+        ops.encode_blocks(self.format, values, residual, row, seed)
 
     def decode(self, row: Tensor, values: Tensor) -> None:
-        ops.decode_blocks(self._format, row, values)
+        ops.decode_blocks(self.format, row, values)
 
     def reduce(
         self,
@@ -58,4 +59,4 @@ class Blocks:
         residual: Tensor | None,
         seed: Seed,
     ) -> None:
-        ops.reduce_blocks(self._format, rows, own, rank, scale, residual, row, seed)
+        ops.reduce_blocks(self.format, rows, own, rank, scale, residual, row, seed)

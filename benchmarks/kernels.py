@@ -1,0 +1,109 @@
+"""Each kernel against a copy of the same tensor, in one run.
+
+    python benchmarks/kernels.py                 one thread of this CPU, 16 Mi values
+    python benchmarks/kernels.py --device cuda   this GPU, 128 Mi values
+
+On CPU the figure is time over the copy's time. On CUDA it is the bandwidth, of all that a kernel must read
+and write, over the copy's bandwidth. The kernels take turns with the copy, so that drift hits all alike.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from gradwire import ops, recipe
+from gradwire.codecs import Blocks
+from gradwire.exchanges import TwoShot
+from gradwire.headroom import Machine
+from gradwire.ops import BlockFormat, Seed
+
+RECIPES = ["int8", "fp8", "int4", "sign"]
+
+
+def seconds_of(run: Callable[[], object], device: str) -> float:
+    """The time of one call; on CUDA of a call in a row of ten, as the device sees it."""
+    if device == "cpu":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin_event.record()
+    for _ in range(10):
+        run()
+    end_event.record()
+    end_event.synchronize()
+    return float(begin_event.elapsed_time(end_event)) / 1e4
+
+
+def kernels(form: BlockFormat, numel: int, device: str) -> dict[str, tuple[Callable[[], None], int]]:
+    """What an exchange between two ranks calls, and the bytes that each call must move."""
+    values, own = torch.randn(numel, device=device), torch.randn(numel, device=device)
+    residual = torch.zeros(numel, device=device)
+    num_bytes = form.row_bytes(numel)
+    row = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    rows = torch.zeros(2, -(-num_bytes // 64) * 64, dtype=torch.uint8, device=device)
+    seed = Seed(0, 0)
+    ops.encode_blocks(form, values, None, row, seed)
+    rows[1, :num_bytes] = row
+    return {
+        "encode": (lambda: ops.encode_blocks(form, values, None, row, seed), 4 * numel + num_bytes),
+        "encode, feedback": (
+            lambda: ops.encode_blocks(form, values, residual, row, seed),
+            12 * numel + num_bytes,
+        ),
+        "decode": (lambda: ops.decode_blocks(form, row, values), 4 * numel + num_bytes),
+        "decode, add, encode": (
+            lambda: ops.reduce_blocks(form, rows, own, 0, 0.5, None, row, seed),
+            8 * numel + 2 * num_bytes,
+        ),
+        "decode, add, encode, feedback": (
+            lambda: ops.reduce_blocks(form, rows, own, 0, 0.5, residual, row, seed),
+            16 * numel + 2 * num_bytes,
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--numel", type=int, help="values; by default 16 Mi on CPU and 128 Mi on CUDA")
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+    device = options.device
+    numel = options.numel or (1 << 24 if device == "cpu" else 1 << 27)
+    torch.set_num_threads(1)
+    ops.warm_up(torch.device(device))
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{Machine.here()}, one thread"
+    print(f"{where}; {numel / 2**20:g} Mi fp32 values; torch {torch.__version__}")
+
+    source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
+    unit = "time over the copy's" if device == "cpu" else "bandwidth over the copy's"
+    print(f"{'':8} {'':32} {'ms':>8}   {unit}")
+    for name in RECIPES:
+        exchange = recipe(name).exchange
+        assert isinstance(exchange, TwoShot)
+        assert isinstance(exchange.codec, Blocks)
+        form = exchange.codec.format
+        for what, (run, num_bytes) in kernels(form, numel, device).items():
+            run()
+            times, ratios = [], []
+            for _ in range(options.rounds):
+                copy = seconds_of(lambda: target.copy_(source), device)
+                times.append(seconds_of(run, device))
+                ratio = times[-1] / copy
+                ratios.append(ratio if device == "cpu" else num_bytes / (8 * numel) / ratio)
+            print(
+                f"{name:8} {what:32} {1e3 * statistics.median(times):8.2f}   {statistics.median(ratios):6.2f}"
+            )
+    copies = [seconds_of(lambda: target.copy_(source), device) for _ in range(options.rounds)]
+    copy = statistics.median(copies)
+    print(f"{'':8} {'copy':32} {1e3 * copy:8.2f}     1.00  ({8 * numel / copy / 1e9:.0f} GB/s)")
+
+
+if __name__ == "__main__":
+    main()
