@@ -24,6 +24,7 @@ FLOORS = [
     "slot",
     "agreement",
     "wire",
+    "local_sgd",
     "gradwire",  # the front door
     "ddp_comm_hooks",
     "testing",

@@ -1,6 +1,7 @@
 """gradwire: fast, small and correct gradient averaging for PyTorch data parallel."""
 
 from gradwire.errors import PeerError, WireError
+from gradwire.local_sgd import DiLoCo, LocalSGD, SlowMo
 from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe
 from gradwire.stats import BucketStats, StepStats, WireStats
 from gradwire.wire import Wire, attach
@@ -10,8 +11,11 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "RECIPES",
     "BucketStats",
+    "DiLoCo",
+    "LocalSGD",
     "PeerError",
     "Recipe",
+    "SlowMo",
     "StepStats",
     "Wire",
     "WireError",

@@ -122,7 +122,7 @@ def attach(
         ...  # train as before
         print(wire.stats())
     """
-    ddp = _unwrap(model)
+    ddp = unwrap(model)
     group = ddp.process_group
     meeting = next_meeting(group)
     timeout = timeout or timeout_of(group)
@@ -155,7 +155,8 @@ def attach(
     return Wire(slot, bridge, chosen, layouts)
 
 
-def _unwrap(model: nn.Module) -> DistributedDataParallel:
+def unwrap(model: nn.Module) -> DistributedDataParallel:
+    """The ``DistributedDataParallel`` that ``model`` is or compiles; TypeError if it is none."""
     inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
     if isinstance(inner, DistributedDataParallel):
         return inner
@@ -164,7 +165,7 @@ def _unwrap(model: nn.Module) -> DistributedDataParallel:
         hint = "; its .module is one: attach to that"
     elif isinstance(inner, nn.Module):
         hint = "; wrap the model first"
-    raise TypeError(f"gradwire.attach takes a DistributedDataParallel, not {type(inner).__name__}{hint}")
+    raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{hint}")
 
 
 def _prepare(
