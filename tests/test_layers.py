@@ -20,11 +20,13 @@ FLOORS = [
     "guard",
     "stats",
     "runners",
+    "stepping",
     "bridge",
     "slot",
     "agreement",
     "wire",
     "local_sgd",
+    "overlap",
     "gradwire",  # the front door
     "ddp_comm_hooks",
     "testing",

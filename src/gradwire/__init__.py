@@ -2,6 +2,7 @@
 
 from gradwire.errors import PeerError, WireError
 from gradwire.local_sgd import DiLoCo, LocalSGD, SlowMo
+from gradwire.overlap import OverlappedOptimizer, overlap_optimizer
 from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe
 from gradwire.stats import BucketStats, StepStats, WireStats
 from gradwire.wire import Wire, attach
@@ -13,6 +14,7 @@ __all__ = [
     "BucketStats",
     "DiLoCo",
     "LocalSGD",
+    "OverlappedOptimizer",
     "PeerError",
     "Recipe",
     "SlowMo",
@@ -26,5 +28,6 @@ __all__ = [
     "fp16",
     "fp32",
     "noop",
+    "overlap_optimizer",
     "recipe",
 ]

@@ -25,12 +25,11 @@ class Slot:
         self._registered = False
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The model's own process group."""
+    def model(self) -> DistributedDataParallel:
+        """The model whose slot this is."""
         ddp = self._ddp()
-        assert ddp is not None, "a hook is called by its model's reducer alone"
-        group: dist.ProcessGroup = ddp.process_group
-        return group
+        assert ddp is not None, "the model is gone"
+        return ddp
 
     def take(self, bridge: Bridge) -> None:
         """Put ``bridge`` behind the closure, and register that if it is not yet."""
@@ -39,8 +38,7 @@ class Slot:
             def gradwire_hook(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
                 return self._run(bucket)
 
-            ddp = self._ddp()
-            assert ddp is not None
+            ddp = self.model
             ddp.register_comm_hook(None, gradwire_hook)
             # DDP keeps a second reference for its Python reducer alone, which would end in copies and
             # pickles of the model.
@@ -53,7 +51,7 @@ class Slot:
 
     def _average_plainly(self, bucket: GradBucket) -> Future[Tensor]:
         """What DDP does without a hook, on the model's own group."""
-        group, flat = self.group, bucket.buffer()
+        group, flat = self.model.process_group, bucket.buffer()
         divisor = torch.tensor(float(group.size()))
         if divides_by_active(self._ddp):
             in_backward = torch._C._current_graph_task_id() != -1

@@ -58,6 +58,16 @@ class Wire:
         return self._layouts.current()
 
     @property
+    def model(self) -> DistributedDataParallel:
+        """The model whose gradients this wire averages."""
+        return self._slot.model
+
+    def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
+        """Put a runner around the one that averages; for rooms of gradwire's own."""
+        assert self._bridge is not None
+        self._bridge.runner = wrap(self._bridge.runner)
+
+    @property
     def attached(self) -> bool:
         """Whether this wire still averages its model's gradients."""
         return self._bridge is not None and self._slot.bridge is self._bridge
@@ -192,6 +202,13 @@ def _prepare(
         raise ValueError(
             "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
             "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
+        )
+    if hasattr(chosen, "gradwire_prepare"):
+        chosen.gradwire_prepare(ddp)
+    elif any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
+        raise ValueError(
+            "this model's parameters have optimizers that run in backward, on gradients that are not yet "
+            "averaged; leave _apply_optimizer_in_backward out and use gradwire.overlap_optimizer"
         )
     if ddp.mixed_precision is not None:
         raise ValueError(
