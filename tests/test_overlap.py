@@ -199,41 +199,76 @@ def test_what_cannot_be_right_is_refused_with_the_reason():
     run_ranks(job_refusals, 2)
 
 
+FAILING_STEP = 2  # after DDP has rebuilt its buckets, which it does with a collective of its own
+
+
 class Broken(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.now = 0
+
     def step(self, closure=None):
-        raise ArithmeticError("no step today")
+        if self.now == FAILING_STEP:
+            raise ArithmeticError("no step today")
+        return super().step(closure)
 
 
-def job_failures(rank):
-    # An averaging that fails on one rank: no rank steps with what it holds.
+def train_until_it_fails(rank, model, at_step, text):
+    before = None
+    with pytest.raises(gradwire.WireError, match=text):
+        for step in range(5):  # a rank where all went well learns of it at the next step
+            at_step(step)
+            before = flat(model)
+            loss_of(model, rank, step).backward()
+    return before
+
+
+def job_failed_averaging(rank):
+    now = []
+
     def fails_late(state, bucket):
+        fails = rank == 1 and now == [FAILING_STEP] and bucket.index() == 0
         future = torch_hooks.allreduce_hook(state, bucket)
-        return future.then(lambda done: done.value() if rank == 0 else 1 / 0)
+        return future.then(lambda done: 1 / 0 if fails else done.value())
+
+    def set_now(step):
+        now[:] = [step]
 
     model = model_of()
     with gradwire.attach(model, fails_late) as wire:
         gradwire.overlap_optimizer(wire, OPTIMIZERS["SGD"])
-        before = flat(model)
-        with pytest.raises(gradwire.WireError, match="rank 1, step 0, bucket 0, hook .*ZeroDivisionError"):
-            for step in range(2):  # rank 0, whose averaging went well, may learn of it at the next one
-                loss_of(model, rank, step).backward()
+        place = f"rank 1, step {FAILING_STEP}, bucket 0, hook .*fails_late: ZeroDivisionError"
+        before = train_until_it_fails(rank, model, set_now, place)
         if rank == 1:
-            assert torch.equal(before, flat(model))
+            assert now == [FAILING_STEP]
+            # Bucket 0 holds the last parameters, whose gradients come first.
+            last = list(model.module.parameters())[-1]
+            assert torch.equal(before[-last.numel() :], flat(model)[-last.numel() :])
 
-    # A step that fails on one rank ends backward() on all, at the latest at the next one.
+
+def job_failed_step(rank):
     model = model_of()
     wire = gradwire.attach(model, "fp32")
-    gradwire.overlap_optimizer(
+    optimizer = gradwire.overlap_optimizer(
         wire, lambda params: (Broken if rank == 1 else torch.optim.SGD)(params, lr=0.1)
     )
-    with pytest.raises(gradwire.WireError, match="rank 1, step 0, bucket 0, hook fp32: ArithmeticError"):
-        for step in range(2):
-            loss_of(model, rank, step).backward()
-    assert isinstance(wire._bridge.runner.failure, ArithmeticError if rank == 1 else gradwire.PeerError)
+
+    def tell(step):
+        optimizer.optimizer.now = step
+
+    place = f"rank 1, step {FAILING_STEP}, bucket 0, hook fp32: ArithmeticError: no step today"
+    train_until_it_fails(rank, model, tell, place)
+    kind = ArithmeticError if rank == 1 else gradwire.PeerError
+    with pytest.raises(kind):
+        loss_of(model, rank, 0).backward()
 
 
-def test_a_failed_averaging_is_not_stepped_with_and_a_failed_step_fails_on_all_ranks():
-    run_ranks(job_failures, 2)
+def test_a_failed_averaging_is_not_stepped_with():
+    run_ranks(job_failed_averaging, 2)
+
+
+def test_a_step_that_fails_on_one_rank_ends_training_on_all():
+    run_ranks(job_failed_step, 2)
 
 
 # --- torch's names ---
