@@ -22,6 +22,7 @@ FLOORS = [
     "runners",
     "stepping",
     "bridge",
+    "mixed_precision",
     "slot",
     "agreement",
     "wire",

@@ -177,6 +177,11 @@ def _check(optimizer: Optimizer, wire: Wire) -> None:
             "this model was made with find_unused_parameters=True: whether a parameter was used on any rank "
             "is known after the backward pass alone, too late for a step in it. Step as usual"
         )
+    if ddp.mixed_precision is not None:
+        raise ValueError(
+            "this model was made with mixed_precision=: during the backward pass its parameters are the "
+            "low-precision copies, not those to be stepped. Step as usual"
+        )
     own = set(map(id, ddp.module.parameters()))
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(

@@ -12,6 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bridge import Bridge
+from gradwire.mixed_precision import take_over
 from gradwire.runners import hook_name
 
 
@@ -34,12 +35,16 @@ class Slot:
     def take(self, bridge: Bridge) -> None:
         """Put ``bridge`` behind the closure, and register that if it is not yet."""
         if not self._registered:
+            ddp = self.model
+
             # No annotations, and a parameter called `bucket`: DDP inspects both.
             def gradwire_hook(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
                 return self._run(bucket)
 
-            ddp = self.model
-            ddp.register_comm_hook(None, gradwire_hook)
+            if ddp.mixed_precision is not None:
+                take_over(ddp, self._run)
+            else:
+                ddp.register_comm_hook(None, gradwire_hook)
             # DDP keeps a second reference for its Python reducer alone, which would end in copies and
             # pickles of the model.
             ddp._comm_hooks.clear()
@@ -76,7 +81,7 @@ def free_slot(ddp: DistributedDataParallel) -> Slot:
     """The model's slot; ValueError if something stands in it already."""
     slot = _slots.get(ddp)
     if slot is None:
-        if ddp._comm_hooks:
+        if ddp._comm_hooks and ddp.mixed_precision is None:
             raise ValueError(
                 f"the model has a hook already, {hook_name(ddp._comm_hooks[0][0])}, and DDP takes one in "
                 "its life; register that hook through gradwire.attach(model, hook, state=...) instead"

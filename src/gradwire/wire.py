@@ -20,6 +20,7 @@ from gradwire.bridge import Bridge
 from gradwire.execution import open_lane, timeout_of
 from gradwire.guard import Guard
 from gradwire.layout import BucketLayout, Layouts
+from gradwire.mixed_precision import has_events
 from gradwire.ops import warm_up
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
@@ -210,10 +211,10 @@ def _prepare(
             "this model's parameters have optimizers that run in backward, on gradients that are not yet "
             "averaged; leave _apply_optimizer_in_backward out and use gradwire.overlap_optimizer"
         )
-    if ddp.mixed_precision is not None:
+    if ddp.mixed_precision is not None and not has_events():
         raise ValueError(
-            "this model was made with mixed_precision=, which takes DDP's only hook slot for itself; "
-            "leave mixed_precision out and use torch.autocast"
+            "this model was made with mixed_precision=, whose forward pass needs an accelerator's events; "
+            "on CPU leave it out and use torch.autocast"
         )
     return free_slot(ddp), chosen, state
 

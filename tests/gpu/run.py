@@ -19,6 +19,9 @@ import gradwire
 from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.testing import cases, check_hook, run_ranks
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # for the ranks' processes too
+import face
+
 RECIPES = {
     "noop": (0.0, "local"),
     "fp32": (1e-6, "mean"),
@@ -178,6 +181,7 @@ def main():
         "errors": lambda: run_ranks(job_errors, 2, timeout=120),
         "sparse and raw hooks": lambda: run_ranks(job_sparse_and_raw, 2, timeout=120),
         "Gloo on CUDA": lambda: run_ranks(job_gloo_on_cuda, 2, timeout=120),
+        **face.CHECKS,
     }
     for name, check in checks.items():
         begin = time.perf_counter()
