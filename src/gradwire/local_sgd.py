@@ -194,7 +194,7 @@ class LocalSGD:
         if self._runner.failure is not None:
             raise self._runner.failure.with_traceback(None)
         for bucket, mean in zip(self._buckets, means, strict=True):
-            lr = float(self._optimizer.param_groups[bucket.param_group]["lr"])
+            lr = float(self._optimizer.param_groups[bucket.param_group].get("lr", 1.0))
             bucket.move(mean, lr)
         self._num_averages += 1
 

@@ -194,7 +194,8 @@ def main():
         else:
             num_passed += 1
             print(
-                f"ok     {name} ({time.perf_counter() - begin:.1f} s) {result if name == 'streams' else ''}",
+                f"ok     {name} ({time.perf_counter() - begin:.1f} s) "
+                f"{result if name in ('streams', 'mixed precision') else ''}",
                 flush=True,
             )
     print(f"{num_passed} passed, {num_failed} failed")
