@@ -228,7 +228,7 @@ def job_parity(rank):
     for outer in (None, gradwire.SlowMo(momentum=0.6, lr=0.9), gradwire.DiLoCo()):
         expected = plain_loop(rank, 12, 3, outer, falling)
         # A rounding of the first averaging, up to 2^-10 or 2^-7 of a step, is carried through the others.
-        for recipe, bound in (("fp32", 1e-6), ("fp16", 2.0**-10), ("bf16", 2.0**-7)):
+        for recipe, bound in (("fp32", 1e-6), ("fp16", 2.0**-10), ("bf16", 2.0**-7), ("int8", 2.0**-6)):
             ours, averaged = local_loop(rank, 12, falling, recipe, period=3, outer=outer)
             assert averaged == [2, 5, 8, 11]
             assert (ours - expected).abs().max() <= bound * expected.abs().max(), (outer, recipe)

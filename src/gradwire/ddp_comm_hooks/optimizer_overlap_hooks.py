@@ -19,6 +19,7 @@ from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
 from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.execution import open_lane, open_local_lane
+from gradwire.layout import Layouts
 from gradwire.recipes import fp32
 from gradwire.runners import HookRunner, RecipeRunner, Runner, hook_name
 from gradwire.stepping import SteppingRunner
@@ -91,7 +92,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
             assert ddp is not None, "a hook is called by its model's reducer alone"
             group = ddp.process_group
             lane = open_lane(group, bucket.buffer().device, next_meeting(group))
-            inner = RecipeRunner(fp32(), lane)
+            inner = RecipeRunner(fp32(), lane, Layouts())
             bridges.append(_stepping_bridge(inner, bucket, step, drop_gradients))
         return bridges[0].run(bucket)
 
