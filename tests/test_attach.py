@@ -73,7 +73,7 @@ def test_what_cannot_work_is_refused_with_the_reason():
 
 def job_disagreement(rank):
     model = small_model()
-    with pytest.raises(ValueError, match="ranks attach different things") as caught:
+    with pytest.raises(ValueError, match="ranks call gradwire.attach with different things") as caught:
         gradwire.attach(model, "bf16" if rank else "fp16")
     assert "rank(s) 0: Recipe(name='fp16'" in str(caught.value)
     assert "rank(s) 1, 2: Recipe(name='bf16'" in str(caught.value)

@@ -1,6 +1,8 @@
 """gradwire: fast, small and correct gradient averaging for PyTorch data parallel."""
 
 from gradwire.errors import PeerError, WireError
+from gradwire.local_sgd import DiLoCo, LocalSGD, SlowMo
+from gradwire.overlap import OverlappedOptimizer, overlap_optimizer
 from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe
 from gradwire.stats import BucketStats, StepStats, WireStats
 from gradwire.wire import Wire, attach
@@ -10,8 +12,12 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "RECIPES",
     "BucketStats",
+    "DiLoCo",
+    "LocalSGD",
+    "OverlappedOptimizer",
     "PeerError",
     "Recipe",
+    "SlowMo",
     "StepStats",
     "Wire",
     "WireError",
@@ -22,5 +28,6 @@ __all__ = [
     "fp16",
     "fp32",
     "noop",
+    "overlap_optimizer",
     "recipe",
 ]

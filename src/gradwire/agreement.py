@@ -17,7 +17,9 @@ def next_meeting(group: dist.ProcessGroup) -> str:
     return f"gradwire/{number}"
 
 
-def agree(group: dist.ProcessGroup, meeting: str, claim: str, timeout: timedelta) -> None:
+def agree(
+    group: dist.ProcessGroup, meeting: str, claim: str, timeout: timedelta, caller: str = "gradwire.attach"
+) -> None:
     """Wait for every rank's claim; raise on all ranks unless all claims are the same.
 
     A claim that starts with ``"error: "`` says that this rank cannot go on; the others then learn why.
@@ -38,20 +40,20 @@ def agree(group: dist.ProcessGroup, meeting: str, claim: str, timeout: timedelta
         # A rank that comes later must not go on alone.
         store.set(keys[rank], f"error: it gave up waiting for rank(s) {_list(missing)}")
         raise RuntimeError(
-            f"rank {rank}: gradwire.attach is collective, but rank(s) {_list(missing)} of {size} did not "
+            f"rank {rank}: {caller} is collective, but rank(s) {_list(missing)} of {size} did not "
             f"call it within {timeout.total_seconds():g} s; every rank of the model's process group must"
         )
     claims = [store.get(key).decode() for key in keys]
     failed = [peer for peer in range(size) if claims[peer].startswith("error: ")]
     if failed and rank not in failed:
         text = claims[failed[0]].removeprefix("error: ")
-        raise RuntimeError(f"rank {rank}: gradwire.attach failed on rank {failed[0]}: {text}")
+        raise RuntimeError(f"rank {rank}: {caller} failed on rank {failed[0]}: {text}")
     if not failed and len(set(claims)) > 1:
         said = "; ".join(
             f"rank(s) {_list([p for p in range(size) if claims[p] == text])}: {text}"
             for text in dict.fromkeys(claims)
         )
-        raise ValueError(f"rank {rank}: ranks attach different things to one model. {said}")
+        raise ValueError(f"rank {rank}: ranks call {caller} with different things. {said}")
 
 
 def _list(ranks: list[int]) -> str:

@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from gradwire.errors import Place, locate
-from gradwire.runners import Runner, completed
+from gradwire.runners import Runner, completed, note_use
 
 
 class Bridge:
@@ -32,6 +32,7 @@ class Bridge:
 
     def run(self, bucket: GradBucket) -> Future[Tensor]:
         """What DDP calls, once per bucket and in bucket order."""
+        note_use(self.runner)
         if bucket.index() == 0:
             self.num_steps += 1
         place = Place(self._rank, self.num_steps - 1, bucket.index(), self.runner.name)

@@ -25,7 +25,7 @@ from torch.futures import Future
 from gradwire.errors import Place, WireError, locate
 from gradwire.exchanges import Scratch
 from gradwire.failure import Failure
-from gradwire.transport import ClosedGroup, GlooGroup, Group, NcclGroup, Traffic
+from gradwire.transport import Alone, ClosedGroup, GlooGroup, Group, NcclGroup, Traffic
 
 Run = Callable[[Tensor, Group, Scratch], Tensor]
 
@@ -70,6 +70,11 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str) -> La
     return WorkerLane(group, prefix)
 
 
+def open_local_lane(device: torch.device, name: str) -> Lane:
+    """A lane for work that needs no other rank; its failures stay on this rank."""
+    return StreamLane(Alone()) if device.type == "cuda" else WorkerLane(None, name)
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves tensors on ``device`` in ``group``."""
     return group._get_backend(device).name().lower()
@@ -97,7 +102,7 @@ def open_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
 class StreamLane:
     """A side stream per device: work is enqueued in order and the host never waits."""
 
-    def __init__(self, group: NcclGroup) -> None:
+    def __init__(self, group: NcclGroup | Alone) -> None:
         self._group = group
         self._scratch = Scratch()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -132,8 +137,9 @@ class StreamLane:
 class WorkerLane:
     """A daemon thread with a Gloo group of its own, so that averaging overlaps with backward."""
 
-    def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
-        self._core = _Core(open_gloo(group, prefix), Failure(group, prefix))
+    def __init__(self, group: dist.ProcessGroup | None, prefix: str) -> None:
+        own = Alone() if group is None else open_gloo(group, prefix)
+        self._core = _Core(own, Failure(group, prefix))
         # The thread knows the core alone, so a lane that nobody holds any more ends.
         self._thread = threading.Thread(target=self._core.serve, name=f"gradwire-{prefix}", daemon=True)
         self._thread.start()
@@ -168,7 +174,7 @@ _Job = tuple[Task, "Future[Tensor]", "torch.cuda.Event | None"]
 class _Core:
     """What a worker lane's thread works with."""
 
-    def __init__(self, group: GlooGroup, failure: Failure) -> None:
+    def __init__(self, group: GlooGroup | Alone, failure: Failure) -> None:
         self.group = group
         self.failure = failure
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

@@ -22,10 +22,11 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 class Failure:
     """What went wrong first, as far as this rank knows. Once set, it stays."""
 
-    def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, prefix: str) -> None:
+        """Share it with the ranks of ``group``; without one, keep it to this rank."""
         self.error: WireError | None = None
         self._lock = threading.Lock()
-        self._users_store: Any = group.get_group_store()
+        self._users_store: Any = None if group is None else group.get_group_store()
         self._prefix = prefix
 
     def set(self, error: WireError) -> None:
@@ -34,7 +35,7 @@ class Failure:
             if self.error is not None:
                 return
             self.error = error
-        if not isinstance(error, PeerError):
+        if not isinstance(error, PeerError) and self._users_store is not None:
             self._post(str(error))
 
     def ask_peers(self) -> PeerError | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -132,7 +133,8 @@ class HookRunner:
 
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
         local, begin = bucket.buffer(), time.perf_counter()
-        answer = require_future(self.name, self._hook(self._state, bucket))
+        with _noting() as used:
+            answer = require_future(self.name, self._hook(self._state, bucket))
         work_s, called = time.perf_counter() - begin, time.perf_counter()
         outer, lock = future_for(local), threading.Lock()
 
@@ -145,6 +147,8 @@ class HookRunner:
             # torch would only log what is raised here, and DDP would wait for ever.
             try:
                 value = check_result(self.name, done.value(), local)
+                for failure in filter(None, (runner.failure for runner in used)):
+                    raise failure
             except Exception as error:
                 self.fail(locate(original(error), place))
                 value = local
@@ -168,6 +172,26 @@ class HookRunner:
     def close(self) -> None:
         if self._guard is not None:
             self._guard.close()
+
+
+_calls = threading.local()
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[list[Runner]]:
+    """The runners that are used inside: hooks of ours nest in others, and their futures never fail."""
+    outer, _calls.used = getattr(_calls, "used", None), []
+    try:
+        yield _calls.used
+    finally:
+        _calls.used = outer
+
+
+def note_use(runner: Runner) -> None:
+    """Tell the hook that is being called, if one is, that it depends on ``runner``."""
+    used = getattr(_calls, "used", None)
+    if used is not None:
+        used.append(runner)
 
 
 def completed(value: Tensor) -> Future[Tensor]:

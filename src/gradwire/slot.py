@@ -12,6 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bridge import Bridge
+from gradwire.mixed_precision import take_over
 from gradwire.runners import hook_name
 
 
@@ -25,23 +26,25 @@ class Slot:
         self._registered = False
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The model's own process group."""
+    def model(self) -> DistributedDataParallel:
+        """The model whose slot this is."""
         ddp = self._ddp()
-        assert ddp is not None, "a hook is called by its model's reducer alone"
-        group: dist.ProcessGroup = ddp.process_group
-        return group
+        assert ddp is not None, "the model is gone"
+        return ddp
 
     def take(self, bridge: Bridge) -> None:
         """Put ``bridge`` behind the closure, and register that if it is not yet."""
         if not self._registered:
+            ddp = self.model
+
             # No annotations, and a parameter called `bucket`: DDP inspects both.
             def gradwire_hook(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
                 return self._run(bucket)
 
-            ddp = self._ddp()
-            assert ddp is not None
-            ddp.register_comm_hook(None, gradwire_hook)
+            if ddp.mixed_precision is not None:
+                take_over(ddp, self._run)
+            else:
+                ddp.register_comm_hook(None, gradwire_hook)
             # DDP keeps a second reference for its Python reducer alone, which would end in copies and
             # pickles of the model.
             ddp._comm_hooks.clear()
@@ -53,7 +56,7 @@ class Slot:
 
     def _average_plainly(self, bucket: GradBucket) -> Future[Tensor]:
         """What DDP does without a hook, on the model's own group."""
-        group, flat = self.group, bucket.buffer()
+        group, flat = self.model.process_group, bucket.buffer()
         divisor = torch.tensor(float(group.size()))
         if divides_by_active(self._ddp):
             in_backward = torch._C._current_graph_task_id() != -1
@@ -78,7 +81,7 @@ def free_slot(ddp: DistributedDataParallel) -> Slot:
     """The model's slot; ValueError if something stands in it already."""
     slot = _slots.get(ddp)
     if slot is None:
-        if ddp._comm_hooks:
+        if ddp._comm_hooks and ddp.mixed_precision is None:
             raise ValueError(
                 f"the model has a hook already, {hook_name(ddp._comm_hooks[0][0])}, and DDP takes one in "
                 "its life; register that hook through gradwire.attach(model, hook, state=...) instead"

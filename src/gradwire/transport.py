@@ -180,6 +180,23 @@ class _GlooMessages:
             self._owner.traffic.wait_s += time.perf_counter() - begin
 
 
+class Alone:
+    """A group of this rank alone, for work that is local but must keep its place in a lane's order."""
+
+    rank = 0
+    size = 1
+    native_sum = None
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def post(self, rows: Sequence[Tensor]) -> Messages:
+        raise AssertionError("there is nobody to send messages to")
+
+    def close(self) -> None:
+        """Nothing to do: nobody waits for this rank."""
+
+
 class NcclGroup:
     """The model's own NCCL group; every call is enqueued on the current CUDA stream, none waits."""
 

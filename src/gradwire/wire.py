@@ -20,6 +20,7 @@ from gradwire.bridge import Bridge
 from gradwire.execution import open_lane, timeout_of
 from gradwire.guard import Guard
 from gradwire.layout import BucketLayout, Layouts
+from gradwire.mixed_precision import has_events
 from gradwire.ops import warm_up
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
@@ -56,6 +57,16 @@ class Wire:
     def layout(self) -> tuple[BucketLayout, ...]:
         """Which parameter lies where in each of the buckets seen so far."""
         return self._layouts.current()
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The model whose gradients this wire averages."""
+        return self._slot.model
+
+    def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
+        """Put a runner around the one that averages; for rooms of gradwire's own."""
+        assert self._bridge is not None
+        self._bridge.runner = wrap(self._bridge.runner)
 
     @property
     def attached(self) -> bool:
@@ -122,7 +133,7 @@ def attach(
         ...  # train as before
         print(wire.stats())
     """
-    ddp = _unwrap(model)
+    ddp = unwrap(model)
     group = ddp.process_group
     meeting = next_meeting(group)
     timeout = timeout or timeout_of(group)
@@ -156,7 +167,8 @@ def attach(
     return Wire(slot, bridge, chosen, layouts)
 
 
-def _unwrap(model: nn.Module) -> DistributedDataParallel:
+def unwrap(model: nn.Module) -> DistributedDataParallel:
+    """The ``DistributedDataParallel`` that ``model`` is or compiles; TypeError if it is none."""
     inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
     if isinstance(inner, DistributedDataParallel):
         return inner
@@ -165,7 +177,7 @@ def _unwrap(model: nn.Module) -> DistributedDataParallel:
         hint = "; its .module is one: attach to that"
     elif isinstance(inner, nn.Module):
         hint = "; wrap the model first"
-    raise TypeError(f"gradwire.attach takes a DistributedDataParallel, not {type(inner).__name__}{hint}")
+    raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{hint}")
 
 
 def _prepare(
@@ -193,10 +205,17 @@ def _prepare(
             "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
             "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
         )
-    if ddp.mixed_precision is not None:
+    if hasattr(chosen, "gradwire_prepare"):
+        chosen.gradwire_prepare(ddp)
+    elif any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
         raise ValueError(
-            "this model was made with mixed_precision=, which takes DDP's only hook slot for itself; "
-            "leave mixed_precision out and use torch.autocast"
+            "this model's parameters have optimizers that run in backward, on gradients that are not yet "
+            "averaged; leave _apply_optimizer_in_backward out and use gradwire.overlap_optimizer"
+        )
+    if ddp.mixed_precision is not None and not has_events():
+        raise ValueError(
+            "this model was made with mixed_precision=, whose forward pass needs an accelerator's events; "
+            "on CPU leave it out and use torch.autocast"
         )
     return free_slot(ddp), chosen, state
 

@@ -24,6 +24,7 @@ from gradwire.ops import BlockFormat, Seed
 from gradwire.ops.cuda import blocks as cuda_blocks
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.testing import cases, check_hook, run_ranks
+from tests.gpu import face
 from tests.rows import ROWS
 
 
@@ -217,6 +218,7 @@ def main():
         "errors": lambda: run_ranks(job_errors, 2, timeout=120),
         "sparse and raw hooks": lambda: run_ranks(job_sparse_and_raw, 2, timeout=120),
         "Gloo on CUDA": lambda: run_ranks(job_gloo_on_cuda, 2, timeout=120),
+        **face.CHECKS,
     }
     for name, check in checks.items():
         if only and name.split()[0] not in only:

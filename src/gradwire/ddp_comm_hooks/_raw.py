@@ -26,12 +26,7 @@ def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: 
 
     The lane is opened at the first bucket, which every rank of the group reaches.
     """
-    group = process_group if process_group is not None else dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            "this hook's state must be a process group of which this rank is a member, or None for the "
-            f"world, not {type(group).__name__}"
-        )
+    group = group_or_world(process_group)
     device = bucket.buffer().device
     bridges = _bridges.setdefault(group, {})
     bridge = bridges.get((recipe, device.type))
@@ -39,3 +34,14 @@ def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: 
         lane = open_lane(group, device, next_meeting(group))
         bridge = bridges[recipe, device.type] = Bridge(RecipeRunner(recipe, lane, Layouts()), group.rank())
     return bridge.run(bucket)
+
+
+def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that a raw hook's state stands for; TypeError if it is none."""
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "this hook's state must be a process group of which this rank is a member, or None for the "
+            f"world, not {type(group).__name__}"
+        )
+    return group

@@ -1,0 +1,175 @@
+"""Steps of a ``ZeroRedundancyOptimizer`` that overlap with the backward pass, on Gloo and NCCL.
+
+Each rank steps the parameters it owns, bucket by bucket, and sends them to the others. Who owns what is
+decided before the first step and by parameter, so nothing waits for DDP to rebuild its buckets, no step
+is lost, and optimizer state is never held twice. DDP inspects the annotations of a hook, so this module
+keeps them as objects.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim.utils import functional_optim_map
+from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradwire.agreement import next_meeting
+from gradwire.bridge import Bridge
+from gradwire.ddp_comm_hooks.default_hooks import Hook
+from gradwire.execution import backend_name, open_lane
+from gradwire.layout import Layouts
+from gradwire.runners import HookRunner, hook_name
+from gradwire.stepping import SteppingRunner, step_parameters
+from gradwire.transport import Group, gather
+
+__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
+
+# DDP's default; with another, ranks own other parameters, and results are the same.
+_BUCKET_BYTES = 25 << 20
+
+
+def hook_with_zero_step(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """``hook``, and the optimizer's step when the last bucket has been computed.
+
+    Args:
+        hook: averages gradients; any hook.
+        ddp: the model.
+        zero: made with ``overlap_with_ddp=True``, from any param groups; its ``step()`` does nothing.
+        shard_buckets: balance ranks by the size of single parameters, not of whole buckets.
+
+    Raises ValueError when ``zero`` does not overlap, or belongs to other ranks than the model.
+    """
+    return _zero_hook(hook, ddp, zero, shard_buckets, at_the_end=True)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
+) -> Hook:
+    """``hook``, and the optimizer's step bucket by bucket, as each has been averaged.
+
+    Arguments and errors are those of `hook_with_zero_step`.
+    """
+    return _zero_hook(hook, ddp, zero, shard_buckets, at_the_end=False)
+
+
+def _zero_hook(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: Any,  # torch's stubs leave out most of it
+    shard_buckets: bool,
+    at_the_end: bool,
+) -> Hook:
+    group: dist.ProcessGroup = ddp.process_group
+    _check(group, zero)
+    owners = _owners(zero, shard_buckets)
+    _initialize(zero, owners)
+    ddp_ref = weakref.ref(ddp)
+    bridges: list[Bridge] = []
+
+    def step(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], group: Group) -> None:
+        # A scheduler changes the groups that the user sees.
+        zero._sync_param_groups(zero.param_groups, zero.optim.param_groups)
+        mine = [i for i, p in enumerate(parameters) if owners.get(p) == zero.rank]
+        if mine:
+            step_parameters(zero.optim, [parameters[i] for i in mine], [gradients[i] for i in mine])
+        _send_parameters([[p for p in parameters if owners.get(p) == r] for r in range(group.size)], group)
+
+    def zero_step(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        if not bridges:
+            model = ddp_ref()
+            assert model is not None, "a hook is called by its model's reducer alone"
+            lane = open_lane(model.process_group, bucket.buffer().device, next_meeting(model.process_group))
+            runner = SteppingRunner(
+                HookRunner(hook, state, None),
+                lane,
+                step,
+                layouts=Layouts(model.module),
+                at_the_end=at_the_end,
+            )
+            bridges.append(Bridge(runner, model.process_group.rank()))
+        return bridges[0].run(bucket)
+
+    zero_step.__qualname__ = f"zero_step({hook_name(hook)})"
+    return zero_step
+
+
+def _check(group: dist.ProcessGroup, zero: Any) -> None:
+    if not zero._overlap_with_ddp:
+        raise ValueError(
+            "the ZeroRedundancyOptimizer must be made with overlap_with_ddp=True to step in a hook"
+        )
+    if dist.get_process_group_ranks(zero.process_group) != dist.get_process_group_ranks(group):
+        raise ValueError(
+            "the ZeroRedundancyOptimizer and the model have different process groups; make both with the same"
+        )
+    device = zero._default_device
+    if device.type == "cuda" and backend_name(group, device) != "nccl":
+        raise ValueError("a model on CUDA needs an NCCL group to send the parameters that ranks have stepped")
+
+
+def _owners(zero: Any, shard_buckets: bool) -> dict[torch.Tensor, int]:
+    """Which rank steps which parameter, the same on all ranks."""
+    # DDP computes gradients, and so fills buckets, from the last parameter to the first.
+    parameters = list(reversed(zero._all_params))
+    if shard_buckets:
+        sizes, owners = [0] * zero.world_size, {}
+        for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
+            rank = sizes.index(min(sizes))
+            owners[parameter] = rank
+            sizes[rank] += parameter.numel()
+        return owners
+    owners, bucket, filled_bytes = {}, 0, 0
+    for parameter in parameters:
+        num_bytes = parameter.numel() * parameter.element_size()
+        if filled_bytes and filled_bytes + num_bytes > _BUCKET_BYTES:
+            bucket, filled_bytes = bucket + 1, 0
+        owners[parameter] = bucket % zero.world_size
+        filled_bytes += num_bytes
+    return owners
+
+
+def _initialize(zero: Any, owners: dict[torch.Tensor, int]) -> None:
+    """Give this rank an optimizer for what it owns, so that schedulers and checkpoints find it."""
+    kinds: dict[Any, Any] = {functional: kind for kind, functional in functional_optim_map.items()}
+    kind = kinds.get(zero._optim_constructor)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ValueError(
+            f"{zero._optim_constructor} stands for no torch.optim.Optimizer, which gradwire steps"
+        )
+    zero._clear_cache()
+    zero._partition_parameters_cache = [[] for _ in range(zero.world_size)]
+    for group in zero.param_groups:
+        shares = [[p for p in group["params"] if owners[p] == rank] for rank in range(zero.world_size)]
+        zero._partition_param_group(group, shares)
+    zero.optim = kind(zero._partition_parameters_cache[zero.rank], **zero._optim_defaults)
+    zero._sync_param_groups(zero.optim.param_groups, zero.param_groups)
+    zero._overlap_info.status = _OverlapStatus.INITIALIZED
+
+
+def _send_parameters(shares: list[list[torch.Tensor]], group: Group) -> None:
+    """Give every rank what each rank has stepped: ``shares[r]`` are the parameters of rank r."""
+    if group.size == 1:
+        return
+    first = next(p for share in shares for p in share)
+    flats = [first.new_empty(sum(p.numel() for p in share)) for share in shares]
+    for parameter, part in _parts(shares[group.rank], flats[group.rank]):
+        part.copy_(parameter.detach())
+    gather([flat.view(torch.uint8) for flat in flats], group)
+    for rank, (share, flat) in enumerate(zip(shares, flats, strict=True)):
+        if rank != group.rank:
+            for parameter, part in _parts(share, flat):
+                parameter.detach().copy_(part)
+
+
+def _parts(parameters: list[torch.Tensor], flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    sizes = [parameter.numel() for parameter in parameters]
+    return [(p, part.view(p.shape)) for p, part in zip(parameters, flat.split(sizes), strict=True)]

@@ -1,0 +1,85 @@
+"""Post-local SGD: average over all ranks for a while, then within each machine alone.
+
+The averaging of parameters that follows is torch's (``PostLocalSGDOptimizer`` and its averagers) or the
+caller's; `gradwire.LocalSGD` does both halves in one.
+"""
+
+import logging
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as upstream
+from torch.futures import Future
+
+from gradwire.agreement import next_meeting
+from gradwire.ddp_comm_hooks._raw import group_or_world, run_recipe
+from gradwire.execution import backend_name
+from gradwire.recipes import fp32
+from gradwire.runners import completed
+
+log = logging.getLogger("gradwire")
+
+_GROUPS = ("process_group", "subgroup")
+
+
+class PostLocalSGDState(upstream.PostLocalSGDState):
+    """When to stop averaging globally, and over which groups; a ``PostLocalSGDState`` of torch's as well.
+
+    ``process_group=None`` is the world, ``subgroup=None`` the ranks on the same machine, made out by
+    its name at the first step that needs them. It pickles, and loads with ``torch.load``'s defaults,
+    without its groups.
+    """
+
+    __slots__ = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if any(getattr(self, group) is not None for group in _GROUPS):
+            log.warning("process groups do not pickle: a PostLocalSGDState is saved without its own")
+        return {name: getattr(self, name) for name in super().__slots__ if name not in _GROUPS}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        log.warning(
+            "a restored PostLocalSGDState averages over the world, then within each machine; set its "
+            "process_group and subgroup if they were others"
+        )
+        for name, value in {**dict.fromkeys(_GROUPS), **state}.items():
+            setattr(self, name, value)
+
+
+torch.serialization.add_safe_globals([PostLocalSGDState])
+
+
+def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: N802
+    """Average over ``state.process_group`` in the first ``start_localSGD_iter`` steps, then in the subgroup.
+
+    With ``post_local_gradient_allreduce=False`` gradients stay as they are from then on. Combine it with
+    an averaging of parameters after the optimizer's step, or ranks drift apart.
+    """
+    if state.iter < state.start_localSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return run_recipe(fp32(), state.process_group, bucket)
+    if not state.post_local_gradient_allreduce:
+        return completed(bucket.buffer())
+    if state.subgroup is None:
+        group = group_or_world(state.process_group)
+        state.subgroup = _group_of_this_machine(group, bucket.buffer().device)
+    return run_recipe(fp32(), state.subgroup, bucket)
+
+
+def _group_of_this_machine(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The ranks of ``group`` that run on a machine of the same name; collective over ``group``."""
+    store, meeting = group.get_group_store(), next_meeting(group)
+    store.set(f"{meeting}/machine/{group.rank()}", socket.gethostname())
+    machines = [store.get(f"{meeting}/machine/{rank}") for rank in range(group.size())]
+    world_ranks = dist.get_process_group_ranks(group)
+    mine = machines[group.rank()]
+    # Members alone call it: the model's group need not be the world.
+    subgroup: dist.ProcessGroup = dist.new_group(
+        [rank for rank, machine in zip(world_ranks, machines, strict=True) if machine == mine],
+        backend=backend_name(group, device),
+        use_local_synchronization=True,
+    )
+    return subgroup

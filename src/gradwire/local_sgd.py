@@ -1,0 +1,394 @@
+"""Local SGD: ranks train alone for some steps, then average their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.optim import Optimizer
+
+from gradwire.agreement import agree, next_meeting
+from gradwire.errors import Place
+from gradwire.execution import open_lane, timeout_of
+from gradwire.layout import Layouts
+from gradwire.recipes import Recipe, noop
+from gradwire.recipes import recipe as parse_recipe
+from gradwire.runners import RecipeRunner
+from gradwire.stats import WireStats
+from gradwire.wire import attach, unwrap
+
+# Small enough that one bucket travels while the next is prepared, large enough to amortise a round.
+_BUCKET_NUMEL = 8 << 20
+
+
+class Outer(Protocol):
+    """What to do with the averaged pseudo-gradient, the way that ranks went on average, reversed."""
+
+    def update(self, start: Tensor, pseudo_gradient: Tensor, momentum: Tensor, inner_lr: float) -> None:
+        """Move ``start`` and ``momentum``, in place; ``inner_lr`` is the local optimizer's learning rate."""
+        ...
+
+
+@dataclass(frozen=True)
+class SlowMo:
+    """Slow momentum over the averaged steps (Wang et al. 2019, arXiv:1910.00643, equations 2 and 3).
+
+    >>> SlowMo(momentum=0.7)
+    SlowMo(momentum=0.7, lr=1.0)
+    """
+
+    momentum: float = 0.5
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_hyperparameters(self.momentum, self.lr)
+
+    def update(self, start: Tensor, pseudo_gradient: Tensor, momentum: Tensor, inner_lr: float) -> None:
+        momentum.mul_(self.momentum)
+        if inner_lr:  # at a learning rate of 0 nobody has moved
+            momentum.add_(pseudo_gradient, alpha=1 / inner_lr)
+        start.sub_(momentum, alpha=self.lr * inner_lr)
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """Nesterov momentum over the averaged steps (Douillard et al. 2023, arXiv:2311.08105).
+
+    >>> DiLoCo()
+    DiLoCo(lr=0.7, momentum=0.9)
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_hyperparameters(self.momentum, self.lr)
+
+    def update(self, start: Tensor, pseudo_gradient: Tensor, momentum: Tensor, inner_lr: float) -> None:
+        momentum.mul_(self.momentum).add_(pseudo_gradient)
+        start.sub_(pseudo_gradient, alpha=self.lr).sub_(momentum, alpha=self.lr * self.momentum)
+
+
+def _check_hyperparameters(momentum: float, lr: float) -> None:
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be at least 0 and less than 1, not {momentum}")
+    if not lr > 0:
+        raise ValueError(f"lr must be more than 0, not {lr}")
+
+
+class LocalSGD:
+    """Gradients averaged for ``warmup_steps`` steps; from then on parameters, every ``period`` steps.
+
+    What travels is how far each rank has come since the last averaging, so low-precision recipes
+    encode small numbers, and an outer optimizer can take the mean for a gradient. All ranks have the
+    same parameters bit for bit after each averaging.
+
+    Args:
+        model: a ``DistributedDataParallel``, or ``torch.compile`` of one, its weights loaded.
+        optimizer: the local optimizer; those of its parameters that are the model's are averaged.
+        period: number of steps from one averaging to the next.
+        warmup_steps: number of steps with averaged gradients, as without local SGD.
+        recipe: what an averaging looks like on the wire.
+        gradient_recipe: the same for gradients during warm-up; by default ``recipe``.
+        outer: None to go on from the mean, `SlowMo` or `DiLoCo`.
+        timeout: how long to wait for the other ranks when recipes change; by default the group's.
+
+    Raises ValueError or TypeError for arguments that do not fit, or that differ between ranks.
+
+    Collective, and so is every method but `state_dict` and `stats`. Call `step` after each step of the
+    optimizer, also after one that a ``GradScaler`` has skipped::
+
+        local = gradwire.LocalSGD(model, optimizer, period=16, recipe="bf16", outer=gradwire.DiLoCo())
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+            local.step()
+        local.average()  # whatever the period has left over
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        period: int,
+        warmup_steps: int = 0,
+        recipe: str | Recipe = "fp32",
+        gradient_recipe: str | Recipe | None = None,
+        outer: Outer | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._ddp = ddp = unwrap(model)
+        self._optimizer = optimizer
+        self._group: dist.ProcessGroup = ddp.process_group
+        self._timeout = timeout or timeout_of(self._group)
+        self._layouts = Layouts(ddp.module)
+        meeting = next_meeting(self._group)
+        try:
+            _check_counts(period, warmup_steps)
+            self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
+            self.recipe = _averaging(recipe)
+            self._gradient_recipe = self.recipe if gradient_recipe is None else parse_recipe(gradient_recipe)
+            parameters = self._parameters()
+        except Exception as error:
+            agree(self._group, meeting, f"error: {error}", self._timeout, "gradwire.LocalSGD")
+            raise
+        claim = f"period={period}, warmup_steps={warmup_steps}, {self.recipe!r}, outer={outer!r}"
+        agree(self._group, meeting, claim, self._timeout, "gradwire.LocalSGD")
+
+        self._num_steps = self._num_averages = 0
+        self._buckets: list[_Bucket] = []
+        self._wire = attach(ddp, self._wanted_recipe(), timeout=self._timeout)
+        self._disabled = not self._wire.attached  # GRADWIRE_DISABLE leaves all to DDP
+        lane = open_lane(self._group, parameters[0][0].device, meeting)
+        self._runner = RecipeRunner(self.recipe, lane, self._layouts)
+        if self.is_local:
+            self._begin()
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have been counted."""
+        return self._num_steps
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the warm-up is over: gradients are not averaged any more."""
+        return self._num_steps >= self.warmup_steps
+
+    def step(self) -> bool:
+        """Count a step, and average if a period ends with it; returns whether it has.
+
+        Raises `WireError` when the averaging fails on any rank; parameters are then as they were.
+        """
+        self._num_steps += 1
+        num_local = self._num_steps - self.warmup_steps
+        if num_local == 0:
+            self._begin()
+        if num_local <= 0 or num_local % self.period or self._disabled:
+            return False
+        self.average()
+        return True
+
+    def average(self) -> None:
+        """Average now, wherever in its period training is: before an evaluation, or at the end.
+
+        During warm-up there is nothing to average.
+        """
+        if not self._buckets:
+            return
+        self._check_parameters()
+        futures = []
+        for bucket in self._buckets:
+            place = Place(self._group.rank(), self._num_steps, bucket.index(), self._runner.name)
+            bucket.set_pseudo_gradient()
+            futures.append(self._runner.start(cast("GradBucket", bucket), place, shadow=False))
+        means = [future.wait() for future in futures]
+        if self._runner.failure is not None:
+            raise self._runner.failure.with_traceback(None)
+        for bucket, mean in zip(self._buckets, means, strict=True):
+            lr = float(self._optimizer.param_groups[bucket.param_group].get("lr", 1.0))
+            bucket.move(mean, lr)
+        self._num_averages += 1
+
+    def stats(self) -> WireStats:
+        """Bytes, messages and times of the averagings, each of which counts as a step."""
+        return self._runner.stats.read(self._num_averages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step count, and by parameter where the period began and the outer momentum.
+
+        The same on all ranks, of tensors and numbers alone. Between two averagings the model's own
+        parameters differ from rank to rank: `average` first, or save every rank's.
+        """
+        return {"num_steps": self._num_steps, **self._tensors()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; the model's parameters are loaded apart.
+
+        Raises ValueError when the state belongs to other parameters.
+        """
+        self._num_steps = int(state["num_steps"])
+        self._use_wire()
+        self._buckets = self._make_buckets() if self.is_local and not self._disabled else []
+        for key, own in self._tensors().items():
+            saved = state[key]
+            different = own.keys() ^ saved.keys()
+            different |= {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape}
+            if different:
+                raise ValueError(
+                    f"the {key} of this state does not fit: it differs in {sorted(different)[:5]}; "
+                    "load what was saved with the same parameters, warmup_steps and kind of outer optimizer"
+                )
+            for name, view in own.items():
+                view.copy_(saved[name])
+
+    def detach(self) -> None:
+        """Return the model to plain averaging of gradients, and end the lane; call it on every rank."""
+        self._wire.detach()
+        self._runner.close()
+
+    def __enter__(self) -> LocalSGD:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            "start": {name: view for bucket in self._buckets for name, view in bucket.views(bucket.start)},
+            "momentum": {
+                name: view
+                for bucket in self._buckets
+                if bucket.momentum is not None
+                for name, view in bucket.views(bucket.momentum)
+            },
+        }
+
+    def _wanted_recipe(self) -> Recipe:
+        return noop() if self.is_local else self._gradient_recipe
+
+    def _use_wire(self) -> None:
+        """Average gradients during warm-up, and not after it."""
+        if not self._disabled and self._wire.recipe != self._wanted_recipe():
+            self._wire.detach()
+            self._wire = attach(self._ddp, self._wanted_recipe(), timeout=self._timeout)
+
+    def _begin(self) -> None:
+        """End the warm-up: from here on, ranks train alone."""
+        self._use_wire()
+        if self._disabled:
+            return
+        self._buckets = self._make_buckets()
+        for bucket in self._buckets:
+            # The one thing that has to be the same on all ranks for everything after it to be.
+            dist.broadcast(bucket.start, group=self._group, group_src=0)
+            bucket.write_parameters()
+
+    def _parameters(self) -> list[tuple[nn.Parameter, int]]:
+        """The parameters to average, each with the number of its param group."""
+        own = {id(parameter) for parameter in self._ddp.module.parameters()}
+        found = [
+            (parameter, number)
+            for number, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+            if id(parameter) in own and parameter.requires_grad
+        ]
+        if not found:
+            raise ValueError("the optimizer holds no parameter of the model: there is nothing to average")
+        return found
+
+    def _check_parameters(self) -> None:
+        now = [id(parameter) for parameter, _ in self._parameters()]
+        if now != [id(parameter) for bucket in self._buckets for parameter in bucket.parameters()]:
+            raise ValueError(
+                "the optimizer's parameters have changed since local SGD began; make a new LocalSGD after "
+                "add_param_group or a change of requires_grad"
+            )
+
+    def _make_buckets(self) -> list[_Bucket]:
+        runs: list[tuple[int, list[nn.Parameter]]] = []
+        for parameter, number in self._parameters():
+            fits = (
+                runs
+                and runs[-1][0] == number
+                and runs[-1][1][0].dtype == parameter.dtype
+                and sum(p.numel() for p in runs[-1][1]) + parameter.numel() <= _BUCKET_NUMEL
+            )
+            if fits:
+                runs[-1][1].append(parameter)
+            else:
+                runs.append((number, [parameter]))
+        return [
+            _Bucket(index, index == len(runs) - 1, number, parameters, self._layouts, self.outer)
+            for index, (number, parameters) in enumerate(runs)
+        ]
+
+
+class _Bucket:
+    """Parameters that travel together: to a runner it looks like a bucket of gradients."""
+
+    def __init__(
+        self,
+        index: int,
+        last: bool,
+        param_group: int,
+        parameters: Sequence[nn.Parameter],
+        layouts: Layouts,
+        outer: Outer | None,
+    ) -> None:
+        self._index, self._last, self._parameters = index, last, list(parameters)
+        self.param_group = param_group
+        self._outer = outer
+        # Sums of many small steps, so never narrower than fp32.
+        wide = torch.promote_types(parameters[0].dtype, torch.float32)
+        numel = sum(parameter.numel() for parameter in parameters)
+        self.start = torch.empty(numel, dtype=wide, device=parameters[0].device)
+        self.momentum = None if outer is None else torch.zeros_like(self.start)
+        self._pseudo_gradient: Tensor | None = None
+        self._layout = layouts.of(cast("GradBucket", self))
+        for slot, parameter in zip(self._layout.slots, parameters, strict=True):
+            slot.view(self.start).copy_(parameter.detach())
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._parameters)
+
+    def buffer(self) -> Tensor:
+        return self.start if self._pseudo_gradient is None else self._pseudo_gradient
+
+    def views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
+        return list(self._layout.views(flat).items())
+
+    def set_pseudo_gradient(self) -> None:
+        """How far this rank has come, reversed, as a gradient would say it."""
+        # From where the parameters really started, which narrow ones rounded.
+        flat = self.start.to(self._parameters[0].dtype).to(self.start.dtype, copy=True)
+        for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
+            slot.view(flat).sub_(parameter.detach())
+        self._pseudo_gradient = flat
+
+    def move(self, mean: Tensor, inner_lr: float) -> None:
+        """Go where the ranks went on average, or where the outer optimizer makes of it."""
+        self._pseudo_gradient = None
+        if self._outer is None or self.momentum is None:
+            self.start.sub_(mean)
+        else:
+            self._outer.update(self.start, mean, self.momentum, inner_lr)
+        self.write_parameters()
+
+    def write_parameters(self) -> None:
+        with torch.no_grad():
+            for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
+                parameter.copy_(slot.view(self.start))
+
+
+def _check_counts(period: int, warmup_steps: int) -> None:
+    if period < 1:
+        raise ValueError(f"period must be at least 1, not {period}")
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")
+
+
+def _averaging(recipe: str | Recipe) -> Recipe:
+    chosen = parse_recipe(recipe)
+    if not chosen.exchange.communicates or chosen.reduction != "mean":
+        raise ValueError(f"local SGD needs a recipe that averages, and {chosen} does not")
+    return chosen

@@ -1,0 +1,154 @@
+"""Runners that step parameters as soon as their bucket has been averaged."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from gradwire.errors import Place, WireError, locate
+from gradwire.exchanges import Scratch
+from gradwire.execution import Lane, Task, future_for
+from gradwire.layout import BucketLayout, Layouts
+from gradwire.runners import Runner
+from gradwire.transport import Group, Traffic
+
+Step = Callable[[Sequence[Tensor], Sequence[Tensor], Group], None]
+"""Steps parameters with their averaged gradients; the group is the lane's."""
+
+
+def step_parameters(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Step some of an optimizer's parameters, with these gradients, and leave the others as they are."""
+    some = set(map(id, parameters))
+    everyone = [group["params"] for group in optimizer.param_groups]
+    own = [parameter.grad for parameter in parameters]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in some]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    finally:
+        for parameter, gradient_before in zip(parameters, own, strict=True):
+            parameter.grad = gradient_before
+        for group, params in zip(optimizer.param_groups, everyone, strict=True):
+            group["params"] = params
+
+
+class SteppingRunner:
+    """Averages a bucket with another runner, then steps its parameters, on a lane of their own.
+
+    A bucket's parameters are not read any more when it is complete: every gradient that needs them has
+    been computed. A failed averaging is not stepped with; a failed step fails the averaging, so that
+    all ranks learn of it.
+    """
+
+    def __init__(
+        self,
+        inner: Runner,
+        lane: Lane,
+        step: Step,
+        *,
+        layouts: Layouts | None = None,
+        after_backward: Callable[[], None] | None = None,
+        at_the_end: bool = False,
+    ) -> None:
+        """Step each bucket as it arrives, or, ``at_the_end``, all of them when the last has been computed."""
+        self.inner = inner
+        self.name = inner.name
+        self.stats = inner.stats
+        self._lane = lane
+        self._step = step
+        self._layouts = layouts or Layouts()
+        self._after_backward = after_backward
+        self._at_the_end = at_the_end
+        self._held: list[tuple[Task, Future[Tensor]]] = []
+
+    @property
+    def failure(self) -> WireError | None:
+        return self.inner.failure or self._lane.failure
+
+    def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
+        layout, parameters = self._layouts.of(bucket), bucket.parameters()
+        if not shadow:
+            _require_gradients(layout, parameters)
+        averaged = self.inner.start(bucket, place, shadow=shadow)
+        run = functools.partial(self._run, averaged, layout, parameters, place)
+        task = Task(bucket.buffer(), run, place, _report_nothing)
+        if bucket.is_last() and not shadow and self._after_backward is not None:
+            # Twice, so that it runs when DDP has finished: see the note in `bridge.py`.
+            queue = Variable._execution_engine.queue_callback
+            queue(functools.partial(queue, self._after_backward))
+        return self._lane.submit(task) if not self._at_the_end else self._hold(bucket, task)
+
+    def _hold(self, bucket: GradBucket, task: Task) -> Future[Tensor]:
+        """Submit all tasks of a step, in order, when the last bucket has come."""
+        if bucket.index() == 0:
+            self._held.clear()  # of a backward pass that broke off
+        outer = future_for(task.flat)
+        self._held.append((task, outer))
+        if bucket.is_last():
+            for held, future in self._held:
+                done = self._lane.submit(held)
+                done.add_done_callback(functools.partial(_pass_on, future))
+            self._held.clear()
+        return outer
+
+    def _run(
+        self,
+        averaged: Future[Tensor],
+        layout: BucketLayout,
+        parameters: list[Tensor],
+        place: Place,
+        flat: Tensor,
+        group: Group,
+        scratch: Scratch,
+    ) -> Tensor:
+        result = averaged.wait()
+        if self.inner.failure is not None:
+            raise self.inner.failure
+        try:
+            self._step(parameters, _gradients(layout, result), group)
+        except Exception as error:
+            self.inner.fail(locate(error, place))
+            raise
+        return result
+
+    def fail(self, error: WireError) -> None:
+        self.inner.fail(error)
+        self._lane.fail(error)
+
+    def close(self) -> None:
+        # First whatever the steps wait for.
+        self.inner.close()
+        self._lane.close()
+
+
+def _pass_on(future: Future[Tensor], done: Future[Tensor]) -> None:
+    future.set_result(done.value())
+
+
+def _gradients(layout: BucketLayout, result: Tensor) -> list[Tensor]:
+    """Every parameter's gradient, strided as the parameter is."""
+    if result.is_sparse:
+        return [result]
+    flat = result.contiguous()
+    return [slot.view(flat) for slot in layout.slots]
+
+
+def _require_gradients(layout: BucketLayout, parameters: list[Tensor]) -> None:
+    for slot, parameter in zip(layout.slots, parameters, strict=True):
+        if parameter.grad is None:
+            raise ValueError(
+                f"parameter {slot.name} got no gradient in this step: whether others used it is known "
+                "after the backward pass alone, too late for a step in it. Freeze it, or step as usual"
+            )
+
+
+def _report_nothing(place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
+    """The averaging has reported itself."""
