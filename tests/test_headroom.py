@@ -272,7 +272,7 @@ def test_wrong_arguments_end_with_2_before_anything_runs(arguments, message):
 
 
 def test_a_failed_measurement_ends_with_1_and_the_ranks_errors(monkeypatch):
-    monkeypatch.setattr("gradwire.cli.measure_steps", fail_on_ranks)
+    monkeypatch.setattr("gradwire.cli.headroom.measure_steps", fail_on_ranks)
     result = run("headroom", *TINY)
     assert result.exit_code == 1
     assert "the measurement failed: 1 of 1 ranks" in result.stderr

@@ -26,6 +26,7 @@ FLOORS = [
     "wire",
     "gradwire",  # the front door
     "ddp_comm_hooks",
+    "lab",
     "testing",
     "headroom",
     "cli",

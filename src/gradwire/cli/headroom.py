@@ -1,63 +1,25 @@
-"""The ``gradwire`` command."""
+"""``gradwire headroom``: whether communication is the bottleneck."""
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 import gradwire
+from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
 from gradwire.headroom import Record, Workload, give_verdict, measure_steps, step_table
 from gradwire.testing import RanksFailed
 
-_FAILED = 1
-_WRONG_ARGUMENTS = 2
 _DEFAULT_RECIPES = tuple(name for name in gradwire.RECIPES if name != "noop")
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
-)
 
-
-def main() -> None:
-    """What the console script calls."""
-    app(prog_name="gradwire")
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"gradwire {gradwire.__version__} (torch {torch.__version__})")
-        raise typer.Exit
-
-
-@app.callback()
-def gradwire_options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions.")
-    ] = False,
-) -> None:
-    """Fast, small and correct gradient averaging for PyTorch DDP."""
-
-
-@app.command()
-def recipes() -> None:
-    """List the recipes that can go over the wire."""
-    table = Table.grid(padding=(0, 2))
-    for name, factory in gradwire.RECIPES.items():
-        table.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0])
-    Console().print(table)
-
-
-@app.command()
 def headroom(
     ranks: Annotated[
         int, typer.Option(min=1, metavar="N", help="Processes on this machine, one thread each.")
@@ -109,18 +71,18 @@ def headroom(
         if bucket_mb is not None and not bucket_mb > 0:
             raise ValueError(f"--bucket-mb must be above 0, not {bucket_mb:g}")
     except ValueError as error:
-        _stop(errors, str(error), _WRONG_ARGUMENTS)
+        stop("headroom", str(error), WRONG_ARGUMENTS)
     try:
         with _progress(errors, quiet) as on_progress:
             record = measure_steps(
                 chosen, ranks, workload, num_steps=steps, bucket_mb=bucket_mb, on_progress=on_progress
             )
     except RanksFailed as error:
-        _stop(errors, f"the measurement failed: {error}", _FAILED)
+        stop("headroom", f"the measurement failed: {error}", FAILED)
     if not quiet:
         report.print(step_table(record), "")
     report.print(give_verdict(record))
-    _write(record, json, errors)
+    _write(record, json)
 
 
 def _check_writable(json: str | None) -> None:
@@ -132,19 +94,14 @@ def _check_writable(json: str | None) -> None:
         raise ValueError(f"--json: cannot write {json}")
 
 
-def _write(record: Record, json: str | None, errors: Console) -> None:
+def _write(record: Record, json: str | None) -> None:
     if json == "-":
         typer.echo(record.to_json(), nl=False)
     elif json is not None:
         try:
             Path(json).write_text(record.to_json())
         except OSError as error:
-            _stop(errors, f"--json: {error}", _FAILED)
-
-
-def _stop(errors: Console, text: str, code: int) -> NoReturn:
-    errors.print(f"gradwire headroom: {text}", markup=False, soft_wrap=True)
-    raise typer.Exit(code)
+            stop("headroom", f"--json: {error}", FAILED)
 
 
 @contextmanager
