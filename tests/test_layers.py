@@ -28,8 +28,12 @@ FLOORS = [
     "ddp_comm_hooks",
     "lab",
     "testing",
+    "scripts",
     "headroom",
+    "planner",
+    "report",
     "cli",
+    "run",
     "__main__",
 ]
 

@@ -14,6 +14,9 @@ from rich.table import Table
 import gradwire
 from gradwire.cli.headroom import headroom
 from gradwire.cli.lab import lab
+from gradwire.cli.plan import plan
+from gradwire.cli.report import report
+from gradwire.cli.run import run
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
@@ -51,6 +54,8 @@ def recipes() -> None:
     Console().print(table)
 
 
-app.command()(headroom)
-# Everything after the command's first word is the command's own.
-app.command(context_settings={"allow_interspersed_args": False})(lab)
+app.command()(plan)
+app.command()(report)
+for command in (headroom, lab, run):
+    # Everything after the first word of COMMAND or SCRIPT is its own.
+    app.command(context_settings={"allow_interspersed_args": False})(command)
