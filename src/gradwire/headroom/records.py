@@ -145,7 +145,9 @@ class Record:
 
     def label(self, row: Row) -> str:
         """A row's name: its recipe, and its buckets where they are not those of the others."""
-        return row.recipe if row.bucket_mb == self.bucket_mb else f"{row.recipe}, {row.bucket_mb:g} MB"
+        if row.bucket_mb == self.bucket_mb:
+            return row.recipe
+        return f"{row.recipe}, {'default' if row.bucket_mb is None else f'{row.bucket_mb:g} MB'}"
 
     def gain(self, row: Row) -> float:
         """How many times faster than plain DDP a step is."""

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -166,16 +167,19 @@ class _Torchrun:
         self._rank, self._size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(self._size)
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            raise ScriptFailed("this torchrun keeps no store of its own; start it with --standalone or c10d")
-        self._store = TCPStore(address, port, is_master=False)
+        # The agent keeps one there, or else rank 0 does.
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._store = TCPStore(address, port, is_master=not has_agent and self._rank == 0)
 
     def run(self, task: dict[str, Any], index: int) -> list[dict[str, Any]] | None:
         with tempfile.TemporaryDirectory(prefix="gradwire-script-") as folder:
             result = Path(folder) / "result"
-            # torch puts the count of restarts before its keys in the agent's store: each run has its own.
-            count = f"gradwire{index}"
-            environment = {**os.environ, "TORCHELASTIC_RESTART_COUNT": count}
+            # The agent's store remembers the ranks of an earlier run: each run has a store of its own.
+            if self._rank == 0:
+                self._store.set(f"gradwire/script/{index}/port", str(_free_port()))
+            port = self._store.get(f"gradwire/script/{index}/port").decode()
+            own_store = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            environment = {**os.environ, **own_store}
             process = subprocess.Popen(_command({**task, "result": str(result)}), env=environment)
             try:
                 _wait([process])
@@ -184,7 +188,7 @@ class _Torchrun:
                 process.wait()
             self._store.set(f"gradwire/script/{index}/{self._rank}", result.read_text())
         keys = [f"gradwire/script/{index}/{rank}" for rank in range(self._size)]
-        self._store.wait(keys)
+        self._store.wait(keys, timedelta(days=1))
         return [json.loads(self._store.get(key)) for key in keys] if self._rank == 0 else None
 
 

@@ -16,12 +16,12 @@ def step_table(record: Record) -> Table:
         title=escape(_title(record)), caption=_caption(record), box=box.SIMPLE, title_justify="left"
     )
     table.caption_justify = "left"
-    table.add_column("recipe")
+    table.add_column("recipe", no_wrap=True)
     table.add_column("step ms", justify="right")
     table.add_column("p10-p90", justify="right")
-    table.add_column("sent per step", justify="right")
+    table.add_column("sent/step", justify="right")
     table.add_column("gain", justify="right")
-    table.add_column("communication", justify="right")
+    table.add_column("comm.", justify="right")
     for row in record.rows:
         cells = map(escape, _cells(record, row))
         table.add_row(*cells, style="dim" if row.recipe == NOOP else None)
@@ -55,7 +55,7 @@ def _caption(record: Record) -> str:
     what = "forward and backward" if record.interleaved else "from one optimizer step to the next"
     notes = [
         f"Step: {what}, median of {len(record.allreduce.samples_ms)}, the slowest rank's time.",
-        "Gain: over allreduce (plain DDP). Communication: what noop does without.",
+        "Gain: over allreduce (plain DDP). Comm.: the part of a step that noop does without.",
         "Sent: by one rank; counted, for allreduce computed (what a ring sends).",
     ]
     if not record.interleaved:
