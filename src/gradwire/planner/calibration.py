@@ -21,7 +21,7 @@ from gradwire.planner.cost import Costs
 from gradwire.testing import run_ranks
 
 _LARGE, _SMALL = 6_553_600, 1024  # values: DDP's bucket of 25 MB, and next to nothing
-_NUM_STEPS = 6
+_NUM_STEPS = {_LARGE: 10, _SMALL: 60}
 _TIMEOUT_S = 300.0
 _SCHEMA_VERSION = 1
 
@@ -64,12 +64,12 @@ def calibrate(
         if on_progress is not None:
             on_progress(index, 1 + len(chosen))
         found = run_ranks(_measure, 2, _TIMEOUT_S, args=(recipe,))
-        costs[ALLREDUCE if recipe is None else str(recipe)] = _slowest(found)
+        costs[ALLREDUCE if recipe is None else str(recipe)] = _mean(found)
     return Calibration(str(Machine.here()), torch.__version__, costs)
 
 
-def _slowest(found: list[Costs]) -> Costs:
-    return Costs(*(max(values) for values in zip(*map(dataclasses.astuple, found), strict=True)))
+def _mean(found: list[Costs]) -> Costs:
+    return Costs(*(statistics.mean(values) for values in zip(*map(dataclasses.astuple, found), strict=True)))
 
 
 # --- inside a rank ---
@@ -91,13 +91,13 @@ class _OneBucket(nn.Module):
 def _measure(rank: int, recipe: gradwire.Recipe | None) -> Costs:
     large, small = (_exchange(recipe, numel) for numel in (_LARGE, _SMALL))
     rounds = small["num_messages"]
-    round_ms = small["elapsed_ms"] / rounds
-    moving_ms = max(0.0, large["elapsed_ms"] - large["work_ms"] - round_ms * rounds)
+    message_ms = small["elapsed_ms"] / rounds  # one to the one peer in each round
+    moving_ms = max(0.0, large["elapsed_ms"] - large["work_ms"] - small["elapsed_ms"])
     return Costs(
         work_ns_per_value=1e6 * large["work_ms"] / _LARGE,
         copy_ns_per_byte=1e6 * moving_ms / large["bytes_sent"],
         rounds_per_bucket=rounds,
-        ms_per_round=round_ms,
+        ms_per_message=message_ms,
     )
 
 
@@ -105,7 +105,7 @@ def _exchange(recipe: gradwire.Recipe | None, numel: int) -> dict[str, Any]:
     """Medians over a few averagings of one bucket."""
     if recipe is None:
         values, elapsed = torch.randn(numel), []
-        for _ in range(_NUM_STEPS):
+        for _ in range(_NUM_STEPS[numel]):
             dist.barrier()
             begin = time.perf_counter()
             dist.all_reduce(values)
@@ -120,7 +120,7 @@ def _exchange(recipe: gradwire.Recipe | None, numel: int) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(_OneBucket(numel), bucket_cap_mb=1000)
     with gradwire.attach(model, recipe) as wire:
-        for _ in range(_NUM_STEPS):
+        for _ in range(_NUM_STEPS[numel]):
             dist.barrier()
             model.zero_grad()
             model(torch.randn(numel // 256, 256)).backward()

@@ -12,7 +12,7 @@ from gradwire.planner.plans import DEFAULT_BUCKET_MB
 
 # A loopback's, where the record was taken behind a link that hides its own.
 _COPY_NS_PER_BYTE = 0.7
-_MS_PER_ROUND = 0.2
+_MS_PER_MESSAGE = 0.2
 
 
 def calibration_of(record: Record) -> Calibration:
@@ -43,4 +43,4 @@ def _costs(record: Record, row: Row) -> Costs:
     if row.recipe != ALLREDUCE and row.num_messages:
         rounds = row.num_messages / (record.world_size - 1) / num_buckets(record)
     work_ns = 1e6 * (row.work_ms or 0.0) / (values * part)
-    return Costs(work_ns, copy_ns, rounds, _MS_PER_ROUND)
+    return Costs(work_ns, copy_ns, rounds, _MS_PER_MESSAGE)

@@ -45,13 +45,16 @@ def step_chart(record: Record) -> Chart:
     ]
     layout = _layout("Step time", "ms", None)
     layout.update(barmode="stack")
+    layout["legend"]["traceorder"] = "normal"
     layout["yaxis"].update(autorange="reversed")
     return {"data": bars, "layout": layout}
 
 
 def error_chart(record: Record) -> Chart | None:
     """Gradient error against bytes; None where neither is known."""
-    rows = [row for row in record.recipes if row.gradient_error is not None and row.bytes_per_step]
+    # Buckets of another size hardly change either.
+    rows = [row for row in record.recipes if row.bucket_mb == record.bucket_mb and row.bytes_per_step]
+    rows = [row for row in rows if row.gradient_error is not None]
     if not rows:
         return None
     points = {
