@@ -13,6 +13,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from gradwire.cli import app
+from gradwire.headroom import read_records
 from gradwire.lab import Lab, LabUnavailable, format_rate, parse_rate
 from gradwire.testing import run_ranks
 
@@ -91,6 +92,20 @@ def test_the_first_failure_ends_the_other_hosts_and_is_the_exit_code():
 def test_a_command_that_does_not_end_is_ended_at_the_timeout():
     with Lab(hosts=1) as lab, pytest.raises(subprocess.TimeoutExpired):
         lab.run(["sleep", "600"], timeout=0.2)
+
+
+@needs_lab
+def test_headroom_sweeps_over_links(tmp_path):
+    path = tmp_path / "sweep.json"
+    sizes = ["--width", "32", "--layers", "1", "--sequence", "4", "--steps", "8", "--recipe", "bf16"]
+    result = run("headroom", *sizes, "--link", "10mbit,1gbit", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    slow, fast = read_records(path.read_text())
+    assert (slow.link, fast.link) == ("10mbit", "1gbit")
+    # 51 kB of gradients take 42 ms at 10 Mbit/s; in 16 bits half of that.
+    assert slow.allreduce.step_ms > slow.recipes[0].step_ms > 20
+    assert slow.allreduce.step_ms > fast.allreduce.step_ms
+    assert "links of 10mbit" in result.stdout
 
 
 def sleepers(marker):
