@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from typing import Annotated
 
 import typer
 
+import gradwire
 from gradwire.cli.ending import WRONG_ARGUMENTS, stop
 from gradwire.scripts import Script, attach_to_all, run_script, summarize
 
@@ -39,14 +39,12 @@ def run(
     """
     logging.basicConfig(format="%(name)s: %(message)s")
     try:
-        chosen = Script.of(script or [], module)
-        attaching = attach_to_all(recipe)
-        attachments = attaching.__enter__()
+        chosen, wanted = gradwire.recipe(recipe), Script.of(script or [], module)
     except ValueError as error:
         stop("run", str(error), WRONG_ARGUMENTS)
-    try:
-        run_script(chosen)
-    finally:
-        attaching.__exit__(*sys.exc_info())
-        if not quiet and os.environ.get("RANK", "0") == "0":
-            typer.echo(summarize(attachments), err=True)
+    with attach_to_all(chosen) as attachments:
+        try:
+            run_script(wanted)
+        finally:
+            if not quiet and os.environ.get("RANK", "0") == "0":
+                typer.echo(summarize(attachments), err=True)

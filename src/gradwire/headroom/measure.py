@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.agreement import next_meeting
 from gradwire.headroom.contenders import TURN_LIMIT_S, Entry, Found, Outcome, Plan, measure
 from gradwire.headroom.records import ALLREDUCE, Machine, Record, Row
 from gradwire.headroom.workloads import Buildable, Workload, count_of
@@ -84,22 +85,23 @@ def measure_here(
     rank, size = dist.get_rank(), dist.get_world_size()
     outcome = measure(rank, plan, on_progress or (lambda *_: None))
     # As text through the store: nothing is unpickled that came over a network.
-    store = dist.distributed_c10d._get_default_store()
+    assert dist.group.WORLD is not None
+    store, meeting = dist.group.WORLD.get_group_store(), next_meeting(dist.group.WORLD)
     times = [[*row.times_s] for row in outcome.rows]
     counts = [row.bytes_per_step for row in outcome.rows]
-    store.set(f"gradwire/headroom/{rank}", json.dumps({"times": times, "counts": counts}))
+    store.set(f"{meeting}/{rank}", json.dumps({"times": times, "counts": counts}))
     if rank != 0:
-        store.wait(["gradwire/headroom/read"])
+        store.wait([f"{meeting}/read"])
         return None
     outcomes = [outcome]
     for peer in range(1, size):
-        told = json.loads(store.get(f"gradwire/headroom/{peer}"))
+        told = json.loads(store.get(f"{meeting}/{peer}"))
         rows = [
             dataclasses.replace(row, times_s=seconds_each, bytes_per_step=count)
             for row, seconds_each, count in zip(outcome.rows, told["times"], told["counts"], strict=True)
         ]
         outcomes.append(dataclasses.replace(outcome, rows=rows))
-    store.set("gradwire/headroom/read", "")
+    store.set(f"{meeting}/read", "")
     one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == str(size)
     return to_record(plan, outcomes, lab=None, one_machine=one_machine)
 

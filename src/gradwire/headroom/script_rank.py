@@ -49,8 +49,13 @@ def main() -> None:
     register_optimizer_step_post_hook(stopwatch)
     recipe = task["recipe"]
     with attach_to_all(recipe) if recipe else contextlib.nullcontext() as attachments:
-        with contextlib.suppress(_Enough):
+        try:
             run_script(Script(task["script"], tuple(task["arguments"]), task["is_module"]))
+        except _Enough:
+            pass
+        except SystemExit as end:
+            if end.code:
+                raise
         found = _describe(attachments) if attachments is not None else {}
     ends = stopwatch.ends
     times_s = [end - begin for begin, end in pairwise(ends)]

@@ -149,8 +149,8 @@ class _Local:
                         "LOCAL_WORLD_SIZE": str(self._world_size),
                         "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": port,
+                        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                     }
-                    environment.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
                     processes.append(subprocess.Popen(command, env={**os.environ, **environment}))
                 _wait(processes)
                 return [json.loads(result.read_text()) for result in results]

@@ -14,7 +14,7 @@ from gradwire.planner.cost import Cluster
 from gradwire.planner.plans import predict
 
 # Hosts and links: from two to eight, where the wire is the bottleneck and where it is not.
-_CASES = ((2, "100mbit"), (2, "1gbit"), (4, "200mbit"), (8, "200mbit"))
+_CASES = ((2, "100mbit"), (2, "1gbit"), (3, "500mbit"), (4, "200mbit"), (8, "200mbit"))
 # Small enough that eight ranks of it train on two cores.
 _WORKLOAD = Workload(width=256, num_layers=4, batch=2, sequence=32)
 _NUM_STEPS = 8
