@@ -55,7 +55,7 @@ def _caption(record: Record) -> str:
     what = "forward and backward" if record.interleaved else "from one optimizer step to the next"
     notes = [
         f"Step: {what}, median of {len(record.allreduce.samples_ms)}, the slowest rank's time.",
-        "Gain: over allreduce (plain DDP). Comm.: the part of a step that noop does without.",
+        "Gain: over allreduce (plain DDP). Comm.: the part that noop does without.",
         "Sent: by one rank; counted, for allreduce computed (what a ring sends).",
     ]
     if not record.interleaved:
