@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,8 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.errors import Place
+from gradwire.exchanges import Context
 from gradwire.execution import Task, open_lane
 from gradwire.headroom import Machine, Workload
+from gradwire.layout import BucketLayout, Slot
+from gradwire.memory import Memory
 from gradwire.testing import run_ranks
 
 STEPS_PER_TURN = 3
@@ -123,14 +127,20 @@ def time_averaging(rank: int, rounds: int, sizes: list[int]) -> dict[str, list[f
 
     def exchange(name: str) -> Callable[[], None]:
         lane, recipe = open_lane(group, torch.device("cpu"), f"averaging/{name}"), gradwire.recipe(name)
+        memory = Memory()
 
-        def average(flat: Tensor, lane_group: Any, scratch: Any) -> Tensor:
-            recipe.exchange.run(flat, lane_group, scratch, 1 / world_size)
+        def average(index: int, flat: Tensor, lane_group: Any, scratch: Any) -> Tensor:
+            slot = Slot(f"parameter{index}", 0, flat.shape, flat.stride())
+            layout = BucketLayout(index, flat.dtype, (slot,))
+            recipe.exchange.run(flat, Context(lane_group, scratch, 1 / world_size, layout, memory))
             return flat
 
         def run() -> None:
             place = Place(rank, 0, 0, name)
-            futures = [lane.submit(Task(b, average, place, lambda *_: None)) for b in buckets]
+            futures = [
+                lane.submit(Task(b, partial(average, i), place, lambda *_: None))
+                for i, b in enumerate(buckets)
+            ]
             for future in futures:
                 future.wait()
             assert lane.failure is None, lane.failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,26 @@ class Row:
     exact_bytes: Callable[[int, torch.dtype], int]
     """Size of an encoded run of n values of a dtype, written down independently of the code."""
     expect: str = "mean"
+    floor: float = 0.01
+    """Which part of the model's largest gradient errors are relative to, where a parameter's own is less."""
+    step_tolerance: float | None = None
+    """Largest error in training, of a step or, with feedback, of a sum of steps, where it is another."""
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+    @property
+    def feedback(self):
+        return getattr(self.exchange, "feedback", None) is not None
+
+    @property
+    def in_training(self):
+        """What `check_hook` needs to know."""
+        tolerance = self.tolerance if self.step_tolerance is None else self.step_tolerance
+        return {
+            "tolerance": tolerance,
+            "expect": self.expect,
+            "floor": self.floor,
+            "feedback": self.feedback,
+        }
 
     @property
     def exchange(self):
@@ -38,6 +59,22 @@ def two_bytes_and_scale(n, dtype):
     return n * 2 + 4 if n and dtype.itemsize > 2 else n * 2
 
 
+def packed(bits, block):
+    """Codes, each block in whole bytes, filled up to an even number, and two bytes of scale per block."""
+
+    def size(n, dtype):
+        full, rest = divmod(n, block)
+        codes = full * block * bits // 8 + math.ceil(rest * bits / 8)
+        return codes + codes % 2 + 2 * math.ceil(n / block)
+
+    return size
+
+
+# A scale is rounded up to bf16, by at most 2^-7; half a step is 1/254 or 1/14 of the largest value, and in
+# fp8 half of 2^-3 of a value. In training each of two shots adds such an error, of gradients that may be
+# larger than their mean; with feedback the error of a sum of steps is what is held back at its end.
+ROUNDED_UP = 1 + 2.0**-7
+
 ROWS = [
     Row("noop", 0.0, lambda n, dtype: 0, expect="local"),
     Row("fp32", 1e-6, own_size),
@@ -45,4 +82,11 @@ ROWS = [
     # Twice half of a last place: 2^-11 relative for fp16, 2^-8 for bf16, once in each shot.
     Row("fp16", 2.0**-10, two_bytes_and_scale),
     Row("bf16", 2.0**-7, two_bytes),
+    Row("int8", ROUNDED_UP / 254, packed(8, 256), floor=1.0, step_tolerance=0.02),
+    Row("int8:feedback=true", ROUNDED_UP / 254, packed(8, 256), floor=1.0, step_tolerance=0.02),
+    Row("fp8", 2.0**-4, packed(8, 256), floor=1.0, step_tolerance=0.2),
+    Row("int4", ROUNDED_UP / 14, packed(4, 128), floor=1.0, step_tolerance=0.4),
+    Row("int4:block=64,feedback=false", ROUNDED_UP / 14, packed(4, 64), floor=1.0, step_tolerance=0.4),
+    # The error of a value is at most its distance from the mean magnitude.
+    Row("sign", 1.0, packed(1, 512), floor=1.0, step_tolerance=40.0),
 ]

@@ -8,9 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradwire import ops
-from gradwire.codecs import Cast, Raw
+from gradwire.codecs import Blocks, Cast, Raw
 from gradwire.exchanges import TwoShot
-from gradwire.ops import cpu, reference
+from gradwire.ops import Seed
+from gradwire.ops.cpu import casts as cpu
+from gradwire.ops.reference import casts as reference
 from tests.rows import ROWS
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -27,8 +29,12 @@ def round_trip(codec, values):
     row = torch.empty(codec.wire_bytes(values.numel()), dtype=torch.uint8)
     decoded = torch.full_like(values, math.nan)
     if values.numel():
-        codec.encode(values, row)
-        codec.decode(row, decoded)
+        # As an exchange does for a codec that works in one dtype only.
+        wide = values if codec.works_in is None else values.to(codec.works_in)
+        codec.encode(wide, row, None, Seed(1, 2))
+        wide = torch.full_like(wide, math.nan)
+        codec.decode(row, wide)
+        decoded.copy_(wide)
     return decoded
 
 
@@ -48,7 +54,8 @@ def test_what_is_decoded_is_within_the_promised_error(row, dtype, n, seed, expon
         error = (decoded.double() - values.double()).abs().max() / values.double().abs().max().clamp(
             min=1e-300
         )
-        assert error <= row.tolerance
+        # What a bucket of 16 bits can hold is itself rounded.
+        assert error <= row.tolerance + torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("row", CODEC_ROWS, ids=lambda row: row.spec)
@@ -61,11 +68,16 @@ def test_zeros_come_back_as_zeros(row, dtype):
 @pytest.mark.parametrize("row", CODEC_ROWS, ids=lambda row: row.spec)
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_stays_so_and_spares_the_rest(row, poison):
-    values = torch.linspace(-1, 1, 1000)
+    values = torch.linspace(-1, 1, 10000)
     values[17] = poison
-    decoded = round_trip(row.exchange.codec.resolve(torch.float32), values)
-    assert decoded[17].isnan() if math.isnan(poison) else decoded[17] == poison
-    others = torch.arange(1000) != 17
+    codec = row.exchange.codec.resolve(torch.float32)
+    decoded = round_trip(codec, values)
+    if isinstance(codec, Blocks):  # the values that share its scale are not finite either
+        assert not decoded[: codec.block].isfinite().any()
+        others = torch.arange(10000) >= codec.block
+    else:
+        assert decoded[17].isnan() if math.isnan(poison) else decoded[17] == poison
+        others = torch.arange(10000) != 17
     assert torch.allclose(decoded[others], values[others], atol=row.tolerance)
 
 

@@ -13,6 +13,7 @@ FLOORS = [
     "codecs",
     "transport",
     "layout",
+    "memory",
     "exchanges",
     "recipes",
     "failure",

@@ -31,7 +31,7 @@ RAW_HOOKS = [
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.spec)
 def test_every_recipe_keeps_the_contract(row, world_size):
-    report = check_hook(row.spec, tolerance=row.tolerance, expect=row.expect, world_size=world_size)
+    report = check_hook(row.spec, world_size=world_size, **row.in_training)
     assert report.ok, report
 
 
@@ -39,13 +39,7 @@ def test_every_recipe_keeps_the_contract(row, world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.spec)
 def test_every_recipe_keeps_the_contract_in_every_combination(row, world_size):
-    report = check_hook(
-        row.spec,
-        tolerance=row.tolerance,
-        expect=row.expect,
-        world_size=world_size,
-        cases=cases(full=True),
-    )
+    report = check_hook(row.spec, world_size=world_size, cases=cases(full=True), **row.in_training)
     assert report.ok, report
 
 

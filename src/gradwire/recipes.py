@@ -12,21 +12,26 @@ from typing import Literal
 
 import torch
 
-from gradwire.codecs import Cast, Raw
+from gradwire.codecs import Blocks, Cast, Raw
 from gradwire.exchanges import Exchange, Noop, TwoShot
 
 Reduction = Literal["mean", "sum"]
+Residual = Literal["fp32", "bf16"]
+Rounding = Literal["nearest", "stochastic"]
+
+_RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How a bucket is averaged: which exchange, with which codec, to a mean or a sum.
 
-    >>> recipe("bf16")
-    Recipe(name='bf16', exchange=TwoShot(codec=Cast(dtype=torch.bfloat16)), reduction='mean')
+    >>> recipe("bf16").exchange
+    TwoShot(codec=Cast(dtype=torch.bfloat16), feedback=None, seed=0)
     """
 
     name: str
+    """What `recipe` makes this recipe from: a name, and the options that are not as by default."""
     exchange: Exchange
     reduction: Reduction = "mean"
 
@@ -35,7 +40,7 @@ class Recipe:
             raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
 
     def __str__(self) -> str:
-        return self.name if self.reduction == "mean" else f"{self.name}:reduction={self.reduction}"
+        return self.name
 
     def wire_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
@@ -57,36 +62,101 @@ def noop() -> Recipe:
 
 def fp32(reduction: Reduction = "mean") -> Recipe:
     """Plain averaging: gradients travel in their own dtype."""
-    return Recipe("fp32", TwoShot(Raw()), reduction)
+    return Recipe(_spec(fp32, locals()), TwoShot(Raw()), reduction)
 
 
 def fp16(reduction: Reduction = "mean") -> Recipe:
     """fp16 on the wire, each message with its own power-of-two scale; sums in fp32."""
-    return Recipe("fp16", TwoShot(Cast(torch.float16)), reduction)
+    return Recipe(_spec(fp16, locals()), TwoShot(Cast(torch.float16)), reduction)
 
 
 def bf16(reduction: Reduction = "mean") -> Recipe:
     """bf16 on the wire; sums in fp32."""
-    return Recipe("bf16", TwoShot(Cast(torch.bfloat16)), reduction)
+    return Recipe(_spec(bf16, locals()), TwoShot(Cast(torch.bfloat16)), reduction)
+
+
+def int8(
+    block: int = 256,
+    feedback: bool = False,
+    residual: Residual = "fp32",
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    reduction: Reduction = "mean",
+) -> Recipe:
+    """8-bit integers, with a scale for each block; a quarter of fp32's bytes."""
+    codec = Blocks("int8", block, rounding == "stochastic")
+    return Recipe(_spec(int8, locals()), TwoShot(codec, _feedback(feedback, residual), seed), reduction)
+
+
+def fp8(
+    block: int = 256,
+    feedback: bool = False,
+    residual: Residual = "fp32",
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    reduction: Reduction = "mean",
+) -> Recipe:
+    """8-bit floats (e4m3), with a scale for each block: finer near zero than int8, coarser elsewhere."""
+    codec = Blocks("fp8", block, rounding == "stochastic")
+    return Recipe(_spec(fp8, locals()), TwoShot(codec, _feedback(feedback, residual), seed), reduction)
+
+
+def int4(
+    block: int = 128,
+    feedback: bool = True,
+    residual: Residual = "fp32",
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+    reduction: Reduction = "mean",
+) -> Recipe:
+    """4-bit integers, with a scale for each block; what they leave out is sent later."""
+    codec = Blocks("int4", block, rounding == "stochastic")
+    return Recipe(_spec(int4, locals()), TwoShot(codec, _feedback(feedback, residual), seed), reduction)
+
+
+def sign(
+    block: int = 512,
+    feedback: bool = True,
+    residual: Residual = "fp32",
+    reduction: Reduction = "mean",
+) -> Recipe:
+    """One bit, the sign, and the mean magnitude of each block; what they leave out is sent later."""
+    codec = Blocks("sign", block)
+    return Recipe(_spec(sign, locals()), TwoShot(codec, _feedback(feedback, residual)), reduction)
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
-    factory.__name__: factory for factory in (noop, fp32, fp16, bf16)
+    factory.__name__: factory for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, sign)
 }
+
+
+def _spec(factory: Callable[..., Recipe], options: dict[str, object]) -> str:
+    """The text from which `recipe` makes the same recipe."""
+    parameters = inspect.signature(factory).parameters
+    changed = [f"{k}={_text(options[k])}" for k, p in parameters.items() if options[k] != p.default]
+    return ":".join(filter(None, (factory.__name__, ",".join(changed))))
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _feedback(feedback: bool, residual: Residual) -> torch.dtype | None:
+    return _RESIDUALS[residual] if feedback else None
 
 
 def recipe(spec: str | Recipe) -> Recipe:
     """The recipe that ``spec`` names: ``"bf16"``, or with options ``"fp16:reduction=sum"``.
 
-    Several options are separated by commas. Raises ValueError for a name or an option that does not
-    exist, or a value that does not fit.
+    Several options are separated by commas: ``"int4:block=64,feedback=false"``. Raises ValueError for a
+    name or an option that does not exist, or a value that does not fit.
 
     >>> print(recipe("fp16:reduction=sum"))
     fp16:reduction=sum
-    >>> recipe("bf61")
+    >>> recipe("bf61")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: there is no recipe 'bf61'; did you mean 'bf16' or 'fp16'? Recipes: noop, fp32, fp16, bf16
+    ValueError: there is no recipe 'bf61'; did you mean 'bf16' or 'fp16'? Recipes: noop, fp32, fp16, ...
     """
     if isinstance(spec, Recipe):
         return spec

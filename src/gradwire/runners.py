@@ -14,10 +14,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradwire.errors import Place, WireError, locate, original
-from gradwire.exchanges import Scratch, average_sparse
+from gradwire.exchanges import Context, Scratch, average_sparse
 from gradwire.execution import Lane, Task, future_for
 from gradwire.guard import Guard
-from gradwire.layout import Layouts
+from gradwire.layout import BucketLayout, Layouts
+from gradwire.memory import Memory
 from gradwire.ops import Scale
 from gradwire.recipes import Recipe
 from gradwire.stats import StatsBook
@@ -49,10 +50,15 @@ class RecipeRunner:
         self,
         recipe: Recipe,
         lane: Lane | None,
-        layouts: Layouts | None = None,
+        layouts: Layouts,
         divides_by_active: Callable[[], bool] = lambda: False,
+        *,
+        may_skip: bool = False,
     ) -> None:
-        """Run on ``lane``, which a recipe that does not communicate may do without."""
+        """Run on ``lane``, which a recipe that does not communicate may do without.
+
+        ``may_skip`` says that a parameter may have no gradient on any rank in a step.
+        """
         assert lane is not None or not recipe.exchange.communicates
         self.name = str(recipe)
         self.stats = StatsBook()
@@ -60,28 +66,38 @@ class RecipeRunner:
         self._lane = lane
         self._layouts = layouts
         self._divides_by_active = divides_by_active
+        self._may_skip = may_skip
+        self.memory = Memory()
 
     @property
     def failure(self) -> WireError | None:
         return None if self._lane is None else self._lane.failure
 
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
-        if self._layouts is not None:
-            self._layouts.of(bucket)
+        layout = self._layouts.of(bucket)
         if self._lane is None:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.buffer())
         by_active = self._divides_by_active() and self._recipe.reduction == "mean"
-        run = functools.partial(self._average, not shadow if by_active else None)
+        run = functools.partial(self._average, not shadow if by_active else None, layout, place.step)
         return self._lane.submit(Task(bucket.buffer(), run, place, self._record))
 
-    def _average(self, active: bool | None, flat: Tensor, group: Group, scratch: Scratch) -> Tensor:
+    def _average(
+        self,
+        active: bool | None,
+        layout: BucketLayout,
+        step: int,
+        flat: Tensor,
+        group: Group,
+        scratch: Scratch,
+    ) -> Tensor:
         scale: Scale = 1.0 if self._recipe.reduction == "sum" else 1 / group.size
         if active is not None:
             scale = 1 / _count_active(active, flat.device, group)
         if flat.is_sparse:
             return average_sparse(flat, group, scale)
-        self._recipe.exchange.run(flat, group, scratch, scale)
+        context = Context(group, scratch, scale, layout, self.memory, step, self._may_skip)
+        self._recipe.exchange.run(flat, context)
         return flat
 
     def _record(self, place: Place, traffic: Traffic, elapsed_s: float | None) -> None:

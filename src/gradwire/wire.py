@@ -167,7 +167,8 @@ def attach(
         lane = open_lane(group, device, meeting) if chosen.exchange.communicates else None
         # Nothing behind the model's hook may hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        runner = RecipeRunner(chosen, lane, layouts, by_active)
+        may_skip = ddp.find_unused_parameters or ddp.static_graph
+        runner = RecipeRunner(chosen, lane, layouts, by_active, may_skip=may_skip)
     else:
         # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
         runner = HookRunner(chosen, state, Guard(group, meeting) if device.type == "cpu" else None)

@@ -7,11 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradwire.codecs.blocks import Blocks
 from gradwire.codecs.cast import Cast
 from gradwire.codecs.raw import Raw
-from gradwire.ops import Scale
+from gradwire.ops import Scale, Seed
 
-__all__ = ["Cast", "Codec", "Raw"]
+__all__ = ["Blocks", "Cast", "Codec", "Raw"]
 
 
 class Codec(Protocol):
@@ -22,6 +23,21 @@ class Codec(Protocol):
         """Whether a row is, byte for byte, the memory of the values themselves."""
         ...
 
+    @property
+    def works_in(self) -> torch.dtype | None:
+        """The only dtype of values that it encodes; None if it is any."""
+        ...
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether it can keep what a row leaves out."""
+        ...
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether it rounds by chance, and so needs a seed for each row."""
+        ...
+
     def resolve(self, dtype: torch.dtype) -> Codec:
         """The codec to use for buckets of this dtype."""
         ...
@@ -30,18 +46,28 @@ class Codec(Protocol):
         """The exact size of the row of ``numel`` values."""
         ...
 
-    def encode(self, values: Tensor, row: Tensor) -> None:
-        """Write the row of ``values``."""
+    def encode(self, values: Tensor, row: Tensor, residual: Tensor | None, seed: Seed) -> None:
+        """Write the row of ``values``; with a residual, of their sum, and what the row leaves out to it."""
         ...
 
     def decode(self, row: Tensor, values: Tensor) -> None:
         """Write the values of ``row``."""
         ...
 
-    def reduce(self, rows: Tensor, own: Tensor, rank: int, scale: Scale, row: Tensor) -> None:
+    def reduce(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        rank: int,
+        scale: Scale,
+        row: Tensor,
+        residual: Tensor | None,
+        seed: Seed,
+    ) -> None:
         """Write the row of the sum over r of ``values[r] * scale``, in rank order, and decode it to ``own``.
 
-        ``values[rank]`` is ``own``; the others are encoded, one in each row of ``rows``, a matrix of
-        bytes whose rows may be longer than what they hold.
+        ``values[rank]`` is ``own``, with a residual their sum; the others are encoded, one in each row of
+        ``rows``, a matrix of bytes whose rows may be longer than what they hold. What the row leaves out
+        of the sum, divided by ``scale``, goes to the residual.
         """
         ...

@@ -29,6 +29,9 @@ class Cast:
     dtype: torch.dtype
 
     in_place = False
+    works_in = None
+    keeps_residual = False
+    stochastic = False
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float16, torch.bfloat16):
@@ -40,7 +43,7 @@ class Cast:
     def wire_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize + (self._header if numel else 0)
 
-    def encode(self, values: Tensor, row: Tensor) -> None:
+    def encode(self, values: Tensor, row: Tensor, residual: Tensor | None, seed: ops.Seed) -> None:
         header, halves = self._split(row)
         if header is None:
             halves.copy_(values)
@@ -56,7 +59,16 @@ class Cast:
         else:
             ops.cast_scaled(halves, header, values)
 
-    def reduce(self, rows: Tensor, own: Tensor, rank: int, scale: ops.Scale, row: Tensor) -> None:
+    def reduce(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        rank: int,
+        scale: ops.Scale,
+        row: Tensor,
+        residual: Tensor | None,
+        seed: ops.Seed,
+    ) -> None:
         header, encoded = self._split(row)
         scales: list[ops.Scale] = [scale] * len(rows)
         up: ops.Scale = 1.0

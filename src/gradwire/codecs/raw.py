@@ -17,6 +17,9 @@ class Raw:
     dtype: torch.dtype | None = None
 
     in_place = True
+    works_in = None
+    keeps_residual = False
+    stochastic = False
 
     def resolve(self, dtype: torch.dtype) -> Raw:
         return Raw(dtype)
@@ -25,7 +28,7 @@ class Raw:
         assert self.dtype is not None, "resolve the codec for a bucket's dtype first"
         return numel * self.dtype.itemsize
 
-    def encode(self, values: Tensor, row: Tensor) -> None:
+    def encode(self, values: Tensor, row: Tensor, residual: Tensor | None, seed: ops.Seed) -> None:
         if row.data_ptr() != values.data_ptr():
             self._values(row).copy_(values)
 
@@ -33,7 +36,16 @@ class Raw:
         if row.data_ptr() != values.data_ptr():
             values.copy_(self._values(row))
 
-    def reduce(self, rows: Tensor, own: Tensor, rank: int, scale: ops.Scale, row: Tensor) -> None:
+    def reduce(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        rank: int,
+        scale: ops.Scale,
+        row: Tensor,
+        residual: Tensor | None,
+        seed: ops.Seed,
+    ) -> None:
         ops.reduce_rows(rows, 0, own, rank, [scale] * len(rows), 1.0, 1.0, own)
 
     def _values(self, row: Tensor) -> Tensor:

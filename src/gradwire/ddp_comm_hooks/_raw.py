@@ -12,6 +12,7 @@ from torch.futures import Future
 from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
 from gradwire.execution import open_lane
+from gradwire.layout import Layouts
 from gradwire.recipes import Recipe
 from gradwire.runners import RecipeRunner
 
@@ -36,5 +37,5 @@ def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: 
     bridge = bridges.get((recipe, device.type))
     if bridge is None:
         lane = open_lane(group, device, next_meeting(group))
-        bridge = bridges[recipe, device.type] = Bridge(RecipeRunner(recipe, lane), group.rank())
+        bridge = bridges[recipe, device.type] = Bridge(RecipeRunner(recipe, lane, Layouts()), group.rank())
     return bridge.run(bucket)

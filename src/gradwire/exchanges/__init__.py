@@ -7,14 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradwire.exchanges.context import Context
 from gradwire.exchanges.noop import Noop
 from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.sparse import average_sparse
 from gradwire.exchanges.two_shot import TwoShot
-from gradwire.ops import Scale
-from gradwire.transport import Group
 
-__all__ = ["Exchange", "Noop", "Scratch", "TwoShot", "average_sparse"]
+__all__ = ["Context", "Exchange", "Noop", "Scratch", "TwoShot", "average_sparse"]
 
 
 class Exchange(Protocol):
@@ -25,7 +24,7 @@ class Exchange(Protocol):
         """Whether `run` needs its group at all."""
         ...
 
-    def run(self, flat: Tensor, group: Group, scratch: Scratch, scale: Scale) -> None:
+    def run(self, flat: Tensor, context: Context) -> None:
         """Replace ``flat`` by the sum over ranks of ``flat * scale``, the same bits on every rank."""
         ...
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.exchanges.scratch import Scratch
-from gradwire.ops import Scale
-from gradwire.transport import Group
+from gradwire.exchanges.context import Context
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class Noop:
 
     communicates = False
 
-    def run(self, flat: Tensor, group: Group, scratch: Scratch, scale: Scale) -> None:
+    def run(self, flat: Tensor, context: Context) -> None:
         """Do nothing."""
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:

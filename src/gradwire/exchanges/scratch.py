@@ -22,3 +22,7 @@ class Scratch:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             self._buffers[name, device] = buffer
         return buffer[:num_bytes]
+
+    def like(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A buffer of the size of ``tensor``, in ``dtype``, its content undefined."""
+        return self.bytes(name, tensor.numel() * dtype.itemsize, tensor.device).view(dtype)

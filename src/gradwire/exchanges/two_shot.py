@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,64 +11,106 @@ import torch
 from torch import Tensor
 
 from gradwire.codecs import Codec
+from gradwire.exchanges.context import Context
 from gradwire.exchanges.scratch import Scratch
-from gradwire.ops import Scale
+from gradwire.exchanges.skipped import skipped_parameters
+from gradwire.ops import Seed
 from gradwire.transport import Group
 
 # Chunks and rows start at multiples of this many values and bytes, for the sake of vector loads.
 _ALIGNMENT = 64
+_NO_SEED = Seed(0, 0)
 
 
 @dataclass(frozen=True)
 class TwoShot:
     """Scatter-reduce, then gather, with every message encoded by one codec.
 
-    The owner of a chunk sums it in fp32 (fp64 for fp64 buckets) and in rank order, whatever travels, so
-    a sum does not depend on who owns it. All ranks, the owner too, end with what the owner's row decodes
-    to, so all ranks have the same bits. Over NCCL, fp32 and fp64 buckets that travel as they are go by
-    NCCL's own allreduce, in an order of its own.
+    The owner of a chunk sums it in fp32 (fp64 for fp64 buckets that travel as they are) and in rank
+    order, whatever travels, so a sum does not depend on who owns it. All ranks, the owner too, end with
+    what the owner's row decodes to, so all ranks have the same bits. Over NCCL, fp32 and fp64 buckets that
+    travel as they are go by NCCL's own allreduce, in an order of its own.
+
+    Note [One residual for two shots]: with feedback, a rank adds to its gradients what its earlier rows
+    have left out (Seide et al., 2014; Karimireddy et al., arXiv:1901.09847). In the chunks of others
+    that is its worker residual. In its own chunk, which it need not send, it is what its rows of sums
+    have left out, divided by the scale of the mean: held back from all ranks, but kept as if it were held
+    back from this rank's gradients alone. So one tensor per bucket, in units of local gradients, has
+    both, and it stays true whoever owns a chunk when DDP rebuilds its buckets:
+    ``sum over ranks and steps of gradients == sum of results / scale + sum over ranks of residuals``.
     """
 
     codec: Codec
+    feedback: torch.dtype | None = None
+    """The dtype of residuals, if there are any."""
+    seed: int = 0
+    """Where stochastic rounding starts."""
 
     communicates = True
 
-    def run(self, flat: Tensor, group: Group, scratch: Scratch, scale: Scale) -> None:
+    def __post_init__(self) -> None:
+        if self.feedback is not None and not self.codec.keeps_residual:
+            raise ValueError(f"{self.codec} leaves out nothing that feedback could keep")
+        if self.feedback not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"residuals are torch.float32 or torch.bfloat16, not {self.feedback}")
+
+    def run(self, flat: Tensor, context: Context) -> None:
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
+        codec, group = self.codec.resolve(flat.dtype), context.group
+        residual = None
+        if self.feedback is not None:
+            residual = context.memory.flat("residual", context.layout, self.feedback, flat.device)
         if group.size == 1:
-            flat.mul_(scale)
+            _average_alone(flat, residual, context)
             return
-        codec = self.codec.resolve(flat.dtype)
         as_it_is = codec.in_place and flat.dtype in (torch.float32, torch.float64)
         if group.native_sum is not None and as_it_is:
-            group.native_sum(flat.mul_(scale))
+            group.native_sum(flat.mul_(context.scale))
             return
-        chunks = [flat[start:end] for start, end in _bounds(flat.numel(), group.size)]
-        rows = _rows(codec, chunks, scratch)
-        self._scatter_reduce(codec, chunks, rows, group, scratch, scale)
-        self._gather(codec, chunks, rows, group)
+        values = flat
+        if codec.works_in not in (None, flat.dtype):
+            assert codec.works_in is not None
+            values = context.scratch.like("values", flat, codec.works_in).copy_(flat)
+        skipping = (
+            skipped_parameters(values, residual, context)
+            if residual is not None and context.may_skip and not context.layout.dtype.is_complex
+            else contextlib.nullcontext()
+        )
+        with skipping:
+            self._average(codec, values, residual, context)
+        if values is not flat:
+            flat.copy_(values)
+
+    def _average(self, codec: Codec, values: Tensor, residual: Tensor | None, context: Context) -> None:
+        bounds = _bounds(values.numel(), context.group.size)
+        chunks = [values[start:end] for start, end in bounds]
+        kept = [None if residual is None else residual[start:end] for start, end in bounds]
+        rows = _rows(codec, chunks, context.scratch)
+        self._scatter_reduce(codec, chunks, kept, rows, context)
+        self._gather(codec, chunks, rows, context.group)
 
     def _scatter_reduce(
         self,
         codec: Codec,
         chunks: list[Tensor],
+        kept: list[Tensor | None],
         rows: list[Tensor],
-        group: Group,
-        scratch: Scratch,
-        scale: Scale,
+        context: Context,
     ) -> None:
         """Leave the sum of chunk r, over all ranks, in rank r's chunk r and, encoded, in its row r."""
-        own, own_row = chunks[group.rank], rows[group.rank]
-        arriving = _matrix(scratch, "arriving", group.size, own_row.numel(), own.device)
+        group, rank = context.group, context.group.rank
+        own, own_row = chunks[rank], rows[rank]
+        arriving = _matrix(context.scratch, "arriving", group.size, own_row.numel(), own.device)
         messages = group.post([row[: own_row.numel()] for row in arriving])
         for peer in _peers(group):
             if rows[peer].numel():
-                codec.encode(chunks[peer], rows[peer])
+                codec.encode(chunks[peer], rows[peer], kept[peer], self._seed(codec, context, peer))
             messages.send(peer, rows[peer])
         messages.finish()
         if own_row.numel():
-            codec.reduce(arriving, own, group.rank, scale, own_row)
+            seed = self._seed(codec, context, rank)
+            codec.reduce(arriving, own, rank, context.scale, own_row, kept[rank], seed)
 
     def _gather(self, codec: Codec, chunks: list[Tensor], rows: list[Tensor], group: Group) -> None:
         """Give every rank every owner's row, and decode them."""
@@ -80,6 +123,13 @@ class TwoShot:
                 codec.decode(rows[peer], chunks[peer])
         messages.finish()
 
+    def _seed(self, codec: Codec, context: Context, chunk: int) -> Seed:
+        """Noise of its own for every row: of this rank, in this step, of this bucket, for this chunk."""
+        if not codec.stochastic:
+            return _NO_SEED
+        words = (self.seed, context.group.rank, context.step, context.layout.index, chunk)
+        return Seed.of(*words)
+
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         if world_size == 1:
             return 0
@@ -88,6 +138,14 @@ class TwoShot:
         codec = self.codec.resolve(dtype)
         sizes = [codec.wire_bytes(end - start) for start, end in _bounds(numel, world_size)]
         return sum(sizes) - sizes[rank] + (world_size - 1) * sizes[rank]
+
+
+def _average_alone(flat: Tensor, residual: Tensor | None, context: Context) -> None:
+    """What one rank does: nothing is left out, and what was is let go."""
+    if residual is not None:
+        flat.add_(residual)
+        residual.zero_()
+    flat.mul_(context.scale)
 
 
 def _peers(group: Group) -> list[int]:

@@ -1,18 +1,36 @@
-"""Element-wise kernels over flat tensors: numba for fp32 values on CPU, torch for everything else.
+"""Kernels over flat tensors: numba for fp32 values on CPU, Triton on CUDA, torch for everything else.
 
-`reference` is the truth; the kernels in `cpu` equal it bit for bit, except that a NaN may differ from
-another NaN in its payload.
+`reference` is the truth. The kernels equal it bit for bit, except that a NaN may differ from another NaN
+in its payload, and that Triton adds up the mean of a block in an order of its own.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from gradwire.ops import reference
+from gradwire.ops.formats import BlockFormat, Kind, Seed
+from gradwire.ops.reference import blocks as reference_blocks
+from gradwire.ops.reference import casts as reference_casts
+
+__all__ = [
+    "BlockFormat",
+    "Kind",
+    "Scale",
+    "Seed",
+    "absmax",
+    "cast_scaled",
+    "decode_blocks",
+    "encode_blocks",
+    "reduce_blocks",
+    "reduce_rows",
+    "warm_up",
+]
 
 Scale = float | Tensor
 
@@ -38,39 +56,99 @@ def reduce_rows(
     depends neither on a value's position nor on who owns it. ``encoded`` may be ``own``, for values that
     travel as they are.
     """
-    if _fast(own) and encoded.dtype in _ROW_DTYPES:
-        _cpu().reduce_rows(rows, header_bytes, own, own_index, scales, up, down, encoded)
-    else:
-        reference.reduce_rows(rows, header_bytes, own, own_index, scales, up, down, encoded)
+    fast = _fast(own) and encoded.dtype in _ROW_DTYPES
+    kernels = _cpu_casts() if fast else reference_casts
+    kernels.reduce_rows(rows, header_bytes, own, own_index, scales, up, down, encoded)
 
 
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
     """``out = values * scale``, multiplied in the wider of the two dtypes, at least fp32."""
     if _fast(values) and out.dtype == torch.float16:
-        _cpu().encode_fp16(values, scale, out)
+        _cpu_casts().encode_fp16(values, scale, out)
     elif _fast(out) and values.dtype == torch.float16:
-        _cpu().decode_fp16(values, scale, out)
+        _cpu_casts().decode_fp16(values, scale, out)
     else:
-        reference.cast_scaled(values, scale, out)
+        reference_casts.cast_scaled(values, scale, out)
 
 
 def absmax(values: Tensor) -> Tensor:
     """The largest magnitude as a 0-d fp32 tensor; not finite if any value is not."""
-    return _cpu().absmax(values) if _fast(values) else reference.absmax(values)
+    result: Tensor = (_cpu_casts() if _fast(values) else reference_casts).absmax(values)
+    return result
+
+
+def encode_blocks(
+    form: BlockFormat, values: Tensor, residual: Tensor | None, row: Tensor, seed: Seed
+) -> None:
+    """Write the row of ``values + residual``, and to ``residual`` what the row leaves out.
+
+    A block in which a value is not finite leaves its residual as it was.
+    """
+    _blocks(values).encode(form, values, residual, row, seed)
+
+
+def decode_blocks(form: BlockFormat, row: Tensor, values: Tensor) -> None:
+    """Write the values of ``row``."""
+    _blocks(values).decode(form, row, values)
+
+
+def reduce_blocks(
+    form: BlockFormat,
+    rows: Tensor,
+    own: Tensor,
+    own_index: int,
+    scale: Scale,
+    residual: Tensor | None,
+    row: Tensor,
+    seed: Seed,
+) -> None:
+    """Write the row of the sum over r of ``values[r] * scale``, in order, and decode it to ``own``.
+
+    ``values[own_index]`` is ``own + residual``, the others are encoded in ``rows``, a matrix of bytes
+    whose rows may be longer than what they hold. What the row leaves out, divided by ``scale``, goes to
+    the residual.
+    """
+    _blocks(own).reduce(form, rows, own, own_index, scale, residual, row, seed)
 
 
 def warm_up(device: torch.device) -> None:
     """Compile the kernels for ``device``, or read them from the cache, before they are needed."""
     if device.type == "cpu":
-        _cpu()
+        _cpu_casts()
+        _cpu_blocks()
 
 
 def _fast(*tensors: Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
 
 
-def _cpu() -> ModuleType:
-    # Imported on first use: numba takes 0.2 s, and a program that never trains never needs it.
-    from gradwire.ops import cpu
+def _blocks(values: Tensor) -> ModuleType:
+    if _fast(values):
+        return _cpu_blocks()
+    return _cuda_blocks() if values.is_cuda and _has_triton() else reference_blocks
 
-    return cpu
+
+# Imported on first use: numba takes 0.2 s, and a program that never trains never needs it.
+
+
+def _cpu_casts() -> ModuleType:
+    from gradwire.ops.cpu import casts
+
+    return casts
+
+
+def _cpu_blocks() -> ModuleType:
+    from gradwire.ops.cpu import blocks
+
+    return blocks
+
+
+def _cuda_blocks() -> ModuleType:
+    from gradwire.ops.cuda import blocks
+
+    return blocks
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

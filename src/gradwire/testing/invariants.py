@@ -33,10 +33,6 @@ _NUM_MICRO_BATCHES = 3
 # A result in bf16 is within half of a last place, 2^-9, of the exact one.
 _BF16_ROUNDING = 2.0**-8
 
-# Errors of a parameter whose gradients are smaller than this part of the model's largest are taken
-# relative to that part: encodings share a scale among neighbours.
-_FLOOR = 0.01
-
 Gradients = dict[str, Tensor | None]
 
 
@@ -49,7 +45,9 @@ class Subject:
     tolerance: float
     expect: str
     via: str
-    device: str = "cpu"
+    device: str
+    floor: float
+    feedback: bool
 
     @property
     def name(self) -> str:
@@ -120,7 +118,9 @@ def check_invariants(subject: Subject, case: Case) -> float:
         seen = _train(model, case, batches, rank)
 
     _check_num_buckets(model, case)
-    deviation = 0.0
+    deviation = largest_ever = 0.0
+    have_total: dict[str, Tensor] = {}
+    want_total: dict[str, Tensor] = {}
     for step, gradients in enumerate(seen):
         where = f"step {step}"
         if case.nonfinite and step == _NONFINITE_STEP:
@@ -128,7 +128,15 @@ def check_invariants(subject: Subject, case: Case) -> float:
             vanished = subject.expect != "local" and bool(values.isfinite().all())
             _require(not vanished, f"{where}: the infinite gradient has vanished")
             continue
-        deviation = max(deviation, _compare(subject, case, where, gradients, expected[step]))
+        have, want = _present(where, gradients, expected[step])
+        largest = max(float(value.abs().max()) for value in want.values())
+        if subject.feedback:
+            # What one step leaves out comes later: sums over steps agree.
+            _add_up(have_total, have)
+            _add_up(want_total, want)
+            have, want, largest_ever = have_total, want_total, max(largest, largest_ever)
+            largest = largest_ever
+        deviation = max(deviation, _compare(subject, case, where, have, want, largest))
     if subject.expect != "local":
         _check_identical(seen, checks, case)
     return deviation
@@ -266,22 +274,44 @@ def _check_num_buckets(model: DistributedDataParallel, case: Case) -> None:
     _require(wanted, f"this case should have {case.buckets} bucket(s), but DDP made {sizes}")
 
 
-def _compare(subject: Subject, case: Case, where: str, gradients: Gradients, expected: Gradients) -> float:
-    """The largest error of any parameter's gradient, relative to the parameter's largest."""
-    floor = _FLOOR * max(float(e.abs().max()) for e in expected.values() if e is not None)
+def _present(
+    where: str, gradients: Gradients, expected: Gradients
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients there are and those there should be; raise if there is one too many or too few."""
+    for name, want in expected.items():
+        have = gradients[name]
+        _require(
+            (want is None) == (have is None),
+            f"{where}: {name}.grad is {'None' if have is None else 'a tensor'}, expected "
+            f"{'None, since no rank used it' if want is None else 'a tensor'}",
+        )
+        if have is not None:
+            _require(bool(have.isfinite().all()), f"{where}: {name}.grad is not finite")
+    return (
+        {name: have.double() for name, have in gradients.items() if have is not None},
+        {name: want for name, want in expected.items() if want is not None},
+    )
+
+
+def _add_up(totals: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        totals[name] = totals[name] + value if name in totals else value
+
+
+def _compare(
+    subject: Subject,
+    case: Case,
+    where: str,
+    gradients: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    largest: float,
+) -> float:
+    """The largest error of any parameter's gradient, relative to its largest, or to a part of the model's."""
     tolerance = subject.tolerance + (_BF16_ROUNDING if case.dtype == "bfloat16" else 0.0)
     deviation = 0.0
     for name, want in expected.items():
-        have = gradients[name]
-        if want is None or have is None:
-            _require(
-                want is have,
-                f"{where}: {name}.grad is {'None' if have is None else 'a tensor'}, expected "
-                f"{'None, since no rank used it' if want is None else 'a tensor'}",
-            )
-            continue
-        _require(bool(have.isfinite().all()), f"{where}: {name}.grad is not finite")
-        error = float((have.double() - want).abs().max()) / max(float(want.abs().max()), floor)
+        own_largest = 0.0 if subject.feedback else float(want.abs().max())
+        error = float((gradients[name] - want).abs().max()) / max(own_largest, subject.floor * largest)
         _require(
             error <= tolerance,
             f"{where}: {name}.grad is off by {error:.3g} of its largest value, allowed {tolerance:.3g}",

@@ -117,6 +117,8 @@ def check_hook(
     *,
     tolerance: float = 1e-5,
     world_size: int = 2,
+    floor: float = 0.01,
+    feedback: bool = False,
     expect: Literal["mean", "sum", "local"] = "mean",
     via: Literal["ddp", "attach"] = "ddp",
     device: Literal["cpu", "cuda"] = "cpu",
@@ -133,9 +135,12 @@ def check_hook(
     Args:
         hook: a hook function that can be imported, or a recipe of gradwire's.
         state_factory: makes the hook's state from the model's process group; an importable function.
-        tolerance: largest error of a parameter's gradient, relative to its largest value (or to a
-            hundredth of the model's largest, where that is more).
+        tolerance: largest error of a parameter's gradient, relative to its largest value, or to
+            ``floor`` times the model's largest, where that is more.
         world_size: number of ranks.
+        floor: a hundredth by default; 1 for encodings that share a scale among parameters.
+        feedback: for hooks that send later what they leave out: compare sums over all steps so far, not
+            single steps, with errors relative to ``floor`` times the largest gradient of any step.
         expect: what the hook should make of the ranks' gradients; ``"local"`` for hooks that do not
             communicate.
         via: register a hook with DDP itself, or through `gradwire.attach`. Recipes are always attached.
@@ -150,7 +155,7 @@ def check_hook(
     """
     if isinstance(hook, str):
         hook = parse_recipe(hook)
-    subject = Subject(hook, state_factory, tolerance, expect, via, device)
+    subject = Subject(hook, state_factory, tolerance, expect, via, device, floor, feedback)
     todo = list(_default_cases() if cases is None else cases)
     results: list[CaseResult] = []
     while len(results) < len(todo):

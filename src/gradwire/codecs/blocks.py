@@ -1,0 +1,61 @@
+"""Values in few bits, with a scale for every block of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire import ops
+from gradwire.ops import BlockFormat, Kind, Seed
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """8, 4 or 1 bits a value, packed, and a bf16 scale for each block of them.
+
+    ``int8`` and ``int4`` divide a block by its largest magnitude and round to 127 or 7 steps on either
+    side of zero; ``fp8`` does so to e4m3, which has smaller steps near zero; ``sign`` sends signs and the
+    mean magnitude. Blocks of zeros come back as zeros; a block with a value that is not finite comes back
+    as NaN. Sums and scales are fp32, whatever the bucket's dtype.
+    """
+
+    kind: Kind
+    block: int
+    stochastic: bool = False
+
+    in_place = False
+    works_in = torch.float32
+    keeps_residual = True
+
+    def __post_init__(self) -> None:
+        self._format  # noqa: B018  # raises for what cannot be
+
+    @property
+    def _format(self) -> BlockFormat:
+        return BlockFormat(self.kind, self.block, self.stochastic)
+
+    def resolve(self, dtype: torch.dtype) -> Blocks:
+        return self
+
+    def wire_bytes(self, numel: int) -> int:
+        return self._format.row_bytes(numel)
+
+    def encode(self, values: Tensor, row: Tensor, residual: Tensor | None, seed: Seed) -> None:
+        ops.encode_blocks(self._format, values, residual, row, seed)
+
+    def decode(self, row: Tensor, values: Tensor) -> None:
+        ops.decode_blocks(self._format, row, values)
+
+    def reduce(
+        self,
+        rows: Tensor,
+        own: Tensor,
+        rank: int,
+        scale: ops.Scale,
+        row: Tensor,
+        residual: Tensor | None,
+        seed: Seed,
+    ) -> None:
+        ops.reduce_blocks(self._format, rows, own, rank, scale, residual, row, seed)

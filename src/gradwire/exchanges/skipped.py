@@ -1,0 +1,51 @@
+"""Parameters that have no gradient on any rank in a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from gradwire.exchanges.context import Context
+from gradwire.layout import BucketLayout
+from gradwire.transport import gather
+
+
+@contextmanager
+def skipped_parameters(flat: Tensor, residual: Tensor, context: Context) -> Iterator[None]:
+    """Inside, parameters whose gradient is zero on every rank have no residual; then they have it back.
+
+    DDP drops what a hook makes of a parameter that no rank has used, so a residual that were sent then
+    would be lost. DDP does not say which those are; that all ranks have nothing but zeros is as good:
+    they get zeros, and what is held back for them stays.
+    """
+    mask = _mask(flat, context)
+    if mask is None:
+        yield
+        return
+    saved = residual.clone()
+    residual.masked_fill_(mask, 0)
+    yield
+    residual.copy_(torch.where(mask, saved, residual))
+    flat.masked_fill_(mask, 0)
+
+
+def _mask(flat: Tensor, context: Context) -> Tensor | None:
+    """True for each value of a parameter that is zero on every rank; None if there is none, on CPU."""
+    group, layout = context.group, context.layout
+    views = [slot.view(flat) for slot in layout.slots]
+    votes = flat.new_zeros(group.size, len(views), dtype=torch.uint8)
+    votes[group.rank] = torch.stack(torch._foreach_norm(views, ord=float("inf"))) != 0
+    gather(list(votes), group)
+    is_zero = (votes == 0).all(dim=0)
+    if not flat.is_cuda and not is_zero.any():  # on CUDA, looking would wait for the device
+        return None
+    return is_zero.repeat_interleave(_sizes(layout, flat.device), output_size=flat.numel())
+
+
+@functools.lru_cache(maxsize=256)
+def _sizes(layout: BucketLayout, device: torch.device) -> Tensor:
+    return torch.tensor([slot.numel for slot in layout.slots], device=device)

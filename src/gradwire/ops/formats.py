@@ -1,0 +1,84 @@
+"""How runs of values lie in a row of bytes when blocks of them share a scale."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["int8", "int4", "sign", "fp8"]
+
+# The numbers by which kernels know the kinds.
+KINDS: dict[str, int] = {"int8": 0, "int4": 1, "sign": 2, "fp8": 3}
+_BITS = {"int8": 8, "int4": 4, "sign": 1, "fp8": 8}
+# The code that the largest magnitude of a block is given; `sign` has none, its scale is a mean.
+LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+# Below the smallest normal number a scale's inverse would overflow.
+MIN_SCALE = 2.0**-126
+_SCALE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Codes of ``kind``, packed, then one bf16 scale for each block of ``block`` values.
+
+    A block of m values takes h = ceil(m * bits / 8) bytes: byte j holds the codes of the values j, j + h,
+    j + 2h and so on, the first in its lowest bits, so that vector instructions pack it without shuffles.
+    The last block of a run may be shorter. A value is its code times its block's scale, which is exact
+    in fp32. A block in which a value is not finite has NaN for a scale.
+    """
+
+    kind: Kind
+    block: int
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"there is no encoding {self.kind!r}; there are {', '.join(KINDS)}")
+        if self.block not in (1 << p for p in range(5, 13)):
+            raise ValueError(f"block must be a power of two from 32 to 4096, not {self.block!r}")
+        if self.stochastic and self.kind == "sign":
+            raise ValueError("sign has nothing to round: stochastic rounding is for int8, int4 and fp8")
+
+    @property
+    def values_per_byte(self) -> int:
+        return 8 // _BITS[self.kind]
+
+    def num_blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def code_bytes(self, numel: int) -> int:
+        """The size of the codes, without what fills them up to an even number."""
+        full, rest = divmod(numel, self.block)
+        return full * (self.block // self.values_per_byte) + -(-rest // self.values_per_byte)
+
+    def row_bytes(self, numel: int) -> int:
+        """The exact size of a row."""
+        return self.scales_offset(numel) + _SCALE_BYTES * self.num_blocks(numel)
+
+    def scales_offset(self, numel: int) -> int:
+        """Where in a row the scales begin, an even number."""
+        return -(-self.code_bytes(numel) // 2) * 2
+
+    def split(self, row: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """The codes and the scales in a row of ``numel`` values, as views."""
+        offset = self.scales_offset(numel)
+        scales = row[offset : offset + _SCALE_BYTES * self.num_blocks(numel)]
+        return row[: self.code_bytes(numel)], scales.view(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Seed:
+    """What stochastic rounding draws from: value i of a run gets the noise ``hash(i, low, high)``."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, *numbers: int) -> Seed:
+        """A seed that differs wherever one of the numbers does."""
+        digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+        return cls(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
