@@ -7,12 +7,13 @@ TORCH_INDEX ?=
 TORCH ?=
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help test test-full test-gpu lint types headroom bench clean
+.PHONY: help test test-full test-gpu test-browser lint types headroom bench clean
 
 help:
 	@echo "make test       set up .venv, lint, type-check, run the tests"
 	@echo "make headroom   set up .venv, measure what communication costs on two local workers"
 	@echo "make test-full  the tests with the whole product of the invariant matrix"
+	@echo "make test-browser  the report page in a headless Chromium"
 	@echo "make test-gpu   the CUDA tests, in the Python of this machine, on its GPU"
 	@echo "make bench      step times of DDP, of torch's hooks and of ours, side by side"
 
@@ -39,17 +40,21 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full and not browser"
 
 test-full: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not browser"
+
+# Needs a Chromium: on Debian, apt install chromium.
+test-browser: $(VENV)/installed
+	$(BIN)/python -m pytest -m browser tests/browser
 
 # On a GPU machine torch is there already, in a build that fits its driver, so no .venv is made.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.run
 
 headroom: $(VENV)/installed
-	$(BIN)/gradwire headroom --json headroom.json
+	$(BIN)/gradwire headroom --json headroom.json --html headroom.html
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/steps.py

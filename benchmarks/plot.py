@@ -14,7 +14,7 @@ INK, COMPUTE, COMMUNICATION = "#24292f", "#8da9c4", "#e07a5f"
 
 
 def bars(record: Record) -> list[str]:
-    compute = next(row.step_ms for row in record.rows if row.recipe == "noop")
+    compute = record.noop.step_ms
     scale = (WIDTH - LEFT - RIGHT) / max(row.step_ms for row in record.rows)
     lines = []
     for i, row in enumerate(record.rows):
@@ -23,7 +23,7 @@ def bars(record: Record) -> list[str]:
         rest = max(row.step_ms - compute, 0.0) * scale
         sent = "" if row.bytes_per_step is None else f", {row.bytes_per_step / 1e6:.1f} MB"
         lines += [
-            f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(row.recipe)}</text>',
+            f'<text x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(record.label(row))}</text>',
             f'<rect x="{LEFT}" y="{y}" width="{solid:.1f}" height="{BAR}" fill="{COMPUTE}"/>',
             f'<rect x="{LEFT + solid:.1f}" y="{y}" width="{rest:.1f}" height="{BAR}" '
             f'fill="{COMMUNICATION}"/>',
@@ -35,7 +35,7 @@ def bars(record: Record) -> list[str]:
 def draw(record: Record) -> str:
     height = TOP + len(record.rows) * (BAR + GAP) + 8
     title = f"A training step on {record.world_size} ranks: {record.workload}"
-    where = f"{record.machine}, Gloo on loopback, torch {record.torch_version}"
+    where = f"{record.machine}, {record.backend} {record.link or 'on loopback'}, torch {record.torch_version}"
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '

@@ -31,9 +31,14 @@ FLOORS = [
     "overlap",
     "gradwire",  # the front door
     "ddp_comm_hooks",
+    "lab",
     "testing",
+    "scripts",
     "headroom",
+    "planner",
+    "report",
     "cli",
+    "run",
     "__main__",
 ]
 

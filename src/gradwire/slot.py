@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ class Slot:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.bridge: Bridge | None = None
+        self.give_way: Callable[[], None] | None = None
+        """Frees the slot for somebody else; None if what stands in it stays."""
         # Weakly: DDP's reducer holds the closure, and the closure this.
         self._ddp = weakref.ref(ddp)
         self._registered = False
@@ -31,6 +34,10 @@ class Slot:
         ddp = self._ddp()
         assert ddp is not None, "the model is gone"
         return ddp
+
+    def is_of(self, ddp: DistributedDataParallel) -> bool:
+        """Whether this is the slot of ``ddp``."""
+        return self._ddp() is ddp
 
     def take(self, bridge: Bridge) -> None:
         """Put ``bridge`` behind the closure, and register that if it is not yet."""
@@ -87,6 +94,8 @@ def free_slot(ddp: DistributedDataParallel) -> Slot:
                 "its life; register that hook through gradwire.attach(model, hook, state=...) instead"
             )
         slot = _slots[ddp] = Slot(ddp)
+    if slot.give_way is not None:
+        slot.give_way()
     if slot.bridge is not None:
         raise ValueError(
             f"{slot.bridge.runner.name} is attached to this model already; call detach() on its wire first"

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
+from gradwire.errors import WireError
 from gradwire.execution import open_lane, timeout_of
 from gradwire.guard import Guard
 from gradwire.layout import BucketLayout, Layouts
@@ -83,6 +84,26 @@ class Wire:
             if self.attached:
                 self._slot.bridge = None
             self._bridge.runner.close()
+
+    @property
+    def failure(self) -> WireError | None:
+        """The first error of any rank, if there was one."""
+        return None if self._bridge is None else self._bridge.runner.failure
+
+    def is_on(self, model: DistributedDataParallel) -> bool:
+        """Whether this is the model's wire."""
+        return self._slot.is_of(model)
+
+    def give_way(self, tell: Callable[[], None]) -> None:
+        """Call ``tell`` and detach when somebody else attaches to the model, instead of refusing that."""
+
+        def leave() -> None:
+            self._slot.give_way = None
+            if self.attached:
+                tell()
+                self.detach()
+
+        self._slot.give_way = leave
 
     def __enter__(self) -> Wire:
         return self

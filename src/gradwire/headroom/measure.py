@@ -1,40 +1,40 @@
-"""Takes step times, of all recipes side by side, on real ranks of this machine."""
+"""Takes step times of all recipes side by side: on ranks of this machine, of a lab, or of a cluster."""
 
 from __future__ import annotations
 
-import random
-import time
+import dataclasses
+import json
+import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.agreement import next_meeting
+from gradwire.headroom.contenders import TURN_LIMIT_S, Entry, Found, Outcome, Plan, measure
 from gradwire.headroom.records import ALLREDUCE, Machine, Record, Row
-from gradwire.headroom.workloads import Workload
+from gradwire.headroom.workloads import Buildable, Workload, count_of
+from gradwire.lab import Lab, format_rate
 from gradwire.testing import run_ranks, send_message
-from gradwire.testing.ranks import time_limit
 
-# The first backward has DDP's provisional buckets, the second the final ones.
-_NUM_WARM_UP_STEPS = 2
-# Rows take turns this often, so that a slow minute of the machine is slow for all of them.
-_STEPS_PER_TURN = 2
-# No turn of a model that fits such a run takes this long: ranks that do are stuck.
-_TURN_LIMIT_S = 600.0
+Progress = Callable[[int, int], None]
 
 
 def measure_steps(
     recipes: Sequence[str | gradwire.Recipe],
     world_size: int,
-    workload: Workload,
+    workload: Buildable,
     *,
-    num_steps: int = 24,
+    num_steps: int | None = None,
+    seconds: float = 40.0,
     bucket_mb: float | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    small_bucket_mb: float | None = None,
+    device: str = "cpu",
+    lab: Lab | None = None,
+    on_progress: Progress | None = None,
 ) -> Record:
     """Time the recipes, plain DDP and no communication, taking turns in one run.
 
@@ -42,164 +42,161 @@ def measure_steps(
         recipes: what to measure beside plain DDP and noop; a recipe that comes twice is measured once.
         world_size: number of ranks, all on this machine, each with one thread.
         workload: what a step computes.
-        num_steps: timed steps of each row.
+        num_steps: timed steps of each row; by default as many as fit in ``seconds``, from 8 to 24.
+        seconds: how long to measure, about; warming up comes on top.
         bucket_mb: DDP's ``bucket_cap_mb``; by default DDP's own.
+        small_bucket_mb: buckets to try plain DDP and the best recipe with as well.
+        device: ``"cuda"`` runs the ranks on this machine's GPUs, over NCCL; ranks may share one.
+        lab: where the ranks run; by default on this machine and its loopback.
         on_progress: called with ``(steps done, steps in all)`` of all rows together.
 
     Raises:
         ValueError: there is no such recipe, or a number is below what makes sense.
         RanksFailed: a rank failed; the text says why.
     """
-    if num_steps < 1:
+    plan = make_plan(recipes, workload, num_steps, seconds, bucket_mb, small_bucket_mb, device)
+
+    def on_message(rank: int, progress: tuple[int, int]) -> None:
+        if on_progress is not None:
+            on_progress(*progress)
+
+    # Each turn has its own limit, kept by the ranks; this one is never reached before those.
+    timeout = TURN_LIMIT_S * (4 + 30 * len(plan.recipes))
+    outcomes = run_ranks(_measure_rank, world_size, timeout, args=(plan,), on_message=on_message, lab=lab)
+    return to_record(plan, outcomes, lab=lab, one_machine=True)
+
+
+def measure_here(
+    recipes: Sequence[str | gradwire.Recipe],
+    workload: Buildable,
+    *,
+    num_steps: int | None = None,
+    seconds: float = 40.0,
+    bucket_mb: float | None = None,
+    small_bucket_mb: float | None = None,
+    device: str = "cpu",
+    on_progress: Progress | None = None,
+) -> Record | None:
+    """`measure_steps` on the ranks of the default process group, which every one of them calls.
+
+    Returns the record on rank 0 and None on the others.
+    """
+    plan = make_plan(recipes, workload, num_steps, seconds, bucket_mb, small_bucket_mb, device)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    outcome = measure(rank, plan, on_progress or (lambda *_: None))
+    # As text through the store: nothing is unpickled that came over a network.
+    assert dist.group.WORLD is not None
+    store, meeting = dist.group.WORLD.get_group_store(), next_meeting(dist.group.WORLD)
+    times = [[*row.times_s] for row in outcome.rows]
+    counts = [row.bytes_per_step for row in outcome.rows]
+    store.set(f"{meeting}/{rank}", json.dumps({"times": times, "counts": counts}))
+    if rank != 0:
+        store.wait([f"{meeting}/read"])
+        return None
+    outcomes = [outcome]
+    for peer in range(1, size):
+        told = json.loads(store.get(f"{meeting}/{peer}"))
+        rows = [
+            dataclasses.replace(row, times_s=seconds_each, bytes_per_step=count)
+            for row, seconds_each, count in zip(outcome.rows, told["times"], told["counts"], strict=True)
+        ]
+        outcomes.append(dataclasses.replace(outcome, rows=rows))
+    store.set(f"{meeting}/read", "")
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == str(size)
+    return to_record(plan, outcomes, lab=None, one_machine=one_machine)
+
+
+def make_plan(
+    recipes: Sequence[str | gradwire.Recipe],
+    workload: Buildable,
+    num_steps: int | None,
+    seconds: float,
+    bucket_mb: float | None,
+    small_bucket_mb: float | None,
+    device: str,
+) -> Plan:
+    """What to measure; ValueError where it makes no sense."""
+    if num_steps is not None and num_steps < 1:
         raise ValueError(f"num_steps must be at least 1, not {num_steps}")
-    if bucket_mb is not None and not bucket_mb > 0:
-        raise ValueError(f"bucket_mb must be above 0, not {bucket_mb}")
+    for name, value in {"bucket_mb": bucket_mb, "small_bucket_mb": small_bucket_mb}.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0, not {value}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no CUDA device here; leave out --device cuda")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"the device is cpu or cuda, not {device!r}")
     chosen = dict.fromkeys(map(gradwire.recipe, recipes))
     chosen.pop(gradwire.noop(), None)
-    plan = _Plan((None, *chosen, gradwire.noop()), workload, num_steps, bucket_mb)
+    rows = (None, *chosen, gradwire.noop())
+    return Plan(rows, workload, num_steps, seconds, bucket_mb, small_bucket_mb, device)
 
-    def on_message(rank: int, num_done: int) -> None:
-        if on_progress is not None:
-            on_progress(num_done, plan.num_steps_in_all)
 
-    outcomes = run_ranks(
-        _measure,
-        world_size,
-        # Each turn has its own limit, kept by the ranks; this one is never reached before those.
-        timeout=_TURN_LIMIT_S * (2 + len(plan.recipes) * (1 + len(plan.turns))),
-        args=(plan,),
-        on_message=on_message,
-    )
+def _measure_rank(rank: int, plan: Plan) -> Outcome:
+    return measure(rank, plan, lambda *progress: send_message(progress) if rank == 0 else None)
+
+
+def to_record(plan: Plan, outcomes: list[Outcome], *, lab: Lab | None, one_machine: bool) -> Record:
+    """Every rank's outcome, made one."""
+    first = outcomes[0]
+    described = str(plan.workload)
+    if not isinstance(plan.workload, Workload):
+        described += f", {count_of(first.gradient_bytes / 4)} parameters"
+    rows = [_row([o.rows[i] for o in outcomes], first.gradient_bytes) for i in range(len(first.rows))]
+    noop_last = sorted(rows, key=lambda row: row.recipe == str(gradwire.noop()))
     return Record(
-        gradwire_version=gradwire.__version__,
-        torch_version=torch.__version__,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        machine=Machine.here(),
-        world_size=world_size,
-        threads_per_rank=outcomes[0].num_threads,
-        backend=outcomes[0].backend,
-        bucket_mb=bucket_mb,
-        workload=workload,
-        rows=tuple(_row(plan, index, outcomes) for index in range(len(plan.recipes))),
+        **conditions(lab, one_machine),
+        world_size=len(outcomes),
+        threads_per_rank=first.num_threads,
+        backend=first.backend,
+        device=first.device,
+        interleaved=True,
+        bucket_mb=plan.bucket_mb,
+        workload=described,
+        gradient_bytes=first.gradient_bytes,
+        rows=tuple(noop_last),
     )
 
 
-@dataclass(frozen=True)
-class _Plan:
-    recipes: tuple[gradwire.Recipe | None, ...]
-    """A row each; None is plain DDP."""
-    workload: Workload
-    num_steps: int
-    bucket_mb: float | None
-
-    @property
-    def turns(self) -> list[int]:
-        """How many steps each row takes, turn by turn."""
-        num_full, rest = divmod(self.num_steps, _STEPS_PER_TURN)
-        return [_STEPS_PER_TURN] * num_full + [rest] * (rest > 0)
-
-    @property
-    def num_steps_in_all(self) -> int:
-        return len(self.recipes) * (_NUM_WARM_UP_STEPS + self.num_steps)
+def conditions(lab: Lab | None, one_machine: bool) -> dict[str, Any]:
+    """What every record says about where and when it was taken."""
+    return {
+        "gradwire_version": gradwire.__version__,
+        "torch_version": torch.__version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": Machine.here(),
+        "link": None if lab is None or lab.bits_per_s is None else format_rate(lab.bits_per_s),
+        "one_machine": one_machine,
+    }
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What one rank found, row by row."""
-
-    times_s: list[list[float]]
-    bytes_per_step: list[int | None]
-    num_threads: int
-    backend: str
-
-
-def _row(plan: _Plan, index: int, outcomes: list[_Outcome]) -> Row:
-    # A step is over when the slowest rank is through; in ms, to the microsecond.
-    slowest = (max(times) for times in zip(*(o.times_s[index] for o in outcomes), strict=True))
-    samples_ms = tuple(round(1e3 * seconds, 3) for seconds in slowest)
-    recipe = plan.recipes[index]
-    if recipe is None:
-        gradient_bytes = 4 * plan.workload.num_parameters
-        return Row(ALLREDUCE, samples_ms, 2 * (len(outcomes) - 1) * gradient_bytes // len(outcomes))
-    counts = _known(o.bytes_per_step[index] for o in outcomes)
-    return Row(str(recipe), samples_ms, None if counts is None else max(counts))
-
-
-def _known(counts: Iterable[int | None]) -> list[int] | None:
-    """The counts, or None if one of them is not known."""
-    known: list[int] = []
-    for count in counts:
-        if count is None:
-            return None
-        known.append(count)
-    return known
-
-
-# --- inside a rank ---
-
-
-class _Contender:
-    """One row: its model and what is attached to that."""
-
-    def __init__(self, plan: _Plan, recipe: gradwire.Recipe | None) -> None:
-        torch.manual_seed(0)
-        self._workload = plan.workload
-        self._model = DistributedDataParallel(plan.workload.model(), bucket_cap_mb=plan.bucket_mb)
-        self._wire = None if recipe is None else gradwire.attach(self._model, recipe)
-        if self._wire is not None and not self._wire.attached:
-            raise RuntimeError(f"{recipe} was not attached, so it cannot be measured: unset GRADWIRE_DISABLE")
-        self.times_s: list[float] = []
-
-    def step(self, inputs: Tensor) -> float:
-        """Seconds that one step takes; without an optimizer, whose time is the same for all rows."""
-        begin = time.perf_counter()
-        self._model.zero_grad()
-        self._workload.loss(self._model(inputs)).backward()
-        return time.perf_counter() - begin
-
-    def bytes_per_step(self) -> int | None:
-        """Bytes this rank sent in the last step; None for plain DDP, which does not count them."""
-        if self._wire is None:
-            return None
-        counts = _known(bucket.bytes_sent for bucket in self._wire.stats().steps[-1].buckets)
-        return None if counts is None else sum(counts)
-
-    def close(self) -> None:
-        if self._wire is not None:
-            self._wire.detach()
-
-
-def _measure(rank: int, plan: _Plan) -> _Outcome:
-    with time_limit(_TURN_LIMIT_S):
-        contenders = [_Contender(plan, recipe) for recipe in plan.recipes]
-        torch.manual_seed(1 + rank)
-        inputs = plan.workload.inputs()
-    num_done = 0
-
-    def take_turn(contender: _Contender, num_steps: int) -> list[float]:
-        nonlocal num_done
-        with time_limit(_TURN_LIMIT_S):
-            dist.barrier()
-            times_s = [contender.step(inputs) for _ in range(num_steps)]
-        num_done += num_steps
-        if rank == 0:
-            send_message(num_done)
-        return times_s
-
-    for contender in contenders:
-        take_turn(contender, _NUM_WARM_UP_STEPS)
-    for turn, num_steps in enumerate(plan.turns):
-        # The same order on all ranks, but another one each time: none always follows the same other.
-        for contender in random.Random(turn).sample(contenders, k=len(contenders)):
-            contender.times_s += take_turn(contender, num_steps)
-    outcome = _Outcome(
-        [contender.times_s for contender in contenders],
-        [contender.bytes_per_step() for contender in contenders],
-        torch.get_num_threads(),
-        dist.get_backend(),
+def _row(found: list[Found], gradient_bytes: int) -> Row:
+    entry, size = found[0].entry, len(found)
+    counts = [f.bytes_per_step for f in found]
+    known = [count for count in counts if count is not None]
+    sent = max(known) if len(known) == size else None
+    if entry.recipe is None:
+        sent = ring_bytes(gradient_bytes, size)
+    return Row(
+        _name(entry),
+        slowest_ms(f.times_s for f in found),
+        sent,
+        entry.bucket_mb,
+        found[0].num_messages,
+        found[0].wait_ms,
+        found[0].work_ms,
+        found[0].gradient_error,
     )
-    with time_limit(_TURN_LIMIT_S):
-        dist.barrier()
-        for contender in contenders:
-            contender.close()
-    return outcome
+
+
+def _name(entry: Entry) -> str:
+    return ALLREDUCE if entry.recipe is None else str(entry.recipe)
+
+
+def ring_bytes(gradient_bytes: int, world_size: int) -> int:
+    """What a rank sends to average by a ring, as plain DDP does."""
+    return 2 * (world_size - 1) * gradient_bytes // world_size
+
+
+def slowest_ms(times_s: Iterable[Sequence[float]]) -> tuple[float, ...]:
+    """A step is over when the slowest rank is through; in ms, to the microsecond."""
+    return tuple(round(1e3 * max(times), 3) for times in zip(*times_s, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gradwire.headroom.records import Record, Row
+from gradwire.headroom.records import ALLREDUCE, Record, Row
 
 # Below 5 % nobody should change how a model trains.
 _WORTHWHILE_GAIN = 1.05
@@ -22,7 +22,8 @@ def give_verdict(record: Record) -> str:
         )
     share = record.communication_share(record.allreduce)
     most = max(1.0, record.gain(record.noop))
-    opening = f"Communication takes {share:.0%} of a plain DDP step on {record.world_size} ranks"
+    where = "" if record.link is None else f" with links of {record.link}"
+    opening = f"Communication takes {share:.0%} of a plain DDP step on {record.world_size} ranks{where}"
     if most < _WORTHWHILE_GAIN:
         return (
             f"{opening}, so no recipe could make a step more than {most:.2f}x as fast: "
@@ -37,19 +38,41 @@ def give_verdict(record: Record) -> str:
     if not record.recipes:
         return opening
     best = min(record.recipes, key=lambda row: row.step_ms)
-    return f"{opening} {_judge_best(record, best)}"
+    return f"{opening} {_judge_best(record, best)}{_judge_buckets(record, best)}"
 
 
 def _judge_best(record: Record, best: Row) -> str:
     gain = record.gain(best)
-    found = f"{best.recipe}, the best recipe measured, makes it {gain:.2f}x as fast"
+    found = f"{_what(record, best)}, the best measured, makes it {gain:.2f}x as fast"
     if gain <= 1:
-        return f"{found}: none gains anything here."
+        return f"{found}: nothing gains anything here, so compression is not worth it."
     if gain < _WORTHWHILE_GAIN:
-        return f"{found}: less than {_WORTHWHILE_GAIN - 1:.0%}, so nothing worth a change is gained here."
+        return f"{found}: less than {_WORTHWHILE_GAIN - 1:.0%}, so compression is not worth it here."
     if _may_be_chance(record, best):
         return f"{found}, but that may be noise: it {_wins(record, best)}. More steps may tell."
-    return f"{found}."
+    if best.recipe == ALLREDUCE:
+        return f"{found}: use that, DistributedDataParallel(..., bucket_cap_mb={best.bucket_mb:g})."
+    use = f"use it: gradwire.attach(model, {best.recipe!r})"
+    if best.bucket_mb != record.bucket_mb:
+        use += f", with DistributedDataParallel(..., bucket_cap_mb={best.bucket_mb:g})"
+    return f"{found}: {use}."
+
+
+def _judge_buckets(record: Record, best: Row) -> str:
+    """What smaller buckets do to plain DDP, where that is worth a word and not said yet."""
+    others = [row for row in record.recipes if row.recipe == ALLREDUCE and row is not best]
+    worth = [
+        row for row in others if record.gain(row) >= _WORTHWHILE_GAIN and not _may_be_chance(record, row)
+    ]
+    if not worth:
+        return ""
+    row = worth[0]
+    return f" Plain DDP with buckets of {row.bucket_mb:g} MB alone makes it {record.gain(row):.2f}x as fast."
+
+
+def _what(record: Record, row: Row) -> str:
+    name = "plain DDP" if row.recipe == ALLREDUCE else row.recipe
+    return name if row.bucket_mb == record.bucket_mb else f"{name} with buckets of {row.bucket_mb:g} MB"
 
 
 def _num_wins(record: Record, row: Row) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich import box
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
 from gradwire.headroom.records import NOOP, Record, Row
@@ -11,23 +12,26 @@ from gradwire.headroom.records import NOOP, Record, Row
 
 def step_table(record: Record) -> Table:
     """A row per recipe: step time, spread, bytes, gain over plain DDP, share of communication."""
-    table = Table(title=_title(record), caption=_caption(record), box=box.SIMPLE, title_justify="left")
+    table = Table(
+        title=escape(_title(record)), caption=_caption(record), box=box.SIMPLE, title_justify="left"
+    )
     table.caption_justify = "left"
-    table.add_column("recipe")
+    table.add_column("recipe", no_wrap=True)
     table.add_column("step ms", justify="right")
     table.add_column("p10-p90", justify="right")
-    table.add_column("sent per step", justify="right")
+    table.add_column("sent/step", justify="right")
     table.add_column("gain", justify="right")
-    table.add_column("communication", justify="right")
+    table.add_column("comm.", justify="right")
     for row in record.rows:
-        table.add_row(*_cells(record, row), style="dim" if row.recipe == NOOP else None)
+        cells = map(escape, _cells(record, row))
+        table.add_row(*cells, style="dim" if row.recipe == NOOP else None)
     return table
 
 
 def _cells(record: Record, row: Row) -> tuple[str, ...]:
     low, high = row.spread_ms
     return (
-        row.recipe,
+        record.label(row),
         f"{row.step_ms:.1f}",
         f"{low:.1f}-{high:.1f}",
         "unknown" if row.bytes_per_step is None else decimal(row.bytes_per_step),
@@ -38,20 +42,25 @@ def _cells(record: Record, row: Row) -> tuple[str, ...]:
 
 def _title(record: Record) -> str:
     plural = "s" if record.world_size > 1 else ""
+    link = "" if record.link is None else f", links of {record.link}"
+    device = "" if record.device == "cpu" else f"{record.device}, "
     return (
-        f"{record.world_size} rank{plural} over {record.backend}: {record.workload}\n"
+        f"{record.world_size} rank{plural} over {record.backend}{link}: {record.workload}\n{device}"
         f"{record.machine}, torch {record.torch_version}"
     )
 
 
 def _caption(record: Record) -> str:
     num_threads = record.world_size * record.threads_per_rank
+    what = "forward and backward" if record.interleaved else "from one optimizer step to the next"
     notes = [
-        f"Step: forward and backward, median of {len(record.allreduce.samples_ms)}, the slowest rank's time.",
-        "Gain: over allreduce (plain DDP). Communication: what noop does without.",
+        f"Step: {what}, median of {len(record.allreduce.samples_ms)}, the slowest rank's time.",
+        "Gain: over allreduce (plain DDP). Comm.: the part that noop does without.",
         "Sent: by one rank; counted, for allreduce computed (what a ring sends).",
     ]
-    if record.world_size > 1:
+    if not record.interleaved:
+        notes.append("Rows ran one after the other, so a slow minute may have hit one of them alone.")
+    if record.world_size > 1 and record.one_machine and record.link is None:
         notes.append("All ranks are on this machine; between machines communication costs more.")
     if num_threads > record.machine.num_cores:
         notes.append(

@@ -1,18 +1,56 @@
-"""The built-in model that a measurement trains."""
+"""What a measurement trains: the built-in models, and a user's own."""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 _NUM_HEADS = 8
 
 
 @dataclass(frozen=True)
+class Built:
+    """A model, a batch of it, and the loss of its output."""
+
+    model: nn.Module
+    batch: Any
+    """What the model takes: one argument, a tuple of them, or a dict of them by name."""
+    loss: Callable[[Any], Tensor]
+
+    def to(self, device: torch.device) -> Built:
+        """All of it on ``device``."""
+        return Built(
+            self.model.to(device), tree_map_only(Tensor, lambda t: t.to(device), self.batch), self.loss
+        )
+
+    def step_loss(self, model: nn.Module) -> Tensor:
+        """The loss of ``model``, this one or a wrapper of it, for the batch."""
+        if isinstance(self.batch, tuple):
+            return self.loss(model(*self.batch))
+        if isinstance(self.batch, dict):
+            return self.loss(model(**self.batch))
+        return self.loss(model(self.batch))
+
+
+class Buildable(Protocol):
+    """A workload as a value: it goes to the ranks, which build it; ``str`` describes it."""
+
+    def build(self) -> Built: ...
+
+
+@dataclass(frozen=True)
 class Workload:
-    """A transformer encoder and the batch it gets. Raises ValueError for sizes that do not work.
+    """A transformer encoder, or a ResNet-like stack of convolutions, and the batch it gets.
+
+    Raises ValueError for sizes that do not work.
 
     >>> print(Workload())
     transformer, 18.9M parameters, batch 2 x 64
@@ -20,17 +58,20 @@ class Workload:
 
     name: str = "transformer"
     width: int = 512
+    """Of the embedding; the channels of a ResNet."""
     num_layers: int = 6
+    """Residual blocks, in either."""
     batch: int = 2
     sequence: int = 64
+    """Tokens of a sequence; the side of a ResNet's square images."""
 
     def __post_init__(self) -> None:
-        if self.name != "transformer":
-            raise ValueError(f"the only workload is 'transformer', not {self.name!r}")
+        if self.name not in ("transformer", "resnet"):
+            raise ValueError(f"the workloads are 'transformer' and 'resnet', not {self.name!r}")
         for size in ("width", "num_layers", "batch", "sequence"):
             if getattr(self, size) < 1:
                 raise ValueError(f"a workload's {size} must be at least 1, not {getattr(self, size)}")
-        if self.width % _NUM_HEADS:
+        if self.name == "transformer" and self.width % _NUM_HEADS:
             raise ValueError(
                 f"the width must be a multiple of {_NUM_HEADS}, for as many attention heads, not {self.width}"
             )
@@ -38,11 +79,17 @@ class Workload:
     @property
     def num_parameters(self) -> int:
         """How many values are averaged in a step."""
+        if self.name == "resnet":
+            # Of a block two 3x3 kernels and norms of two values a channel; 27 weights a channel before.
+            return self.num_layers * (18 * self.width**2 + 4 * self.width) + 27 * self.width
         # Weights: 4 of width x width for attention, 8 for the MLP. The rest are biases and norms.
         return self.num_layers * (12 * self.width**2 + 13 * self.width)
 
     def model(self) -> nn.Module:
         """The model; the global random generator sets its weights."""
+        if self.name == "resnet":
+            stem = nn.Conv2d(3, self.width, 3, padding=1, bias=False)
+            return nn.Sequential(stem, *(_ResidualBlock(self.width) for _ in range(self.num_layers)))
         return nn.Sequential(
             *(
                 nn.TransformerEncoderLayer(
@@ -54,13 +101,84 @@ class Workload:
 
     def inputs(self) -> Tensor:
         """One batch of noise."""
+        if self.name == "resnet":
+            return torch.randn(self.batch, 3, self.sequence, self.sequence)
         return torch.randn(self.batch, self.sequence, self.width)
 
     def loss(self, output: Tensor) -> Tensor:
         """Any loss will do, for nothing is learnt."""
         return output.square().mean()
 
+    def build(self) -> Built:
+        return Built(self.model(), self.inputs(), self.loss)
+
     def __str__(self) -> str:
-        scale, unit = (1e6, "M") if self.num_parameters >= 1e6 else (1e3, "k")
-        count = f"{self.num_parameters / scale:.3g}{unit}"
-        return f"{self.name}, {count} parameters, batch {self.batch} x {self.sequence}"
+        return (
+            f"{self.name}, {count_of(self.num_parameters)} parameters, batch {self.batch} x {self.sequence}"
+        )
+
+
+class _ResidualBlock(nn.Module):
+    """Two 3x3 convolutions, normalised, and a way around them (He et al., 2015)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for _ in range(2):
+            layers += [nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, values: Tensor) -> Tensor:
+        out: Tensor = values + self.layers(values)
+        return out
+
+
+@dataclass(frozen=True)
+class ModelFactory:
+    """A user's own model: ``package.module:factory``, which returns model, batch and loss function.
+
+    The batch is what the model takes (a tuple for several arguments, a dict for named ones); the loss
+    function takes what it returns. Raises ValueError if the factory cannot be imported.
+    """
+
+    spec: str
+
+    def __post_init__(self) -> None:
+        self._import()
+
+    def build(self) -> Built:
+        made = self._import()()
+        if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
+            raise TypeError(
+                f"{self.spec} must return a model, a batch and a loss function, not "
+                f"{type(made).__name__}{f' of {len(made)}' if isinstance(made, tuple) else ''}"
+            )
+        return Built(*made)
+
+    def _import(self) -> Callable[[], Any]:
+        module, colon, name = self.spec.partition(":")
+        if not (module and colon and name):
+            raise ValueError(f"a model is given as package.module:factory, not {self.spec!r}")
+        # A console script's own path leaves the current folder out, where the user's code is.
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            factory: Callable[[], Any] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"cannot import {self.spec}: {error}") from None
+        return factory
+
+    def __str__(self) -> str:
+        return self.spec
+
+
+def count_of(number: float) -> str:
+    """A count for people.
+
+    >>> count_of(18_915_072), count_of(512)
+    ('18.9M', '512')
+    """
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:g}"

@@ -1,4 +1,4 @@
-"""Real Gloo ranks on this machine: started fast, ended for certain."""
+"""Real Gloo ranks on this machine, or on the hosts of a lab: started fast, ended for certain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +25,9 @@ from typing import Any, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+
+from gradwire.lab import Lab
+from gradwire.lab.namespaces import enter
 
 T = TypeVar("T")
 
@@ -52,6 +55,7 @@ def run_ranks(
     *,
     args: Sequence[Any] = (),
     on_message: Callable[[int, Any], None] | None = None,
+    lab: Lab | None = None,
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on real ranks with an initialised Gloo process group.
 
@@ -62,6 +66,7 @@ def run_ranks(
         timeout: seconds after which every rank is ended, whatever it does.
         args: further arguments.
         on_message: called in this process with ``(rank, message)`` for each `send_message` of a rank.
+        lab: where the ranks run, one on each host; by default on this machine and its loopback.
 
     Returns every rank's result, in rank order. Raises `RanksFailed` when a rank raises, crashes (also
     while it exits) or is still running at the timeout; then the text has the stack of each. No process
@@ -69,18 +74,24 @@ def run_ranks(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
+    if lab is not None and world_size != lab.num_hosts:
+        raise ValueError(f"a lab of {lab.num_hosts} hosts has as many ranks, not {world_size}")
     if "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
         raise ValueError(f"run_ranks takes a function from the top level of a module, not {fn.__qualname__}")
     context = mp.get_context("forkserver" if sys.platform != "win32" else "spawn")
     if sys.platform != "win32":
         # The server imports torch once; a rank is then forked in milliseconds instead of seconds.
         context.set_forkserver_preload([*_PRELOAD, *{"pytest", "hypothesis"}.intersection(sys.modules)])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with contextlib.nullcontext() if lab is None else lab.inside(0):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = "127.0.0.1" if lab is None else lab.address(0)
     with tempfile.TemporaryDirectory(prefix="gradwire-ranks-") as folder:
         ranks = []
         try:
             for rank in range(world_size):
-                job = _Job(fn, tuple(args), rank, world_size, timeout, store.port, folder)
+                job = _Job(fn, tuple(args), rank, world_size, timeout, address, store.port, folder)
+                if lab is not None:
+                    job = replace(job, namespace=lab.path(rank), environment=lab.environment(rank))
                 ranks.append(_Rank.start(context, job))
             _collect(ranks, time.monotonic() + timeout, on_message)
         finally:
@@ -119,8 +130,13 @@ class _Job:
     rank: int
     world_size: int
     timeout: float
+    address: str
+    """Where the store is."""
     port: int
     folder: str
+    namespace: str | None = None
+    """The network namespace to run in, if not this one."""
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def stack_file(self) -> Path:
@@ -224,15 +240,18 @@ _sending = threading.Lock()
 
 def _rank_main(connection: Connection, job: _Job) -> None:
     global _to_parent, _stack_file
+    if job.namespace is not None:
+        enter(job.namespace)  # before there are threads, which would stay behind
     _to_parent, _stack_file = connection, job.stack_file.open("w")
     threading.Thread(target=_die_with_parent, args=(connection,), daemon=True).start()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(job.rank))
+    os.environ.update(job.environment)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, file=_stack_file, all_threads=True)
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", job.port, is_master=False)
+    store = TCPStore(job.address, job.port, is_master=False)
     try:
         dist.init_process_group(
             "gloo",

@@ -1,0 +1,61 @@
+"""The command as a whole: its name, its version, its commands."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import gradwire
+from gradwire.cli.headroom import headroom
+from gradwire.cli.lab import lab
+from gradwire.cli.plan import plan
+from gradwire.cli.report import report
+from gradwire.cli.run import run
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
+)
+
+
+def main() -> None:
+    """What the console script calls."""
+    # Ranks that we start import torch anew: no warning for each connection of a host without a name.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    app(prog_name="gradwire")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradwire {gradwire.__version__} (torch {torch.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def gradwire_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions.")
+    ] = False,
+) -> None:
+    """Fast, small and correct gradient averaging for PyTorch DDP."""
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that can go over the wire."""
+    table = Table.grid(padding=(0, 2))
+    for name, factory in gradwire.RECIPES.items():
+        table.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0])
+    Console().print(table)
+
+
+app.command()(plan)
+app.command()(report)
+for command in (headroom, lab, run):
+    # Everything after the first word of COMMAND or SCRIPT is its own.
+    app.command(context_settings={"allow_interspersed_args": False})(command)

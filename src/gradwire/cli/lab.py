@@ -1,0 +1,53 @@
+"""``gradwire lab``: a command on every host of a slow network."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
+from gradwire.lab import Lab, LabUnavailable
+
+_NOT_FOUND = 127
+_INTERRUPTED = 130
+
+
+def lab(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What each host runs.")],
+    hosts: Annotated[int, typer.Option(min=1, metavar="N", help="Hosts on this machine, a rank each.")] = 2,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Of each host's link, such as 100mbit or 1gbit. Default: no limit.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """See how a training behaves on a slow network: several hosts on this machine, joined by slow links.
+
+    Each host is a network namespace with an interface eth0, and runs the command
+    as one rank, in the environment that torchrun would give it. Needs root and
+    Debian's iproute2. However it ends, nothing is left behind.
+
+    Example, of a link that most offices have:
+
+        gradwire lab --hosts 2 --rate 1gbit -- python train.py
+
+    Exit codes: 0 all ranks ended with 0; else that of the first rank that failed
+    (128 and the signal's number for one that was killed); 127 there is no such
+    command; 2 wrong arguments; 1 also if the lab cannot be made, with the reason.
+    """
+    try:
+        with Lab(hosts, rate) as made:
+            code = made.run(command)
+    except ValueError as error:
+        stop("lab", str(error), WRONG_ARGUMENTS)
+    except LabUnavailable as error:
+        stop("lab", str(error), FAILED)
+    except OSError as error:
+        stop("lab", f"cannot run {command[0]}: {error.strerror}", _NOT_FOUND)
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    raise typer.Exit(code)

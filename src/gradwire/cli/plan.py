@@ -1,0 +1,185 @@
+"""``gradwire plan``: step times on hardware that is not there."""
+
+from __future__ import annotations
+
+import json as json_text
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+import gradwire
+from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
+from gradwire.headroom import ModelFactory
+from gradwire.headroom.workloads import count_of
+from gradwire.lab import LabUnavailable, format_rate, parse_rate
+from gradwire.planner import Calibration, Cluster, calibrate, predict
+from gradwire.planner.validation import Comparison, validate
+from gradwire.testing import RanksFailed
+
+_WITHIN = 0.15
+
+
+def plan(
+    parameters: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="Of the model, such as 19e6.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="Count the parameters of this model instead (see `gradwire headroom --help`).",
+            show_default=False,
+        ),
+    ] = None,
+    compute_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS", help="Of a step without communication: noop in headroom.", show_default=False
+        ),
+    ] = None,
+    nodes: Annotated[str, typer.Option(metavar="N,...", help="Numbers of nodes.")] = "2,8,64,512",
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="On each node, on one link.")] = 1,
+    link: Annotated[str, typer.Option(metavar="RATE", help="Of each node's link.")] = "10gbit",
+    latency_us: Annotated[float, typer.Option(min=0, metavar="US", help="Between nodes, one way.")] = 50.0,
+    bucket_mb: Annotated[
+        float | None, typer.Option(metavar="MB", help="DDP's bucket_cap_mb.", show_default="25")
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RECIPE", help="May be given several times. Default: all.", show_default=False),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Kernel speeds; read if it is there, else measured here and written.",
+            show_default=False,
+        ),
+    ] = None,
+    validating: Annotated[
+        bool,
+        typer.Option("--validate", help="Compare predictions with measurements in the lab; minutes, root."),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+) -> None:
+    """Predict step times, scaling efficiency and bytes of each recipe, for up to thousands of workers.
+
+    From each recipe's own bytes and messages, the link, and kernel speeds that
+    are measured on this machine first (seconds for each recipe).
+
+    Example, for 350 M parameters and a compute time of 400 ms:
+
+        gradwire plan --parameters 350e6 --compute-ms 400 --nodes 2,16,1024 --link 10gbit
+
+    Exit codes: 0; 2 wrong arguments; 1 the calibration failed, or --validate
+    found a prediction that is more than 15 % off.
+    """
+    names = recipe or [name for name in gradwire.RECIPES if name != "noop"]
+    errors = Console(stderr=True, highlight=False)
+    try:
+        chosen = [str(gradwire.recipe(name)) for name in names]
+        if validating:
+            speeds = _calibration(calibration, chosen, errors)
+            comparisons = validate(chosen, speeds, lambda what: errors.print(f"measuring {what} ..."))
+            _show_comparisons(comparisons, json)
+            raise typer.Exit(FAILED if any(abs(c.error) > _WITHIN for c in comparisons) else 0)
+        if compute_ms is None or compute_ms <= 0:
+            raise ValueError("--compute-ms must be given, above 0: the time of noop in `gradwire headroom`")
+        num_parameters = _count(parameters, model)
+        clusters = [Cluster(n, workers, parse_rate(link), latency_us * 1e-6) for n in _numbers(nodes)]
+        speeds = _calibration(calibration, chosen, errors)
+        rows = [
+            (cluster, name, predict(name, num_parameters, compute_ms / 1e3, cluster, speeds, bucket_mb))
+            for cluster in clusters
+            for name in ("allreduce", *chosen)
+        ]
+    except (ValueError, OSError) as error:
+        stop("plan", str(error), WRONG_ARGUMENTS)
+    except (RanksFailed, LabUnavailable) as error:
+        stop("plan", str(error), FAILED)
+    if json:
+        typer.echo(
+            json_text.dumps(
+                [
+                    {
+                        "workers": cluster.num_workers,
+                        "nodes": cluster.num_nodes,
+                        "recipe": name,
+                        "step_ms": 1e3 * found.step_s,
+                        "efficiency": found.efficiency,
+                        "bytes_per_step": found.bytes_per_step,
+                        "num_messages": found.num_messages,
+                    }
+                    for cluster, name, found in rows
+                ],
+                indent=2,
+            )
+        )
+        return
+    title = (
+        f"{count_of(num_parameters)} parameters, {compute_ms:g} ms of compute, links of "
+        f"{format_rate(parse_rate(link))}, {latency_us:g} us"
+    )
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for column in ("workers", "recipe", "step ms", "efficiency", "sent per step", "messages"):
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    for cluster, name, found in rows:
+        table.add_row(
+            str(cluster.num_workers),
+            escape(name),
+            f"{1e3 * found.step_s:.1f}",
+            f"{found.efficiency:.0%}",
+            decimal(found.bytes_per_step),
+            str(found.num_messages),
+            end_section=name == chosen[-1],
+        )
+    Console(highlight=False).print(table)
+
+
+def _count(parameters: float | None, model: str | None) -> int:
+    if (parameters is None) == (model is None):
+        raise ValueError("give --parameters or --model, one of them")
+    if model is not None:
+        built = ModelFactory(model).build().model
+        return sum(p.numel() for p in built.parameters() if p.requires_grad)
+    assert parameters is not None
+    if not parameters >= 1:
+        raise ValueError(f"--parameters must be at least 1, not {parameters:g}")
+    return int(parameters)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--nodes takes numbers, such as 2,8,64, not {text!r}") from None
+
+
+def _calibration(path: Path | None, recipes: list[str], errors: Console) -> Calibration:
+    if path is not None and path.exists():
+        return Calibration.from_json(path.read_text())
+    errors.print("measuring the speed of the recipes on this machine ...")
+    found = calibrate(recipes)
+    if path is not None:
+        path.write_text(found.to_json())
+    return found
+
+
+def _show_comparisons(comparisons: list[Comparison], json: bool) -> None:
+    if json:
+        typer.echo(json_text.dumps([{**c.__dict__, "error": c.error} for c in comparisons], indent=2))
+        return
+    table = Table(title="a step, ms", box=box.SIMPLE, title_justify="left")
+    for column in ("hosts", "link", "recipe", "measured", "predicted", "error"):
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    for c in comparisons:
+        figures = (f"{c.measured_ms:.1f}", f"{c.predicted_ms:.1f}", f"{c.error:+.0%}")
+        table.add_row(str(c.num_hosts), c.link, escape(c.recipe), *figures)
+    Console(highlight=False).print(table)

@@ -1,0 +1,70 @@
+"""``gradwire report``: saved measurements, shown and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
+from gradwire.headroom import Record, give_verdict, read_records, step_table
+from gradwire.report import ReportUnavailable, render_page
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What --json wrote.")],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with charts; needs gradwire[report].")
+    ] = None,
+) -> None:
+    """Show saved measurements, and compare several: before and after, here and there.
+
+    Example, of a change to a training:
+
+        gradwire report before.json after.json --html change.html
+
+    Exit codes: 0 shown; 2 a file is no record, or an argument is wrong;
+    1 the page cannot be written, or plotly is not installed.
+    """
+    named: list[tuple[str, Record]] = []
+    for path in files:
+        try:
+            found = read_records(path.read_text())
+        except (OSError, ValueError) as error:
+            stop("report", f"{path}: {error}", WRONG_ARGUMENTS)
+        for record in found:
+            link = f", {record.link}" if len(found) > 1 else ""
+            named.append((f"{path.name}{link}", record))
+    console = Console(highlight=False)
+    for name, record in named:
+        console.print(f"[bold]{escape(name)}[/bold]")
+        console.print(step_table(record), "")
+        console.print(give_verdict(record), "", markup=False)
+    if len(named) > 1:
+        console.print(comparison_table(named))
+    if html is not None:
+        try:
+            html.write_text(render_page([record for _, record in named], [name for name, _ in named]))
+        except (OSError, ReportUnavailable) as error:
+            stop("report", f"--html: {error}", FAILED)
+
+
+def comparison_table(named: list[tuple[str, Record]]) -> Table:
+    """Step times of all rows, file by file, and how many times faster the last is than the first."""
+    table = Table(title="step ms", box=box.SIMPLE, title_justify="left")
+    table.add_column("recipe")
+    for name, _ in named:
+        table.add_column(escape(name), justify="right")
+    table.add_column("last over first", justify="right")
+    steps = [{record.label(row): row.step_ms for row in record.rows} for _, record in named]
+    for label in dict.fromkeys(label for found in steps for label in found):
+        times = [found.get(label) for found in steps]
+        first, last = times[0], times[-1]
+        gain = f"{first / last:.2f}x as fast" if first and last else ""
+        table.add_row(escape(label), *("-" if ms is None else f"{ms:.1f}" for ms in times), gain)
+    return table

@@ -1,0 +1,29 @@
+"""Link rates as people write them: ``100mbit``, ``1gbit``, ``2.5gbit``."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second. Raises ValueError for what is no rate.
+
+    >>> parse_rate("2.5gbit")
+    2500000000.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"a rate is a number and kbit, mbit or gbit, such as 100mbit, not {text!r}")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def format_rate(bits_per_s: float) -> str:
+    """The rate in the largest unit that does not make it a fraction of one.
+
+    >>> format_rate(1e9), format_rate(2.5e9), format_rate(100e6)
+    ('1gbit', '2.5gbit', '100mbit')
+    """
+    unit = next((u for u in ("gbit", "mbit") if bits_per_s >= _UNITS[u]), "kbit")
+    return f"{bits_per_s / _UNITS[unit]:g}{unit}"

@@ -1,0 +1,54 @@
+"""Runs a script or a module in this process, as ``python`` itself would."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run: a file, or with ``is_module`` a module's name, and its own arguments.
+
+    Raises ValueError for a file that is not there.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.is_module and not Path(self.name).is_file():
+            raise ValueError(f"there is no script {self.name}")
+
+    @classmethod
+    def of(cls, words: Sequence[str], is_module: bool) -> Script:
+        """From words of a command line; ``python train.py`` means ``train.py``."""
+        if not words:
+            raise ValueError("which script? Give it after the options: -- train.py --its-own options")
+        if not is_module and len(words) > 1 and Path(words[0]).name.startswith("python"):
+            words = words[1:]
+        return cls(words[0], tuple(words[1:]), is_module)
+
+    @property
+    def words(self) -> list[str]:
+        """What `of` takes to make this again in another process."""
+        return [self.name, *self.arguments]
+
+    def __str__(self) -> str:
+        return self.name if not self.is_module else f"-m {self.name}"
+
+
+def run_script(script: Script) -> None:
+    """Run the script as ``__main__``; whatever it raises, ``SystemExit`` included, leaves this."""
+    sys.argv = [script.name, *script.arguments]
+    if script.is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script.name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script.name).resolve().parent))
+        runpy.run_path(script.name, run_name="__main__")

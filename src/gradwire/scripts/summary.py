@@ -1,0 +1,37 @@
+"""What a run with gradwire sent, saved and suffered, in a few lines."""
+
+from __future__ import annotations
+
+from rich.filesize import decimal
+
+import gradwire
+from gradwire.scripts.attaching import Attachment, Attachments
+
+
+def summarize(attachments: Attachments) -> str:
+    """One line per model, for the rank that this runs on."""
+    lines = [_describe(a) for a in attachments.made if a.wire.stats().num_steps]
+    if attachments.num_given_way:
+        lines.append(f"{attachments.num_given_way} taken over by a hook of the script's own")
+    if attachments.num_refused:
+        lines.append(f"{attachments.num_refused} that could not be attached to, left to DDP")
+    if not lines:
+        made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
+        lines.append(f"no model trained with it ({made})")
+    return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
+
+
+def _describe(attachment: Attachment) -> str:
+    wire, stats = attachment.wire, attachment.wire.stats()
+    sent = stats.bytes_sent or 0
+    text = f"{stats.num_steps} steps, {decimal(sent)} sent by rank {attachment.rank}"
+    uncompressed = stats.num_steps * sum(
+        gradwire.fp32().wire_bytes(
+            bucket.numel, bucket.dtype, rank=attachment.rank, world_size=attachment.world_size
+        )
+        for bucket in wire.layout()
+    )
+    if uncompressed:
+        saved = uncompressed - sent
+        text += f" instead of {decimal(uncompressed)} ({saved / uncompressed:.0%} saved)"
+    return f"{text}, {'no errors' if wire.failure is None else f'failed: {wire.failure}'}"

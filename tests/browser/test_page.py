@@ -1,0 +1,50 @@
+"""The report page as a real browser shows it."""
+
+import re
+import shutil
+import subprocess
+from html import unescape
+
+import pytest
+
+from gradwire.headroom import give_verdict
+from gradwire.report import render_page
+from tests.test_report import EVIL, measured
+
+pytestmark = pytest.mark.browser
+
+
+def shown(text, folder):
+    """The document after its scripts have run."""
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    assert browser, "no Chromium here: apt install chromium"
+    (folder / "page.html").write_text(text)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    profile = f"--user-data-dir={folder / 'profile'}"
+    return subprocess.run(
+        [
+            browser,
+            *options,
+            profile,
+            "--virtual-time-budget=10000",
+            "--dump-dom",
+            f"file://{folder}/page.html",
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+
+
+def test_a_browser_shows_the_verdict_and_draws_the_charts(tmp_path):
+    slow = measured(link="100mbit")
+    document = shown(render_page([slow, measured(link="1gbit", workload=EVIL)]), tmp_path)
+    (verdict,) = re.findall(r'id="verdict-0">(.*?)</p>', document)
+    assert unescape(verdict) == give_verdict(slow)
+    # One plot in each chart's place; in the first, three bars for each of four rows.
+    assert len(re.findall(r'class="[^"]*js-plotly-plot[^"]*"', document)) == 6
+    first = document.partition('id="steps-0"')[2].partition("<table")[0]
+    assert len(re.findall(r'<g class="point"', first)) == 12
+    assert "exposed communication" in first
+    assert "<img" not in document.replace("&lt;img", "")

@@ -1,0 +1,182 @@
+"""The lab: hosts, links with a rate, commands and ranks on them, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from gradwire.cli import app
+from gradwire.headroom import read_records
+from gradwire.lab import Lab, LabUnavailable, format_rate, parse_rate
+from gradwire.testing import run_ranks
+
+
+def unavailable():
+    try:
+        Lab(1).close()
+    except LabUnavailable as error:
+        return str(error)
+    return ""
+
+
+needs_lab = pytest.mark.skipif(bool(reason := unavailable()), reason=reason)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_rates_are_read_as_people_write_them():
+    assert [parse_rate(text) for text in ("100mbit", "1 Gbit/s", "2.5gbit", "64kbit")] == [
+        1e8,
+        1e9,
+        2.5e9,
+        6.4e4,
+    ]
+    assert parse_rate(format_rate(2.5e9)) == 2.5e9
+    for text in ("fast", "100", "0mbit", "-1gbit", "1gb"):
+        with pytest.raises(ValueError, match="such as 100mbit"):
+            parse_rate(text)
+
+
+def sum_and_time(rank):
+    values = torch.full((500_000,), float(rank))
+    dist.barrier()
+    begin = time.perf_counter()
+    dist.all_reduce(values)
+    return values[0].item(), os.environ["LOCAL_RANK"], time.perf_counter() - begin
+
+
+@needs_lab
+def test_ranks_on_the_hosts_of_a_lab_talk_over_its_links():
+    with Lab(hosts=3, rate="50mbit") as lab:
+        before = [lab.bytes_sent(host) for host in range(3)]
+        results = run_ranks(sum_and_time, 3, lab=lab)
+        sent = [lab.bytes_sent(host) - old for host, old in enumerate(before)]
+    assert [result[:2] for result in results] == [(3.0, "0")] * 3
+    # A ring of three sends 4/3 of 2 MB: 0.43 s at 50 Mbit/s, and nothing gets around the limit.
+    assert all(2.6e6 < count < 3.5e6 for count in sent)
+    assert all(result[2] > 0.35 for result in results)
+
+
+@needs_lab
+def test_every_host_has_an_address_and_torchruns_environment(tmp_path):
+    script = 'echo "$RANK/$WORLD_SIZE $MASTER_ADDR $(ip -4 -br address show eth0)" > $FOLDER/$RANK'
+    with Lab(hosts=2) as lab, Lab(hosts=1) as other:
+        assert lab.run(["sh", "-c", script], env={"FOLDER": str(tmp_path)}) == 0
+        assert other.run(["true"]) == 0
+    for host in range(2):
+        fields = (tmp_path / str(host)).read_text().split()
+        assert fields[:2] == [f"{host}/2", "10.77.0.1"]
+        assert fields[-2] == f"10.77.0.{host + 1}/16" or fields[-1] == f"10.77.0.{host + 1}/16"
+
+
+@needs_lab
+def test_the_first_failure_ends_the_other_hosts_and_is_the_exit_code():
+    begin = time.monotonic()
+    result = run("lab", "--hosts", "2", "--", "sh", "-c", "test $RANK = 1 && exit 7; sleep 600")
+    assert result.exit_code == 7
+    assert run("lab", "--", "sh", "-c", "kill -9 $$").exit_code == 128 + signal.SIGKILL
+    assert run("lab", "true").exit_code == 0
+    assert time.monotonic() - begin < 300
+
+
+@needs_lab
+def test_a_command_that_does_not_end_is_ended_at_the_timeout():
+    with Lab(hosts=1) as lab, pytest.raises(subprocess.TimeoutExpired):
+        lab.run(["sleep", "600"], timeout=0.2)
+
+
+@needs_lab
+def test_headroom_sweeps_over_links(tmp_path):
+    path = tmp_path / "sweep.json"
+    sizes = ["--width", "64", "--layers", "1", "--sequence", "4", "--steps", "8", "--recipe", "bf16"]
+    result = run("headroom", *sizes, "--link", "10mbit,1gbit", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    slow, fast = read_records(path.read_text())
+    assert (slow.link, fast.link) == ("10mbit", "1gbit")
+    # 200 kB of gradients take 160 ms at 10 Mbit/s, of which the token bucket lets 64 KiB pass at once.
+    assert slow.allreduce.step_ms > 100
+    assert slow.allreduce.step_ms > slow.recipes[0].step_ms
+    assert slow.allreduce.step_ms > fast.allreduce.step_ms
+    assert "links of 10mbit" in result.stdout
+
+
+def sleepers(marker):
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker in path.read_text().split("\0"):
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@needs_lab
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_survives_the_end_of_the_lab_however_it_ends(how):
+    marker = f"60{os.getpid()}{how.value}"  # seconds that nobody else sleeps
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from gradwire.lab import Lab\n"
+        f"with Lab(2) as lab: lab.run(['sh', '-c', 'sleep {marker} & setsid sleep {marker}; wait'])"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(sleepers(marker)) == 4)
+        parent.send_signal(how)
+        wait_until(lambda: not sleepers(marker))
+        assert parent.wait(30) != 0
+    finally:
+        parent.kill()
+
+
+def test_without_iproute2_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("gradwire.lab.network.shutil.which", lambda *args, **kwargs: None)
+    result = run("lab", "true")
+    assert result.exit_code == 1
+    assert "apt install iproute2" in result.stderr
+
+
+def test_without_the_right_to_make_namespaces_the_error_says_what_to_grant(monkeypatch):
+    def refuse():
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("gradwire.lab.network._find_tools", lambda: "/usr/sbin/ip")
+    monkeypatch.setattr("gradwire.lab.network.Namespace", refuse)
+    result = run("lab", "true")
+    assert result.exit_code == 1
+    assert "run it as root" in result.stderr
+    assert "--cap-add SYS_ADMIN" in result.stderr
+
+
+@needs_lab
+def test_wrong_arguments_are_explained():
+    assert run("lab", "--rate", "fast", "true").exit_code == 2
+    assert "such as 100mbit" in run("lab", "--rate", "fast", "true").stderr
+    assert run("lab", "no-such-command").exit_code == 127
+    assert run("lab").exit_code == 2
+    with Lab(hosts=2) as lab:
+        with pytest.raises(ValueError, match="there is no host 2; they are 0 to 1"):
+            lab.bytes_sent(2)
+        with pytest.raises(ValueError, match="a lab of 2 hosts has as many ranks, not 3"):
+            run_ranks(sum_and_time, 3, lab=lab)
+    with pytest.raises(ValueError, match="this lab is closed"):
+        lab.bytes_sent(0)
+    with pytest.raises(ValueError, match="1 to 4096 hosts"):
+        Lab(hosts=0)
