@@ -21,10 +21,7 @@ from tests.test_bridge import backward, gradients, small_model
 
 # What torch has and gradwire not yet: a module, or a member of DDPCommHookType.
 NOT_YET = {
-    "quantization_hooks",
     "powerSGD_hook",
-    "QUANTIZE_PER_TENSOR",
-    "QUANTIZE_PER_CHANNEL",
     "POWER_SGD",
     "POWER_SGD_RANK2",
     "BATCHED_POWER_SGD",
@@ -140,6 +137,8 @@ def job_upstream(rank):
         DDPCommHookType.ALLREDUCE: {"rtol": 1e-5, "atol": 0},
         DDPCommHookType.FP16_COMPRESS: {"rtol": 1e-5, "atol": 1e-4},
         DDPCommHookType.BF16_COMPRESS: {"rtol": 1e-5, "atol": 1e-4},
+        DDPCommHookType.QUANTIZE_PER_TENSOR: {"rtol": 1e-5, "atol": 1e-4},
+        DDPCommHookType.QUANTIZE_PER_CHANNEL: {"rtol": 1e-5, "atol": 1e-4},
     }
     for kind, bound in bounds.items():
         through_registry = upstream_gradient(rank, lambda m, k=kind: register_ddp_comm_hook(k, m))

@@ -10,6 +10,7 @@ from torch import nn
 
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
+from gradwire.ddp_comm_hooks import quantization_hooks as quantization
 from gradwire.wire import attach
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
@@ -33,6 +34,8 @@ class DDPCommHookType(enum.Enum):
     ALLREDUCE = _member(default.allreduce_hook)
     FP16_COMPRESS = _member(default.fp16_compress_hook)
     BF16_COMPRESS = _member(default.bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = _member(quantization.quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = _member(quantization.quantization_perchannel_hook)
     NOOP = _member(debugging.noop_hook)
 
 
