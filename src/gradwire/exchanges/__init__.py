@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
 from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.sparse import average_sparse
 from gradwire.exchanges.two_shot import TwoShot
 
-__all__ = ["Context", "Exchange", "Noop", "Scratch", "TwoShot", "average_sparse"]
+__all__ = ["Context", "Exchange", "LowRank", "Noop", "Scratch", "TwoShot", "average_sparse"]
 
 
 class Exchange(Protocol):
