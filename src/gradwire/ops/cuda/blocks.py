@@ -31,6 +31,9 @@ _TUNED = {
     "reduce": {"int8": (1024, 2), "fp8": (512, 1), "int4": (1024, 4), "sign": (2048, 4)},
 }
 
+# By default Triton compiles anew for numbers that are 1 or a multiple of 16, and makes the 1 a constant.
+_SIZES = ["num_full", "tail", "low", "high", "num_rows", "first_scale", "own_index"]
+
 
 @triton.jit
 def _offsets(
@@ -91,7 +94,7 @@ def _scales(x, m, KIND: tl.constexpr, LIMIT: tl.constexpr):
     magnitude = x.to(tl.int32, bitcast=True) & _ABS
     largest = tl.max(tl.max(magnitude, axis=2, keep_dims=True), axis=1, keep_dims=True)
     if KIND == _SIGN:
-        part = tl.div_rn(1.0, m.to(tl.float32))
+        part = tl.div_rn(1.0, tl.cast(m, tl.float32))
         mean = tl.sum(tl.sum(tl.abs(x) * part, axis=1, keep_dims=True), axis=2, keep_dims=True)
         # Not beyond the largest finite number.
         word = _to_bf16(mean.to(tl.int32, bitcast=True))
@@ -188,7 +191,7 @@ def _encode_tile(
         _store_residual(residual, start + places, x - sent, exists & (scale >= 0), KEEPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _encode(
     values, residual, codes, scales, num_full, tail, low, high,
     KIND: tl.constexpr, LIMIT: tl.constexpr, DITHERED: tl.constexpr, KEEPS: tl.constexpr,
@@ -197,7 +200,7 @@ def _encode(
     first_block = tl.program_id(0).to(tl.int64) * ROWS
     if first_block < num_full:
         _encode_tile(
-            values, residual, codes, scales, first_block, WIDTH, BLOCK + 0 * tail, num_full - first_block,
+            values, residual, codes, scales, first_block, WIDTH, BLOCK, num_full - first_block,
             low, high, KIND, LIMIT, DITHERED, KEEPS, BLOCK, BITS, PLANES, WIDTH, ROWS,
         )  # fmt: skip
     else:
@@ -231,7 +234,7 @@ def _decode_tile(
     tl.store(values + first_block * BLOCK + places, y.to(values.dtype.element_ty), exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _decode(
     codes, scales, values, num_full, tail,
     KIND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
@@ -283,7 +286,7 @@ def _reduce_tile(
         _store_residual(residual, start + places, held, exists & (scale >= 0), KEEPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _reduce(
     rows, halves, num_rows, stride, first_scale, own, own_index, factors, factor, inverse, residual,
     codes, scales, num_full, tail, low, high,
@@ -298,7 +301,7 @@ def _reduce(
     if first_block < num_full:
         _reduce_tile(
             rows, halves, num_rows, stride, first_scale, own, own_index, factor, inverse, residual,
-            codes, scales, first_block, WIDTH, BLOCK + 0 * tail, num_full - first_block, low, high,
+            codes, scales, first_block, WIDTH, BLOCK, num_full - first_block, low, high,
             KIND, LIMIT, DITHERED, KEEPS, BLOCK, BITS, PLANES, WIDTH, ROWS,
         )  # fmt: skip
     else:
