@@ -22,13 +22,8 @@ from tests.test_bridge import backward, gradients, small_model
 # What torch has and gradwire not yet: a module, or a member of DDPCommHookType.
 NOT_YET = {
     "quantization_hooks",
-    "powerSGD_hook",
     "QUANTIZE_PER_TENSOR",
     "QUANTIZE_PER_CHANNEL",
-    "POWER_SGD",
-    "POWER_SGD_RANK2",
-    "BATCHED_POWER_SGD",
-    "BATCHED_POWER_SGD_RANK2",
 }
 
 THEIRS = {m.name for m in pkgutil.iter_modules(torch_package.__path__)}

@@ -27,10 +27,7 @@ class Memory:
         """
         if layout.dtype.is_complex:
             dtype = torch.complex64
-        state = self._states.get((name, dtype))
-        if state is None:
-            state = self._states[name, dtype] = NamedState(dtype)
-        flat = state.flat(layout, device)
+        flat = self._state(name, dtype).flat(layout, device)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -39,6 +36,16 @@ class Memory:
             self._made[key] = make()
         made: T = self._made[key]
         return made
+
+    def load(self, named: dict[str, dict[str, Tensor]]) -> None:
+        """Forget everything, and take what `named` has returned elsewhere."""
+        self._states.clear()
+        for name, values in named.items():
+            for parameter, value in values.items():
+                self._state(name, value.dtype).put(parameter, value)
+
+    def _state(self, name: str, dtype: torch.dtype) -> NamedState:
+        return self._states.setdefault((name, dtype), NamedState(dtype))
 
     def named(self) -> dict[str, dict[str, Tensor]]:
         """Every state as views by parameter: ``named()["residual"]["fc.weight"]``."""

@@ -93,7 +93,7 @@ class LowRank:
             _Averaging(self, plan, flat, sums, context).run()
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
-        """For a bucket that holds one vector; what others send depends on their shapes: see `bucket_bytes`."""
+        """For a bucket that holds one vector; what others send depends on shapes: see `bucket_bytes`."""
         vector = Slot("", 0, torch.Size([numel]), (1,))
         return self.bucket_bytes(BucketLayout(0, dtype, (vector,)), rank, world_size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -114,9 +114,9 @@ def plan_of(layout: BucketLayout, rank: int, min_compression_rate: float, whole:
         batches=tuple(batches),
         runs=_between(chosen, layout.numel),
         # One matrix for all holds its values where the bucket does, and their residuals go by parameter.
-        sums=layout if whole else _states(layout, batches, lambda m, r: (m.rows, m.columns)),
-        left=_states(layout, batches, lambda m, r: (r, m.rows)),
-        right=_states(layout, batches, lambda m, r: (r, m.columns)),
+        sums=layout if whole else _sums(layout, batches),
+        left=_factors(layout, batches, lambda matrix: matrix.rows),
+        right=_factors(layout, batches, lambda matrix: matrix.columns),
     )
 
 
@@ -152,16 +152,23 @@ def _between(matrices: Iterable[Matrix], numel: int) -> tuple[tuple[int, int], .
     return tuple((start, end) for start, end in [*runs, (position, numel)] if end > start)
 
 
-def _states(
-    layout: BucketLayout, batches: list[Batch], shape_of: Callable[[Matrix, int], tuple[int, int]]
-) -> BucketLayout:
+def _sums(layout: BucketLayout, batches: list[Batch]) -> BucketLayout:
+    slots = {slot.name: slot for slot in layout.slots}
+    moved, offset = [], 0
+    for matrix in (matrix for batch in batches for matrix in batch.matrices):
+        moved.append(replace(slots[matrix.name], offset=offset))
+        offset += matrix.numel
+    return replace(layout, slots=tuple(moved))
+
+
+def _factors(layout: BucketLayout, batches: list[Batch], length_of: Callable[[Matrix], int]) -> BucketLayout:
     slots, offset = [], 0
     for batch in batches:
         for matrix in batch.matrices:
-            shape = torch.Size(shape_of(matrix, batch.rank))
+            shape = torch.Size([batch.rank, length_of(matrix)])
             slots.append(Slot(matrix.name, offset, shape, (shape[1], 1)))
             offset += shape.numel()
-    return BucketLayout(layout.index, layout.dtype, tuple(slots))
+    return replace(layout, slots=tuple(slots))
 
 
 def _part(flat: Tensor, start: int, shape: tuple[int, int, int]) -> Tensor:
