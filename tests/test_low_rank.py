@@ -15,6 +15,11 @@ from gradwire.ops.reference import low_rank as reference
 from gradwire.testing import run_ranks
 from tests.test_powersgd_hook import Given, draw, outer
 
+try:
+    from gradwire.ops.cuda import low_rank as cuda
+except ImportError:  # no Triton for this platform
+    cuda = None
+
 SHAPES = [
     (1, 1, 1, 1),
     (3, 7, 40, 1),
@@ -25,6 +30,8 @@ SHAPES = [
     (1, 20, 20, 9),
 ]
 KERNELS = [(cpu, torch.float32), (reference, torch.float32), (reference, torch.float64)]
+if cuda is not None:
+    KERNELS.append((cuda, torch.float32))  # in Triton's interpreter
 
 
 # --- kernels ---

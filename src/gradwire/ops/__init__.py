@@ -116,9 +116,13 @@ def reduce_blocks(
 def low_rank(values: Tensor, work: Tensor) -> ModuleType:
     """The kernels for low-rank factors of ``values``, taken in ``work``: see `reference.low_rank`."""
     if _fast(values, work):
-        from gradwire.ops.cpu import low_rank as kernels
+        from gradwire.ops.cpu import low_rank as cpu_kernels
 
-        return kernels
+        return cpu_kernels
+    if work.is_cuda and _has_triton():
+        from gradwire.ops.cuda import low_rank as cuda_kernels
+
+        return cuda_kernels
     return reference_low_rank
 
 
