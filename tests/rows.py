@@ -30,7 +30,7 @@ class Row:
 
     @property
     def feedback(self):
-        return getattr(self.exchange, "feedback", None) is not None
+        return getattr(self.exchange, "feedback", None) not in (None, False)
 
     @property
     def in_training(self):
@@ -102,4 +102,9 @@ ROWS = [
     ),
     # The error of a value is at most its distance from the mean magnitude.
     Row("sign", 1.0, packed(1, 512), floor=1.0, step_tolerance=40.0),
+    # What is held back is what the factors have no room for, most of it where biases share one matrix with
+    # weights. A bucket that is one vector is sent as it is.
+    Row("powersgd:rank=2", 1e-6, own_size, floor=1.0, step_tolerance=0.3),
+    Row("powersgd:rank=1,whole=true", 1e-6, own_size, floor=1.0, step_tolerance=10.0),
+    Row("acp:rank=2", 1e-6, own_size, floor=1.0, step_tolerance=0.4),
 ]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from gradwire.codecs import Blocks, Cast, Codec, Raw
-from gradwire.exchanges import Exchange, Hierarchical, Noop, TwoShot
+from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, TwoShot
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -150,8 +150,39 @@ def sign(
     return _two_shot(sign, locals(), Blocks("sign", block))
 
 
+def powersgd(
+    rank: int = 4,
+    start: int = 0,
+    min_compression_rate: float = 2.0,
+    feedback: bool = True,
+    warm_start: bool = True,
+    whole: bool = False,
+    seed: int = 0,
+    reduction: Reduction = "mean",
+) -> Recipe:
+    """PowerSGD: matrices as two factors of this rank, about a hundredth of fp32's bytes.
+
+    From step ``start`` on; what the factors leave out is sent later. ``whole`` takes a bucket for one matrix.
+    """
+    exchange = LowRank(rank, start, min_compression_rate, feedback, warm_start, seed, whole)
+    return Recipe(_spec(powersgd, locals()), exchange, reduction)
+
+
+def acp(
+    rank: int = 4,
+    start: int = 0,
+    min_compression_rate: float = 2.0,
+    feedback: bool = True,
+    seed: int = 0,
+    reduction: Reduction = "mean",
+) -> Recipe:
+    """ACP-SGD: like PowerSGD, but one factor a step, in turns; half the bytes, messages and arithmetic."""
+    exchange = LowRank(rank, start, min_compression_rate, feedback, seed=seed, num_rounds=1)
+    return Recipe(_spec(acp, locals()), exchange, reduction)
+
+
 RECIPES: dict[str, Callable[..., Recipe]] = {
-    factory.__name__: factory for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, sign)
+    factory.__name__: factory for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, sign, powersgd, acp)
 }
 
 

@@ -231,6 +231,8 @@ def _prepare(
             "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
             "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
         )
+    if hasattr(state, "gradwire_bind"):
+        state.gradwire_bind(ddp)
     if hasattr(chosen, "gradwire_prepare"):
         chosen.gradwire_prepare(ddp)
     elif any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
