@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TINY = "--steps 6 --width 32 --layers 1 --length 16 --batch 1 --workers 8".split()
+TINY = ["--steps", "6", "--width", "32", "--layers", "1", "--length", "16", "--batch", "1", "--workers", "8"]
 
 
 def python(*arguments, returncode=0):

@@ -19,7 +19,6 @@ from gradwire.ddp_comm_hooks import DDPCommHookType, debugging_hooks, default_ho
 from gradwire.testing import run_ranks
 from tests.test_bridge import backward, gradients, small_model
 
-
 THEIRS = {m.name for m in pkgutil.iter_modules(torch_package.__path__)}
 # Modules without __all__, and names that are private and yet used.
 NAMES = {
