@@ -6,8 +6,8 @@
     python benchmarks/convergence.py --plot convergence/small.csv fidelity.svg --link 1gbit
 
 The model, the text and the learning rates are those of examples/train_lm.py. Each recipe and seed becomes one
-row of a CSV file; what has a row is not run again, so all may be ended at any time, and goes on with the first
-row that is not there. With --minutes, a row that would not be ready in time is given up after a few steps.
+row of a CSV file; what has a row is not run again, so it may be ended at any time, and goes on with the first
+row that is missing. With --minutes, a row that would not be ready in time is given up after a few steps.
 Exit code 0: every row is there; 3: run it again.
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TINY = "--steps 6 --width 32 --layers 1 --length 16 --batch 1 --workers 8".split()
+TINY = ["--steps", "6", "--width", "32", "--layers", "1", "--length", "16", "--batch", "1", "--workers", "8"]
 
 
 def python(*arguments, returncode=0):
@@ -79,3 +79,8 @@ def test_the_table_and_the_plot_show_every_recipe(folder, tmp_path):
     said = benchmark("--table", folder / "small.csv", "--plot", folder / "small.csv", plot)
     assert re.search(r"\| `int8` \| .* \| 4\.0x \| .* \| [+-]\d\.\d\d % \(.*\) \| 1 \|", said)
     assert plot.read_text().count("<polyline") == 3 * 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("fidelity-*.csv")), ids=lambda path: path.stem)
+def test_the_page_shows_the_table_of_the_runs_beside_it(path):
+    assert benchmark("--table", path).strip() in (ROOT / "docs" / "fidelity.md").read_text()
