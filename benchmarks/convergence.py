@@ -224,7 +224,7 @@ def run_all(options: argparse.Namespace, setting: Setting) -> int:
     return 0
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -240,7 +240,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path, metavar="CSV", help="print a table of what is there")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw what is there")
     parser.add_argument("--link", default="1gbit", help="of each worker, for the plot against time")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.table:
         print(table(read(options.table)))
     if options.plot:
