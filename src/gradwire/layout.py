@@ -157,6 +157,12 @@ class NamedState:
         self._holders.update((slot.name, new) for slot in layout.slots)
         return new.flat
 
+    def put(self, name: str, value: Tensor) -> None:
+        """Give a parameter the state ``value``, a copy of it, whatever bucket it will lie in."""
+        flat = value.detach().to(self._dtype).contiguous().flatten().clone()
+        slot = Slot(name, 0, value.shape, torch.empty(value.shape, device="meta").stride())
+        self._holders[name] = _Holder(BucketLayout(-1, self._dtype, (slot,)), flat)
+
     def named(self) -> dict[str, Tensor]:
         """Every parameter's state, by name, as views."""
         return {name: holder.view(name) for name, holder in self._holders.items()}

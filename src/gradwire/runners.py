@@ -55,10 +55,12 @@ class RecipeRunner:
         divides_by_active: Callable[[], bool] = lambda: False,
         *,
         may_skip: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         """Run on ``lane``, which a recipe that does not communicate may do without.
 
-        ``may_skip`` says that a parameter may have no gradient on any rank in a step.
+        ``may_skip`` says that a parameter may have no gradient on any rank in a step; ``memory`` is what
+        there is to remember already.
         """
         assert lane is not None or not recipe.exchange.communicates
         self.name = str(recipe)
@@ -68,7 +70,7 @@ class RecipeRunner:
         self._layouts = layouts
         self._divides_by_active = divides_by_active
         self._may_skip = may_skip
-        self.memory = Memory()
+        self.memory = Memory() if memory is None else memory
 
     @property
     def failure(self) -> WireError | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwire.ops.formats import BlockFormat, Kind, Seed
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.ops.reference import casts as reference_casts
+from gradwire.ops.reference import low_rank as reference_low_rank
 
 __all__ = [
     "BlockFormat",
@@ -27,6 +28,7 @@ __all__ = [
     "cast_scaled",
     "decode_blocks",
     "encode_blocks",
+    "low_rank",
     "reduce_blocks",
     "reduce_rows",
     "warm_up",
@@ -109,6 +111,19 @@ def reduce_blocks(
     the residual.
     """
     _blocks(own).reduce(form, rows, own, own_index, scale, residual, row, seed)
+
+
+def low_rank(values: Tensor, work: Tensor) -> ModuleType:
+    """The kernels for low-rank factors of ``values``, taken in ``work``: see `reference.low_rank`."""
+    if _fast(values, work):
+        from gradwire.ops.cpu import low_rank as cpu_kernels
+
+        return cpu_kernels
+    if work.is_cuda and _has_triton():
+        from gradwire.ops.cuda import low_rank as cuda_kernels
+
+        return cuda_kernels
+    return reference_low_rank
 
 
 def warm_up(device: torch.device) -> None:
