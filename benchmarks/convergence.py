@@ -5,10 +5,9 @@
     python benchmarks/convergence.py --table convergence/small.csv
     python benchmarks/convergence.py --plot convergence/small.csv fidelity.svg --link 1gbit
 
-The model, the text and the learning rates are those of examples/train_lm.py. Each recipe and seed becomes
-one row of a CSV file; what has a row is not run again, so all may be ended at any time, and goes on with the
-first row that is not there. With --minutes, a row that would not be ready in time is given up after a few
-steps.
+The model, the text and the learning rates are those of examples/train_lm.py. Each recipe and seed becomes one
+row of a CSV file; what has a row is not run again, so it may be ended at any time, and goes on with the first
+row that is missing. With --minutes, a row that would not be ready in time is given up after a few steps.
 Exit code 0: every row is there; 3: run it again.
 """
 
@@ -225,7 +224,7 @@ def run_all(options: argparse.Namespace, setting: Setting) -> int:
     return 0
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -241,7 +240,7 @@ def main() -> int:
     parser.add_argument("--table", type=Path, metavar="CSV", help="print a table of what is there")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw what is there")
     parser.add_argument("--link", default="1gbit", help="of each worker, for the plot against time")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.table:
         print(table(read(options.table)))
     if options.plot:

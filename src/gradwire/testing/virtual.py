@@ -67,6 +67,8 @@ class VirtualRanks:
             [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for layout in self.layouts]
             for _ in range(world_size)
         ]
+        # Made once: a model has hundreds, to be shown again for every rank in every step.
+        self._views = [list(self.gradients(rank).values()) for rank in range(world_size)]
         self._scratches = [Scratch() for _ in range(world_size)]
         self.memories = [Memory() for _ in range(world_size)]
         """What the recipe remembers, by rank: ``memories[3].named()["residual"]["fc.weight"]``."""
@@ -123,7 +125,7 @@ class VirtualRanks:
         return group.traffic
 
     def _show(self, rank: int) -> None:
-        for parameter, view in zip(self._parameters, self.gradients(rank).values(), strict=True):
+        for parameter, view in zip(self._parameters, self._views[rank], strict=True):
             parameter.grad = view
 
 
