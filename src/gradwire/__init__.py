@@ -1,5 +1,6 @@
 """gradwire: fast, small and correct gradient averaging for PyTorch data parallel."""
 
+from gradwire.checkpoint import merge_state_dicts
 from gradwire.errors import PeerError, WireError
 from gradwire.local_sgd import DiLoCo, LocalSGD, SlowMo
 from gradwire.overlap import OverlappedOptimizer, overlap_optimizer
@@ -27,6 +28,7 @@ __all__ = [
     "bf16",
     "fp16",
     "fp32",
+    "merge_state_dicts",
     "noop",
     "overlap_optimizer",
     "recipe",

@@ -28,6 +28,7 @@ class Bridge:
     def __init__(self, runner: Runner, rank: int) -> None:
         self.runner = runner
         self.num_steps = 0
+        """How many steps the run has had, those before a resume included."""
         self._rank = rank
 
     def run(self, bucket: GradBucket) -> Future[Tensor]:

@@ -79,7 +79,8 @@ class Layouts:
         known = self._layouts.get(index)
         if known is not None and known[0] == identity:
             return known[1]
-        layout = BucketLayout(index, bucket.buffer().dtype, self._slots(parameters))
+        dtype = bucket.buffer().dtype
+        layout = BucketLayout(index, dtype, self._slots(parameters, as_real=not dtype.is_complex))
         self._layouts[index] = identity, layout
         return layout
 
@@ -87,11 +88,15 @@ class Layouts:
         """The layouts of the buckets of the most recent step, in bucket order."""
         return tuple(layout for _, (_, layout) in sorted(self._layouts.items()))
 
-    def _slots(self, parameters: list[Tensor]) -> tuple[Slot, ...]:
+    def _slots(self, parameters: list[Tensor], *, as_real: bool) -> tuple[Slot, ...]:
+        """With ``as_real``, complex parameters have a last dimension of two, as DDP hands them out."""
         slots, offset = [], 0
         for parameter in parameters:
-            slots.append(Slot(self._name(parameter), offset, parameter.shape, _bucket_stride(parameter)))
-            offset += parameter.numel()
+            shape, stride = parameter.shape, _bucket_stride(parameter)
+            if as_real and parameter.is_complex():
+                shape, stride = torch.Size([*shape, 2]), (*(2 * step for step in stride), 1)
+            slots.append(Slot(self._name(parameter), offset, shape, stride))
+            offset += shape.numel()
         return tuple(slots)
 
     def _name(self, parameter: Tensor) -> str:
@@ -156,6 +161,22 @@ class NamedState:
         # A holder that no parameter points to any more is freed here.
         self._holders.update((slot.name, new) for slot in layout.slots)
         return new.flat
+
+    def put(self, name: str, values: Tensor) -> None:
+        """Set the state of one parameter, whatever bucket it will lie in."""
+        stride = torch.empty(values.shape, device="meta").stride()
+        alone = BucketLayout(0, values.dtype, (Slot(name, 0, values.shape, stride),))
+        flat = values.detach().to(self._dtype).reshape(-1).clone()
+        self._holders[name] = _Holder(alone, flat)
+
+    def drop(self, layout: BucketLayout) -> None:
+        """Forget the state of a bucket's parameters."""
+        for slot in layout.slots:
+            self._holders.pop(slot.name, None)
+
+    def has(self, layout: BucketLayout) -> bool:
+        """Whether any of a bucket's parameters has a state."""
+        return any(slot.name in self._holders for slot in layout.slots)
 
     def named(self) -> dict[str, Tensor]:
         """Every parameter's state, by name, as views."""

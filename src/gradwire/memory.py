@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -33,3 +35,24 @@ class Memory:
         for (name, _), state in self._states.items():
             merged.setdefault(name, {}).update(state.named())
         return merged
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of every state, by name and parameter: ``state_dict()["residual:float32"]["fc.weight"]``."""
+        return {
+            f"{name}:{_dtype_name(dtype)}": {key: view.clone() for key, view in state.named().items()}
+            for (name, dtype), state in self._states.items()
+            if state.named()
+        }
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
+        """Hold these states, as `state_dict` gives them, and nothing else."""
+        self._states.clear()
+        for key, tensors in states.items():
+            name, _, dtype = key.rpartition(":")
+            state = self._states[name, getattr(torch, dtype)] = NamedState(getattr(torch, dtype))
+            for parameter, values in tensors.items():
+                state.put(parameter, values.to(device))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -22,6 +22,7 @@ from gradwire.layout import BucketLayout, Layouts
 from gradwire.memory import Memory
 from gradwire.ops import Scale
 from gradwire.recipes import Recipe
+from gradwire.regroup import Regrouping, Timeline, grouping_of
 from gradwire.stats import StatsBook
 from gradwire.transport import Group, Traffic, gather
 
@@ -55,10 +56,12 @@ class RecipeRunner:
         divides_by_active: Callable[[], bool] = lambda: False,
         *,
         may_skip: bool = False,
+        num_transient: int = 0,
     ) -> None:
         """Run on ``lane``, which a recipe that does not communicate may do without.
 
-        ``may_skip`` says that a parameter may have no gradient on any rank in a step.
+        ``may_skip`` says that a parameter may have no gradient on any rank in a step, ``num_transient``
+        after how many steps the reducer rebuilds its buckets.
         """
         assert lane is not None or not recipe.exchange.communicates
         self.name = str(recipe)
@@ -69,6 +72,8 @@ class RecipeRunner:
         self._divides_by_active = divides_by_active
         self._may_skip = may_skip
         self.memory = Memory()
+        self.timeline = Timeline(num_transient)
+        self._regrouping = Regrouping()
 
     @property
     def failure(self) -> WireError | None:
@@ -80,8 +85,21 @@ class RecipeRunner:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.buffer())
         by_active = self._divides_by_active() and self._recipe.reduction == "mean"
-        run = functools.partial(self._average, not shadow if by_active else None, layout, place.step)
-        return self._lane.submit(Task(bucket.buffer(), run, place, self._record))
+        active = not shadow if by_active else None
+        grouping, flat, is_last = self.timeline.at(place.step), bucket.buffer(), bucket.is_last()
+        if is_last:
+            self.timeline.arrived(place.step, grouping_of(self._layouts.current()))
+        if grouping is None:
+            return self._submit(active, flat, layout, place)
+        submit = functools.partial(self._submit, active)
+        return self._regrouping.add(flat, layout, place, grouping, submit, self.fail, is_last=is_last)
+
+    def _submit(
+        self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place
+    ) -> Future[Tensor]:
+        assert self._lane is not None
+        run = functools.partial(self._average, active, layout, place.step)
+        return self._lane.submit(Task(flat, run, place, self._record))
 
     def _average(
         self,

@@ -6,21 +6,23 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire import checkpoint
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.errors import WireError
 from gradwire.execution import open_lane, timeout_of
 from gradwire.guard import Guard
-from gradwire.layout import BucketLayout, Layouts
+from gradwire.layout import BucketLayout, Layouts, canonical_name
 from gradwire.mixed_precision import has_events
 from gradwire.ops import warm_up
 from gradwire.recipes import Recipe
@@ -42,10 +44,22 @@ _TORCH_GROUP_HOOKS = {
 class Wire:
     """What is attached to a model: look at it with `stats`, end it with `detach`."""
 
-    def __init__(self, slot: Slot, bridge: Bridge | None, recipe: Recipe | Hook, layouts: Layouts) -> None:
+    def __init__(
+        self,
+        slot: Slot,
+        bridge: Bridge | None,
+        recipe: Recipe | Hook,
+        layouts: Layouts,
+        timeout: timedelta,
+    ) -> None:
         self._slot = slot
         self._bridge = bridge
         self._layouts = layouts
+        self._timeout = timeout
+        self._first_step = 0
+        # The runner that has a memory, also when another is put around it.
+        runner = None if bridge is None else bridge.runner
+        self._recipe_runner = runner if isinstance(runner, RecipeRunner) else None
         self.recipe = recipe
         """The recipe, or the user's hook."""
 
@@ -53,11 +67,93 @@ class Wire:
         """Bytes sent, messages, time waiting and working: in total, per step and per bucket."""
         if self._bridge is None:
             return WireStats(0, None, None, None, None, ())
-        return self._bridge.runner.stats.read(self._bridge.num_steps)
+        return self._bridge.runner.stats.read(self._bridge.num_steps - self._first_step)
 
     def layout(self) -> tuple[BucketLayout, ...]:
         """Which parameter lies where in each of the buckets seen so far."""
         return self._layouts.current()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on bit for bit: its residuals, the step count, the layout in use.
+
+        Plain tensors (copies) and numbers, in a form that ``torch.save`` and
+        ``torch.distributed.checkpoint.save`` take; each rank saves its own. Call it between steps.
+        """
+        group, runner = self._group, self._recipe_runner
+        step = 0 if self._bridge is None else self._bridge.num_steps
+        timeline = [] if runner is None else runner.timeline.save(step)
+        memory = {} if runner is None else runner.memory.state_dict()
+        return checkpoint.write(self._name, step, timeline, memory, group.rank(), group.size())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, also on another number of ranks; collective.
+
+        Args:
+            state: this rank's own, or, if the number of ranks has changed, those of all ranks as
+                `merge_state_dicts` or `checkpoint_template` gives them.
+
+        On the same number of ranks, the steps that follow are bit for bit those of a run that was not
+        stopped. On another one, what the ranks hold back together stays the same. Residuals that the
+        recipe of this wire has no use for are sent with the next gradients.
+
+        Raises ValueError, on every rank, when an entry is missing, unknown or of another shape.
+
+        Example::
+
+            torch.save(wire.state_dict(), f"wire{rank}.pt")
+            ...
+            wire.load_state_dict(torch.load(f"wire{rank}.pt"))
+        """
+        group, runner = self._group, self._recipe_runner
+        meeting, caller = next_meeting(group), "Wire.load_state_dict"
+        try:
+            reduction = self.recipe.reduction if isinstance(self.recipe, Recipe) else "mean"
+            saved = checkpoint.read(state, self._trained, group.rank(), group.size(), reduction)
+        except Exception as error:
+            agree(group, meeting, f"error: {error}", self._timeout, caller)
+            raise
+        agree(group, meeting, f"step {saved.step}, {saved.timeline}", self._timeout, caller)
+        if self._bridge is None:
+            return
+        self._bridge.num_steps = self._first_step = saved.step
+        if runner is not None:
+            runner.memory.load_state_dict(saved.memory, device_of(self.model))
+            runner.timeline.load(saved.step, saved.timeline)
+
+    def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:
+        """What ``torch.distributed.checkpoint.load`` fills with the state saved under ``key``.
+
+        Args:
+            metadata: what ``FileSystemReader(path).read_metadata()`` returns.
+            key: under which key of the checkpoint the state was saved.
+
+        Raises ValueError when there is none.
+
+        Example::
+
+            dcp.save({"wire": wire.state_dict()}, checkpoint_id=path)
+            ...
+            saved = {"wire": wire.checkpoint_template(dcp.FileSystemReader(path).read_metadata())}
+            dcp.load(saved, checkpoint_id=path)
+            wire.load_state_dict(saved["wire"])
+        """
+        group = self._group
+        return checkpoint.template(metadata.state_dict_metadata, key, group.rank(), group.size())
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self.model.process_group
+
+    @property
+    def _name(self) -> str:
+        return str(self.recipe) if isinstance(self.recipe, Recipe) else hook_name(self.recipe)
+
+    @property
+    def _trained(self) -> frozenset[str]:
+        """The names of the parameters that lie in buckets."""
+        ignored = {canonical_name(name) for name in self.model.parameters_to_ignore}
+        named = self.model.module.named_parameters()
+        return frozenset(canonical_name(name) for name, p in named if p.requires_grad) - ignored
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -117,8 +213,7 @@ class Wire:
         self.detach()
 
     def __repr__(self) -> str:
-        what = self.recipe if isinstance(self.recipe, Recipe) else hook_name(self.recipe)
-        return f"<Wire {what!s}, {'attached' if self.attached else 'detached'}>"
+        return f"<Wire {self._name}, {'attached' if self.attached else 'detached'}>"
 
 
 def attach(
@@ -158,7 +253,7 @@ def attach(
     group = ddp.process_group
     meeting = next_meeting(group)
     timeout = timeout or timeout_of(group)
-    device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
+    device = device_of(ddp)
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     try:
         slot, chosen, state = _prepare(ddp, recipe, state)
@@ -172,20 +267,22 @@ def attach(
     layouts = Layouts(ddp.module)
     if disabled:
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", chosen)
-        return Wire(slot, None, chosen, layouts)
+        return Wire(slot, None, chosen, layouts, timeout)
     runner: Runner
     if isinstance(chosen, Recipe):
         lane = open_lane(group, device, meeting) if chosen.exchange.communicates else None
         # Nothing behind the model's hook may hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))
         may_skip = ddp.find_unused_parameters or ddp.static_graph
-        runner = RecipeRunner(chosen, lane, layouts, by_active, may_skip=may_skip)
+        runner = RecipeRunner(
+            chosen, lane, layouts, by_active, may_skip=may_skip, num_transient=_num_transient(ddp)
+        )
     else:
         # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
         runner = HookRunner(chosen, state, Guard(group, meeting) if device.type == "cpu" else None)
     bridge = Bridge(runner, group.rank())
     slot.take(bridge)
-    return Wire(slot, bridge, chosen, layouts)
+    return Wire(slot, bridge, chosen, layouts, timeout)
 
 
 def unwrap(model: nn.Module) -> DistributedDataParallel:
@@ -199,6 +296,19 @@ def unwrap(model: nn.Module) -> DistributedDataParallel:
     elif isinstance(inner, nn.Module):
         hint = "; wrap the model first"
     raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{hint}")
+
+
+def device_of(ddp: DistributedDataParallel) -> torch.device:
+    """Where the model's gradients are."""
+    device: torch.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
+    return device
+
+
+def _num_transient(ddp: DistributedDataParallel) -> int:
+    """After how many steps DDP rebuilds its buckets; 0 if it never does."""
+    if ddp.static_graph:
+        return 2
+    return 0 if ddp.find_unused_parameters else 1
 
 
 def _prepare(
