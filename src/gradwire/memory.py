@@ -29,6 +29,15 @@ class Memory:
         flat = state.flat(layout, device)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
+    def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:
+        """Whether any of a bucket's parameters has a state called ``name`` in ``dtype``."""
+        state = self._states.get((name, dtype))
+        return state is not None and state.has(layout)
+
+    def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
+        """Forget that state of a bucket's parameters."""
+        self._states[name, dtype].drop(layout)
+
     def named(self) -> dict[str, dict[str, Tensor]]:
         """Every state as views by parameter: ``named()["residual"]["fc.weight"]``."""
         merged: dict[str, dict[str, Tensor]] = {}

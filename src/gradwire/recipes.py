@@ -6,14 +6,14 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from gradwire.codecs import Blocks, Cast, Raw
-from gradwire.exchanges import Exchange, Noop, TwoShot
+from gradwire.exchanges import Exchange, Noop, Schedule, TwoShot
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -130,6 +130,38 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 }
 
 
+def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
+    """One recipe after another: ``stages`` has the first step of each, the first of them 0.
+
+    What a recipe has held back is taken over by the next, or sent with its first gradients. As text:
+    ``"schedule(0=fp32; 1000=int8; 5000=int4)"``. Raises ValueError for stages that do not begin with step
+    0, or of which some average and some sum.
+
+    >>> print(schedule({0: "fp32", 1000: "int8", 5000: "int4:block=64"}))
+    schedule(0=fp32; 1000=int8; 5000=int4:block=64)
+    """
+    chosen = {int(start): recipe(each) for start, each in sorted(stages.items())}
+    if not chosen or min(chosen) != 0:
+        raise ValueError(f"a schedule begins with step 0, not {min(chosen, default='without stages')}")
+    if len(reductions := {each.reduction for each in chosen.values()}) > 1:
+        raise ValueError("the stages of a schedule must reduce alike, and of these some average and some sum")
+    name = f"schedule({'; '.join(f'{start}={each}' for start, each in chosen.items())})"
+    exchange = Schedule(tuple((start, each.exchange) for start, each in chosen.items()))
+    return Recipe(name, exchange, reductions.pop())
+
+
+def _parse_schedule(spec: str) -> Recipe:
+    stages: dict[int, str | Recipe] = {}
+    for stage in spec.removeprefix("schedule(").removesuffix(")").split(";"):
+        start, equals, each = (part.strip() for part in stage.partition("="))
+        if not (equals and start.isdigit()):
+            raise ValueError(f"a schedule's stage is step=recipe, as in 1000=int8, not {stage.strip()!r}")
+        if int(start) in stages:
+            raise ValueError(f"a schedule has one recipe from step {start} on, not two")
+        stages[int(start)] = each
+    return schedule(stages)
+
+
 def _spec(factory: Callable[..., Recipe], options: dict[str, object]) -> str:
     """The text from which `recipe` makes the same recipe."""
     parameters = inspect.signature(factory).parameters
@@ -162,6 +194,8 @@ def recipe(spec: str | Recipe) -> Recipe:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"a recipe is a name or a Recipe, not {type(spec).__name__}")
+    if spec.startswith("schedule(") and spec.endswith(")"):
+        return _parse_schedule(spec)
     name, _, options = spec.partition(":")
     if name not in RECIPES:
         raise ValueError(f"there is no recipe {name!r}{_suggestion(name)} Recipes: {', '.join(RECIPES)}")

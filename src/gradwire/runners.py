@@ -30,8 +30,10 @@ from gradwire.transport import Group, Traffic, gather
 class Runner(Protocol):
     """Averages buckets, and remembers the first failure of any rank."""
 
-    name: str
     stats: StatsBook
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def failure(self) -> WireError | None: ...
@@ -64,7 +66,6 @@ class RecipeRunner:
         after how many steps the reducer rebuilds its buckets.
         """
         assert lane is not None or not recipe.exchange.communicates
-        self.name = str(recipe)
         self.stats = StatsBook()
         self._recipe = recipe
         self._lane = lane
@@ -76,12 +77,22 @@ class RecipeRunner:
         self._regrouping = Regrouping()
 
     @property
+    def name(self) -> str:
+        return str(self._recipe)
+
+    def swap(self, recipe: Recipe, open_lane: Callable[[], Lane]) -> None:
+        """Average with another recipe from now on; what the one before holds back stays in the memory."""
+        if self._lane is None and recipe.exchange.communicates:
+            self._lane = open_lane()
+        self._recipe = recipe
+
+    @property
     def failure(self) -> WireError | None:
         return None if self._lane is None else self._lane.failure
 
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
         layout = self._layouts.of(bucket)
-        if self._lane is None:
+        if not self._recipe.exchange.communicates:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.buffer())
         by_active = self._divides_by_active() and self._recipe.reduction == "mean"

@@ -61,7 +61,6 @@ class SteppingRunner:
     ) -> None:
         """Step each bucket as it arrives, or, ``at_the_end``, all of them when the last has been computed."""
         self.inner = inner
-        self.name = inner.name
         self.stats = inner.stats
         self._lane = lane
         self._step = step
@@ -69,6 +68,10 @@ class SteppingRunner:
         self._after_backward = after_backward
         self._at_the_end = at_the_end
         self._held: list[tuple[Task, Future[Tensor]]] = []
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
 
     @property
     def failure(self) -> WireError | None:

@@ -120,6 +120,35 @@ class Wire:
             runner.memory.load_state_dict(saved.memory, device_of(self.model))
             runner.timeline.load(saved.step, saved.timeline)
 
+    def swap(self, recipe: str | Recipe) -> None:
+        """Average by another recipe from the next step on; collective, between steps.
+
+        What the recipe so far has held back is taken over by the new one, or, if that keeps no
+        residuals, sent with its next gradients: nothing is lost.
+
+        Raises ValueError when there is no such recipe or ranks swap to different ones or at different
+        steps; then all go on as before. TypeError for a wire that runs a hook.
+
+        Example::
+
+            wire = gradwire.attach(model, "bf16")
+            ...
+            wire.swap("int4")
+        """
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"this wire runs a hook, {self._name}; detach it, and attach the recipe")
+        group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
+        try:
+            chosen = parse_recipe(recipe)
+        except Exception as error:
+            agree(group, meeting, f"error: {error}", self._timeout, caller)
+            raise
+        step = 0 if self._bridge is None else self._bridge.num_steps
+        agree(group, meeting, f"{chosen!r} from step {step} on", self._timeout, caller)
+        if self._recipe_runner is not None:
+            self._recipe_runner.swap(chosen, lambda: open_lane(group, device_of(self.model), meeting))
+        self.recipe = chosen
+
     def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:
         """What ``torch.distributed.checkpoint.load`` fills with the state saved under ``key``.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.ops import Seed
@@ -57,6 +58,7 @@ class TwoShot:
     def run(self, flat: Tensor, context: Context) -> None:
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
+        take_over_residuals(flat, context, self.feedback)
         codec, group = self.codec.resolve(flat.dtype), context.group
         residual = None
         if self.feedback is not None:
