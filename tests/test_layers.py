@@ -14,6 +14,7 @@ FLOORS = [
     "transport",
     "layout",
     "memory",
+    "policy",
     "exchanges",
     "recipes",
     "failure",

@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from gradwire.guard import Guard
 from gradwire.layout import BucketLayout, Layouts, canonical_name
 from gradwire.mixed_precision import has_events
 from gradwire.ops import warm_up
+from gradwire.policy import NonfinitePolicy, OnNonfinite, check_mode
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import HookRunner, RecipeRunner, Runner, hook_name
@@ -67,7 +69,14 @@ class Wire:
         """Bytes sent, messages, time waiting and working: in total, per step and per bucket."""
         if self._bridge is None:
             return WireStats(0, None, None, None, None, ())
-        return self._bridge.runner.stats.read(self._bridge.num_steps - self._first_step)
+        stats = self._bridge.runner.stats.read(self._bridge.num_steps - self._first_step)
+        policy = self._bridge.policy
+        return stats if policy is None else replace(stats, num_skipped=policy.num_skipped)
+
+    @property
+    def looks_at_gradients(self) -> bool:
+        """Whether gradients that are not finite are skipped or raised for."""
+        return self._bridge is not None and self._bridge.policy is not None
 
     def layout(self) -> tuple[BucketLayout, ...]:
         """Which parameter lies where in each of the buckets seen so far."""
@@ -251,6 +260,7 @@ def attach(
     *,
     state: object = None,
     timeout: timedelta | None = None,
+    on_nonfinite: OnNonfinite = "propagate",
 ) -> Wire:
     """Average the model's gradients by ``recipe`` from the next backward pass on.
 
@@ -262,6 +272,10 @@ def attach(
             DDP communication hook, in any form that can be called with ``(state, bucket)``.
         state: the first argument of a hook; not for recipes.
         timeout: how long to wait for the other ranks; by default the group's own timeout.
+        on_nonfinite: what to do when an averaged gradient is infinite or NaN: ``"propagate"`` it to every
+            rank, as DDP does; ``"skip"`` the step, that is set every ``.grad`` to None on every rank, so
+            that no optimizer moves, and count it in `Wire.stats`; or ``"raise"`` FloatingPointError from
+            ``backward()`` on every rank, on CUDA from the next one.
 
     Raises:
         TypeError: the model is not a ``DistributedDataParallel``, or the recipe is none.
@@ -285,13 +299,20 @@ def attach(
     device = device_of(ddp)
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     try:
+        check_mode(on_nonfinite)
         slot, chosen, state = _prepare(ddp, recipe, state)
+        if on_nonfinite != "propagate" and isinstance(chosen, Recipe) and not chosen.exchange.communicates:
+            raise ValueError(
+                f"{chosen} leaves every rank its own gradients, so ranks would not {on_nonfinite} together"
+            )
         if not disabled:
             warm_up(device)
     except Exception as error:
         agree(group, meeting, f"error: {error}", timeout)
         raise
     claim = repr(chosen) if isinstance(chosen, Recipe) else f"hook {hook_name(chosen)}"
+    if on_nonfinite != "propagate":
+        claim += f", on_nonfinite={on_nonfinite!r}"
     agree(group, meeting, "GRADWIRE_DISABLE is set" if disabled else claim, timeout)
     layouts = Layouts(ddp.module)
     if disabled:
@@ -309,7 +330,8 @@ def attach(
     else:
         # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
         runner = HookRunner(chosen, state, Guard(group, meeting) if device.type == "cpu" else None)
-    bridge = Bridge(runner, group.rank())
+    policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
+    bridge = Bridge(runner, group.rank(), policy)
     slot.take(bridge)
     return Wire(slot, bridge, chosen, layouts, timeout)
 
