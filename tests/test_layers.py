@@ -29,6 +29,7 @@ FLOORS = [
     "slot",
     "agreement",
     "checkpoint",
+    "plan",
     "wire",
     "local_sgd",
     "overlap",

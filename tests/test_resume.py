@@ -17,7 +17,11 @@ from gradwire.regroup import Timeline
 from gradwire.testing import run_ranks
 from tests.rows import ROWS
 
-SPECS = [row.spec for row in ROWS] + ["int8:rounding=stochastic", "int4:residual=bf16,rounding=stochastic"]
+SPECS = [row.spec for row in ROWS] + [
+    "int4:residual=bf16,rounding=stochastic",
+    "schedule(0=int4; 2=fp32; 4=sign)",
+    "route(*.bias=fp32; *=int4:rounding=stochastic)",
+]
 NUM_STEPS = 7
 
 

@@ -4,7 +4,7 @@ from gradwire.checkpoint import merge_state_dicts
 from gradwire.errors import PeerError, WireError
 from gradwire.local_sgd import DiLoCo, LocalSGD, SlowMo
 from gradwire.overlap import OverlappedOptimizer, overlap_optimizer
-from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, schedule
+from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
 from gradwire.stats import BucketStats, StepStats, WireStats
 from gradwire.wire import Wire, attach
 
@@ -32,5 +32,6 @@ __all__ = [
     "noop",
     "overlap_optimizer",
     "recipe",
+    "route",
     "schedule",
 ]

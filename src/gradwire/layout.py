@@ -88,6 +88,16 @@ class Layouts:
         """The layouts of the buckets of the most recent step, in bucket order."""
         return tuple(layout for _, (_, layout) in sorted(self._layouts.items()))
 
+    def guess(self, parameters: list[Tensor]) -> tuple[BucketLayout, ...]:
+        """One bucket for each dtype, for want of what DDP has not told yet."""
+        dtypes = dict.fromkeys(map(_real, parameters))
+        return tuple(
+            BucketLayout(
+                index, dtype, self._slots([p for p in parameters if _real(p) == dtype], as_real=True)
+            )
+            for index, dtype in enumerate(dtypes)
+        )
+
     def _slots(self, parameters: list[Tensor], *, as_real: bool) -> tuple[Slot, ...]:
         """With ``as_real``, complex parameters have a last dimension of two, as DDP hands them out."""
         slots, offset = [], 0
@@ -108,6 +118,11 @@ class Layouts:
                 )
             self._names[id(parameter)] = f"parameter{len(self._names)}"
         return self._names[id(parameter)]
+
+
+def _real(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient in a bucket."""
+    return parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
 
 
 def _bucket_stride(parameter: Tensor) -> tuple[int, ...]:

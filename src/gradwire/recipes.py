@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from gradwire.codecs import Blocks, Cast, Raw
-from gradwire.exchanges import Exchange, Noop, Schedule, TwoShot
+from gradwire.exchanges import Exchange, Noop, Route, Schedule, TwoShot
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -135,12 +135,15 @@ def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
 
     What a recipe has held back is taken over by the next, or sent with its first gradients. As text:
     ``"schedule(0=fp32; 1000=int8; 5000=int4)"``. Raises ValueError for stages that do not begin with step
-    0, or of which some average and some sum.
+    0, of which some average and some sum, or that are schedules or routes themselves.
 
     >>> print(schedule({0: "fp32", 1000: "int8", 5000: "int4:block=64"}))
     schedule(0=fp32; 1000=int8; 5000=int4:block=64)
     """
     chosen = {int(start): recipe(each) for start, each in sorted(stages.items())}
+    for each in chosen.values():
+        if isinstance(each.exchange, Route | Schedule):
+            raise ValueError(f"the stages of a schedule are plain recipes, not {each}")
     if not chosen or min(chosen) != 0:
         raise ValueError(f"a schedule begins with step 0, not {min(chosen, default='without stages')}")
     if len(reductions := {each.reduction for each in chosen.values()}) > 1:
@@ -148,6 +151,41 @@ def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
     name = f"schedule({'; '.join(f'{start}={each}' for start, each in chosen.items())})"
     exchange = Schedule(tuple((start, each.exchange) for start, each in chosen.items()))
     return Recipe(name, exchange, reductions.pop())
+
+
+def route(routes: Mapping[str, str | Recipe]) -> Recipe:
+    """Each parameter by the recipe of the first pattern that fits its name, as ``fnmatch`` has it.
+
+    A pattern by which no parameter goes, and a parameter without a pattern, are errors of `attach`. As
+    text: ``"route(*.norm*=fp32; *=int4)"``. Raises ValueError for recipes of which some average and some
+    sum, and for schedules and routes inside.
+
+    >>> print(route({"*.norm*": "fp32", "embed.*": "int8", "*": "int4"}))
+    route(*.norm*=fp32; embed.*=int8; *=int4)
+    """
+    chosen = {pattern: recipe(each) for pattern, each in routes.items()}
+    if not chosen:
+        raise ValueError("a route needs at least one pattern, such as '*'")
+    for pattern, each in chosen.items():
+        if isinstance(each.exchange, Route | Schedule):
+            raise ValueError(f"the recipe of route {pattern!r} must be a plain one, not {each}")
+        if "=" in pattern or ";" in pattern:
+            raise ValueError(f"a route's pattern has no '=' and no ';', unlike {pattern!r}")
+    if len(reductions := {each.reduction for each in chosen.values()}) > 1:
+        raise ValueError("the recipes of a route must reduce alike, and of these some average and some sum")
+    name = f"route({'; '.join(f'{pattern}={each}' for pattern, each in chosen.items())})"
+    exchange = Route(tuple((pattern, each.exchange) for pattern, each in chosen.items()))
+    return Recipe(name, exchange, reductions.pop())
+
+
+def _parse_route(spec: str) -> Recipe:
+    routes: dict[str, str | Recipe] = {}
+    for item in spec.removeprefix("route(").removesuffix(")").split(";"):
+        pattern, equals, each = (part.strip() for part in item.partition("="))
+        if not equals or pattern in routes:
+            raise ValueError(f"a route is pattern=recipe, each pattern once, not {item.strip()!r}")
+        routes[pattern] = each
+    return route(routes)
 
 
 def _parse_schedule(spec: str) -> Recipe:
@@ -196,6 +234,8 @@ def recipe(spec: str | Recipe) -> Recipe:
         raise TypeError(f"a recipe is a name or a Recipe, not {type(spec).__name__}")
     if spec.startswith("schedule(") and spec.endswith(")"):
         return _parse_schedule(spec)
+    if spec.startswith("route(") and spec.endswith(")"):
+        return _parse_route(spec)
     name, _, options = spec.partition(":")
     if name not in RECIPES:
         raise ValueError(f"there is no recipe {name!r}{_suggestion(name)} Recipes: {', '.join(RECIPES)}")

@@ -21,11 +21,13 @@ from gradwire import checkpoint
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.errors import WireError
+from gradwire.exchanges import Route
 from gradwire.execution import open_lane, timeout_of
 from gradwire.guard import Guard
 from gradwire.layout import BucketLayout, Layouts, canonical_name
 from gradwire.mixed_precision import has_events
 from gradwire.ops import warm_up
+from gradwire.plan import WirePlan, make_plan
 from gradwire.policy import NonfinitePolicy, OnNonfinite, check_mode
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
@@ -78,6 +80,21 @@ class Wire:
         """Whether gradients that are not finite are skipped or raised for."""
         return self._bridge is not None and self._bridge.policy is not None
 
+    def plan(self) -> WirePlan:
+        """What each step sends: which parameters by which recipe, and how many bytes; ``print`` it.
+
+        Exact for the buckets of the last step. Before the first one, DDP's buckets are not known, and
+        the figures are those of one bucket for each dtype, off by a few bytes for each bucket more.
+        Sparse gradients, which travel as they are, are counted as if they were dense. Raises TypeError
+        for a hook, since what it sends cannot be known.
+        """
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"what the hook {self._name} sends cannot be known")
+        layouts = self._layouts.current() or self._layouts.guess(
+            [p for p in self.model.module.parameters() if p.requires_grad]
+        )
+        return make_plan(self.recipe, layouts, self._group.rank(), self._group.size())
+
     def layout(self) -> tuple[BucketLayout, ...]:
         """Which parameter lies where in each of the buckets seen so far."""
         return self._layouts.current()
@@ -117,7 +134,7 @@ class Wire:
         meeting, caller = next_meeting(group), "Wire.load_state_dict"
         try:
             reduction = self.recipe.reduction if isinstance(self.recipe, Recipe) else "mean"
-            saved = checkpoint.read(state, self._trained, group.rank(), group.size(), reduction)
+            saved = checkpoint.read(state, trained_names(self.model), group.rank(), group.size(), reduction)
         except Exception as error:
             agree(group, meeting, f"error: {error}", self._timeout, caller)
             raise
@@ -149,6 +166,7 @@ class Wire:
         group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
         try:
             chosen = parse_recipe(recipe)
+            _check_routes(chosen, self.model)
         except Exception as error:
             agree(group, meeting, f"error: {error}", self._timeout, caller)
             raise
@@ -185,13 +203,6 @@ class Wire:
     @property
     def _name(self) -> str:
         return str(self.recipe) if isinstance(self.recipe, Recipe) else hook_name(self.recipe)
-
-    @property
-    def _trained(self) -> frozenset[str]:
-        """The names of the parameters that lie in buckets."""
-        ignored = {canonical_name(name) for name in self.model.parameters_to_ignore}
-        named = self.model.module.named_parameters()
-        return frozenset(canonical_name(name) for name, p in named if p.requires_grad) - ignored
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -301,6 +312,7 @@ def attach(
     try:
         check_mode(on_nonfinite)
         slot, chosen, state = _prepare(ddp, recipe, state)
+        _check_routes(chosen, ddp)
         if on_nonfinite != "propagate" and isinstance(chosen, Recipe) and not chosen.exchange.communicates:
             raise ValueError(
                 f"{chosen} leaves every rank its own gradients, so ranks would not {on_nonfinite} together"
@@ -353,6 +365,18 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
     """Where the model's gradients are."""
     device: torch.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
     return device
+
+
+def trained_names(ddp: DistributedDataParallel) -> frozenset[str]:
+    """The names of the parameters that lie in buckets."""
+    ignored = {canonical_name(name) for name in ddp.parameters_to_ignore}
+    named = ddp.module.named_parameters()
+    return frozenset(canonical_name(name) for name, p in named if p.requires_grad) - ignored
+
+
+def _check_routes(chosen: Recipe | Hook, ddp: DistributedDataParallel) -> None:
+    if isinstance(chosen, Recipe) and isinstance(chosen.exchange, Route):
+        chosen.exchange.check(trained_names(ddp))
 
 
 def _num_transient(ddp: DistributedDataParallel) -> int:

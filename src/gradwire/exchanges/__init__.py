@@ -9,12 +9,13 @@ from torch import Tensor
 
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.noop import Noop
+from gradwire.exchanges.route import Route
 from gradwire.exchanges.schedule import Schedule
 from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.sparse import average_sparse
 from gradwire.exchanges.two_shot import TwoShot
 
-__all__ = ["Context", "Exchange", "Noop", "Schedule", "Scratch", "TwoShot", "average_sparse"]
+__all__ = ["Context", "Exchange", "Noop", "Route", "Schedule", "Scratch", "TwoShot", "average_sparse"]
 
 
 class Exchange(Protocol):
