@@ -59,7 +59,7 @@ def decode(form, row, n):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     n=SIZES,
     seed=st.integers(0, 2**16),
@@ -76,10 +76,11 @@ def test_the_kernels_equal_the_reference_bit_for_bit(form, n, seed, residual, po
 
 @pytest.mark.skipif(cuda is None, reason="there is no Triton for this platform")
 @pytest.mark.parametrize("form", [form for form in FORMATS if form.block < 4096], ids=str)
-@pytest.mark.parametrize("poison", [None, math.inf])
-@pytest.mark.parametrize("residual", RESIDUALS, ids=str)
+@pytest.mark.parametrize(
+    ("residual", "poison"), [(None, None), (torch.float32, math.inf), (torch.bfloat16, None)]
+)
 def test_the_cuda_kernels_equal_the_reference_in_tritons_interpreter(form, poison, residual):
-    for n in (1, 31, 4096, 4097, 9001):
+    for n in (1, 31, 4097):
         values = draw(n, n, spread=2.0)
         if poison is not None:
             values[n // 2] = poison
@@ -117,7 +118,7 @@ def compare(form, kernels, values, residual, magnitude, seed, scale_steps=0):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(n=SIZES, seed=st.integers(0, 2**16))
 def test_what_is_sent_and_what_is_kept_make_up_what_there_was(form, n, seed):
     values, kept = draw(n, seed), draw(n, seed + 1) / 10

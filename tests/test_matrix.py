@@ -38,10 +38,21 @@ QUANTISED = [
 ]
 
 
-RUNS = [pytest.param(row, size, id=f"{row.spec}-{size}") for row in ROWS for size in row.world_sizes]
+def runs(*, always):
+    """Every row with every number of ranks; all but one of them for `make test-full`, unless all always."""
+    return [
+        pytest.param(
+            row,
+            size,
+            id=f"{row.spec}-{size}",
+            marks=() if always or size == row.world_size or row.spec == "fp32" else pytest.mark.full,
+        )
+        for row in ROWS
+        for size in row.world_sizes
+    ]
 
 
-@pytest.mark.parametrize(("row", "world_size"), RUNS)
+@pytest.mark.parametrize(("row", "world_size"), runs(always=False))
 def test_every_recipe_keeps_the_contract(row, world_size):
     report = check_hook(row.spec, world_size=world_size, **row.in_training)
     assert report.ok, report
@@ -51,7 +62,14 @@ def test_every_recipe_keeps_the_contract(row, world_size):
 WIDE_CASES = [Case(), Case(graph="find_unused"), Case(subgroup=True), Case(nonfinite=True)]
 
 
-@pytest.mark.parametrize("spec", ["int8", "int4", "sign", "fp8", "int8:local_size=4", "int4:local_size=4"])
+WIDE = [
+    "int4",
+    "int8:local_size=4",
+    *(pytest.param(s, marks=pytest.mark.full) for s in ("int8", "fp8", "sign", "int4:local_size=4")),
+]
+
+
+@pytest.mark.parametrize("spec", WIDE)
 def test_low_bit_recipes_keep_the_contract_on_eight_ranks(spec):
     row = next(row for row in ROWS if row.spec == spec.replace("=4", "=2"))
     report = check_hook(spec, world_size=8, cases=WIDE_CASES, **row.in_training)
@@ -59,7 +77,7 @@ def test_low_bit_recipes_keep_the_contract_on_eight_ranks(spec):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("spec", ["int8", "int4", "sign", "fp8", "int8:local_size=4", "int4:local_size=4"])
+@pytest.mark.parametrize("spec", ["int8", "fp8", "int4", "sign", "int8:local_size=4", "int4:local_size=4"])
 def test_low_bit_recipes_keep_the_contract_on_eight_ranks_in_every_case(spec):
     row = next(row for row in ROWS if row.spec == spec.replace("=4", "=2"))
     report = check_hook(spec, world_size=8, **row.in_training)
@@ -67,7 +85,7 @@ def test_low_bit_recipes_keep_the_contract_on_eight_ranks_in_every_case(spec):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("row", "world_size"), RUNS)
+@pytest.mark.parametrize(("row", "world_size"), runs(always=True))
 def test_every_recipe_keeps_the_contract_in_every_combination(row, world_size):
     report = check_hook(row.spec, world_size=world_size, cases=cases(full=True), **row.in_training)
     assert report.ok, report
