@@ -15,7 +15,7 @@ help:
 	@echo "make test-full  the tests with the whole product of the invariant matrix"
 	@echo "make test-browser  the report page in a headless Chromium"
 	@echo "make test-gpu   the CUDA tests, in the Python of this machine, on its GPU"
-	@echo "make bench      step times of DDP, of torch's hooks and of ours, side by side"
+	@echo "make bench      kernels against a copy; step times of DDP, of torch's hooks and of ours"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "gradwire needs Python 3.10 or later"'
@@ -57,7 +57,8 @@ headroom: $(VENV)/installed
 	$(BIN)/gradwire headroom --json headroom.json --html headroom.html
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/steps.py
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/steps.py --averaging
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

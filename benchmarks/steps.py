@@ -1,22 +1,29 @@
 """Step times of DDP without a hook, torch's own hooks and ours, side by side in one run.
 
-    python benchmarks/steps.py                  two ranks on this machine
-    python benchmarks/steps.py --world-size 4 --rounds 20
+    python benchmarks/steps.py                     two ranks on this machine
+    python benchmarks/steps.py --link 100mbit      each rank behind a link of that rate (root, iproute2)
+    python benchmarks/steps.py --device cuda       two NCCL ranks, on one GPU if there is but one
+    python benchmarks/steps.py --rows noop,DDP,int8,int4,sign --rounds 4
 
 Everything is measured in the same processes, in turns whose order changes from round to round, so that drift
 hits all alike; a ratio is the median of the ratios within each round. A step is zero_grad, forward and
-backward; its time is that of the slowest rank. "Averaging" is the exchange alone,
-without a forward or backward beside it: of one bucket, and of the whole model's, which DDP averages two at a
-time.
+backward; its time is that of the slowest rank. Behind a link, the bytes that left a rank's interface are
+compared with what recipes announce. "Averaging" is the exchange alone, without a forward or backward
+beside it: of one bucket, and of the whole model's, which DDP averages two at a time.
 """
 
 import argparse
+import contextlib
+import copy
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +35,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+import gradwire.recipes
 from gradwire.errors import Place
 from gradwire.exchanges import Context
 from gradwire.execution import Task, open_lane
 from gradwire.headroom import Machine, Workload
+from gradwire.lab import Lab
 from gradwire.layout import BucketLayout, Slot
 from gradwire.memory import Memory
 from gradwire.testing import run_ranks
@@ -47,22 +56,15 @@ def torch_bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
     return torch_hooks.bf16_compress_hook(state, bucket)
 
 
-# name: what to register, and which of torch's to compare with
-ROWS: dict[str, Any] = {
-    "noop": "noop",
-    "DDP, no hook": None,
-    "torch allreduce_hook": torch_hooks.allreduce_hook,
-    "torch fp16_compress_hook": torch_hooks.fp16_compress_hook,
-    "torch bf16_compress_hook": torch_bf16,
-    "gradwire fp32": "fp32",
-    "gradwire fp16": "fp16",
-    "gradwire bf16": "bf16",
+# name: what to register
+PEERS: dict[str, Any] = {
+    "DDP": None,
+    "torch allreduce": torch_hooks.allreduce_hook,
+    "torch fp16": torch_hooks.fp16_compress_hook,
+    "torch bf16": torch_bf16,
 }
-PEERS = {
-    "fp32": "torch allreduce_hook",
-    "fp16": "torch fp16_compress_hook",
-    "bf16": "torch bf16_compress_hook",
-}
+DEFAULT_ROWS = ["noop", *PEERS, *(name for name in gradwire.recipes.RECIPES if name != "noop")]
+CPU, GPU = Workload(), Workload(width=1024, num_layers=8, batch=8, sequence=128)
 
 
 def slowest(seconds: list[float]) -> list[float]:
@@ -89,31 +91,71 @@ def ratio(values: list[float], base: list[float], per_round: int = 1) -> float:
     return float(statistics.median(a / b for a, b in rounds))
 
 
-def time_steps(rank: int, rounds: int) -> dict[str, list[float]]:
-    models = {}
-    for name, what in ROWS.items():
-        torch.manual_seed(0)
-        model = DistributedDataParallel(Workload().model())
-        if isinstance(what, str):
-            gradwire.attach(model, what)
-        elif what is not None:
-            model.register_comm_hook(None, what)
+@dataclass(frozen=True)
+class Measured:
+    """What one row gave."""
+
+    ms: list[float]
+    announced_bytes: int | None
+    """What the recipe says it sends in a step."""
+    sent_bytes: float | None
+    """What left the interface in a step, with all headers."""
+
+
+def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[str, Measured]:
+    group = dist.group.WORLD
+    if device == "cuda":
+        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        group = dist.new_group(backend="nccl")
+    built = (CPU if device == "cpu" else GPU).build()
+    wires, models = {}, {}
+    for name in names:
+        model = DistributedDataParallel(copy.deepcopy(built.model).to(device), process_group=group)
+        if name not in PEERS:
+            wires[name] = gradwire.attach(model, name)
+        elif PEERS[name] is not None:
+            model.register_comm_hook(group, PEERS[name])
         models[name] = model
-    batch = Workload().inputs()
-    seconds: dict[str, list[float]] = {name: [] for name in models}
+    built = built.to(torch.device(device))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, list[int]] = {name: [] for name in names}
     for turn in range(NUM_WARM_UP_TURNS + rounds):
         for name, model in shuffled(models, turn):
             dist.barrier()
+            before = interface_bytes()
             for _ in range(STEPS_PER_TURN):
                 begin = time.perf_counter()
                 model.zero_grad()
-                model(batch).square().mean().backward()
+                built.step_loss(model).backward()
+                if device == "cuda":
+                    torch.cuda.synchronize()
                 if turn >= NUM_WARM_UP_TURNS:
                     seconds[name].append(time.perf_counter() - begin)
-    return {name: slowest(values) for name, values in seconds.items()}
+            after = interface_bytes()
+            if turn >= NUM_WARM_UP_TURNS and before is not None and after is not None:
+                sent[name].append(after - before)
+    return {
+        name: Measured(
+            slowest(values),
+            sum(b.bytes_sent or 0 for b in wires[name].stats().steps[-1].buckets) if name in wires else None,
+            statistics.median(sent[name]) / STEPS_PER_TURN if sent[name] else None,
+        )
+        for name, values in seconds.items()
+    }
 
 
-def time_averaging(rank: int, rounds: int, sizes: list[int]) -> dict[str, list[float]]:
+def interface_bytes() -> int | None:
+    """What has left this rank's own network interface, if it has one."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        interface, colon, counters = line.partition(":")
+        if colon and interface.strip() == name and name != "lo":
+            return int(counters.split()[8])
+    return None
+
+
+def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -> dict[str, list[float]]:
     """The exchange of buckets of these sizes, handed over all at once as DDP does."""
     buckets = [torch.randn(n) for n in sizes]
     world_size = dist.get_world_size()
@@ -147,7 +189,7 @@ def time_averaging(rank: int, rounds: int, sizes: list[int]) -> dict[str, list[f
 
         return run
 
-    ways = {BASE: allreduce, **{f"gradwire {n}": exchange(n) for n in PEERS}}
+    ways = {BASE: allreduce, **{f"gradwire {n}": exchange(n) for n in names}}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(NUM_WARM_UP_TURNS + rounds):
         for name, run in shuffled(ways, turn):
@@ -174,23 +216,50 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=12, help=f"turns of {STEPS_PER_TURN} steps for each row"
     )
+    parser.add_argument("--link", help="the rate of each rank's link, such as 1gbit; by default no limit")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rows", default=",".join(DEFAULT_ROWS), help="separated by commas; DDP and others")
+    parser.add_argument("--averaging", action="store_true", help="also time the exchange alone")
     options = parser.parse_args()
+    names = ["DDP", *(name for name in options.rows.split(",") if name != "DDP")]
     limit = timedelta(minutes=30).total_seconds()
 
-    ranks = f"{options.world_size} ranks, one thread each, Gloo on loopback"
-    print(f"{Machine.here()}; {ranks}; torch {torch.__version__}")
-    steps = run_ranks(time_steps, options.world_size, limit, args=(options.rounds,))[0]
-    print(f"\n{'a step, ms':28} {'median':>8} {'p10':>8} {'p90':>8}   over DDP   over torch's hook")
-    for name, values in steps.items():
-        over_ddp = ratio(values, steps["DDP, no hook"], STEPS_PER_TURN)
-        peer = PEERS.get(name.removeprefix("gradwire "))
-        over_peer = f"{ratio(values, steps[peer], STEPS_PER_TURN):8.3f}" if peer else ""
-        print(f"{name:28} {describe(values)}   {over_ddp:8.3f}   {over_peer}")
+    workload = CPU if options.device == "cpu" else GPU
+    link = f"links of {options.link}" if options.link else "no limit"
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{Machine.here()}, Gloo"
+    print(
+        f"{where}; {options.world_size} ranks, one thread each, {link}; {workload}; torch {torch.__version__}"
+    )
+    with Lab(options.world_size, options.link) if options.link else contextlib.nullcontext() as lab:
+        args = names, options.rounds, options.device
+        steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab)[0]
+    print(
+        f"\n{'a step, ms':20} {'median':>8} {'p10':>8} {'p90':>8}   DDP over it   torch fp16 over it"
+        f"   it over noop   MB sent   on the interface"
+    )
+    for name, row in steps.items():
+        ratios = [
+            ratio(steps[base].ms, row.ms, STEPS_PER_TURN) if base in steps else None
+            for base in ("DDP", "torch fp16")
+        ]
+        if "noop" in steps:
+            ratios.append(ratio(row.ms, steps["noop"].ms, STEPS_PER_TURN))
+        cells = "".join(f"{r:14.2f}" if r is not None else f"{'':14}" for r in ratios)
+        announced = "" if row.announced_bytes is None else f"{row.announced_bytes / 1e6:9.2f}"
+        counted = ""
+        if row.sent_bytes is not None and row.announced_bytes:
+            counted = f"{row.sent_bytes / 1e6:9.2f} ({row.sent_bytes / row.announced_bytes:.3f})"
+        print(f"{name:20} {describe(row.ms)} {cells} {announced:>9} {counted}")
 
-    bucket, numel = 6_553_600, Workload().num_parameters  # 25 MiB, DDP's default
+    if not options.averaging:
+        return
+    bucket, numel = 6_553_600, workload.num_parameters  # 25 MiB, DDP's default
     whole = [bucket] * (numel // bucket) + [numel % bucket]
+    ours = [name for name in names if name not in PEERS and name != "noop"]
     for what, sizes in {"averaging one bucket, ms": [bucket], "averaging all buckets, ms": whole}.items():
-        averaging = run_ranks(time_averaging, options.world_size, limit, args=(4 * options.rounds, sizes))[0]
+        averaging = run_ranks(
+            time_averaging, options.world_size, limit, args=(ours, 4 * options.rounds, sizes)
+        )[0]
         print(f"\n{what:28} {'median':>8} {'p10':>8} {'p90':>8}   over DDP's")
         for name, values in averaging.items():
             print(f"{name:28} {describe(values)}   {ratio(values, averaging[BASE]):8.3f}")

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradwire import ops
-from gradwire.codecs import Blocks, Cast, Raw
+from gradwire.codecs import Affine, Blocks, Cast, Raw
 from gradwire.exchanges import TwoShot
 from gradwire.ops import Seed
 from gradwire.ops.cpu import casts as cpu
@@ -92,6 +92,35 @@ def test_a_bucket_no_wider_than_the_cast_travels_as_it_is():
     assert Cast(torch.float16).resolve(torch.bfloat16) == Raw(torch.bfloat16)
     assert Cast(torch.bfloat16).resolve(torch.bfloat16) == Raw(torch.bfloat16)
     assert Cast(torch.bfloat16).resolve(torch.float64) == Cast(torch.bfloat16)
+
+
+@pytest.mark.parametrize("block", [None, 1, 512])
+@settings(max_examples=25, deadline=None)
+@given(
+    n=SIZES.filter(bool),
+    seed=st.integers(0, 2**16),
+    exponent=st.sampled_from([-30, 0, 30]),
+    shift=st.sampled_from([-5.0, 0.0, 5.0]),
+)
+def test_affine_codes_are_within_half_a_step_of_the_range(block, n, seed, exponent, shift):
+    values = draw_values(n, torch.float32, seed, 1.0).add(shift) * 10.0**exponent
+    codec = Affine(block)
+    num_ranges = 1 if block is None else -(-n // block)
+    assert codec.wire_bytes(n) == -(-n // 4) * 4 + 8 * num_ranges
+    decoded = round_trip(codec, values)
+    width = values.clamp(min=0).max() - values.clamp(max=0).min()
+    # The code of zero is rounded too, so a value may be off by half a step more at the end of a range.
+    assert (decoded - values).abs().max() <= width / 255 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_affine_blocks_that_are_not_finite_come_back_so_and_spare_the_rest(poison):
+    values = torch.linspace(-1, 1, 1000)
+    values[17] = poison
+    decoded = round_trip(Affine(100), values)
+    assert not decoded[:100].isfinite().any()
+    assert torch.allclose(decoded[100:], values[100:], atol=1 / 255)
+    assert torch.equal(round_trip(Affine(), torch.zeros(9)), torch.zeros(9))
 
 
 def test_a_cast_to_anything_but_16_bits_is_refused():

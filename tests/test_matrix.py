@@ -3,8 +3,8 @@
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
-from gradwire.ddp_comm_hooks import debugging_hooks, default_hooks
-from gradwire.testing import cases, check_hook
+from gradwire.ddp_comm_hooks import debugging_hooks, default_hooks, quantization_hooks
+from gradwire.testing import Case, cases, check_hook
 from tests.rows import ROWS
 
 
@@ -14,6 +14,10 @@ def fp16_around_torch(state, bucket):
 
 def bf16_around_torch(state, bucket):
     return default_hooks.bf16_compress_wrapper(torch_hooks.allreduce_hook)(state, bucket)
+
+
+def narrow_channels(state, bucket):
+    return quantization_hooks.quantization_perchannel_hook(state, bucket, bucket_size=64)
 
 
 # hook, tolerance, what it makes of the gradients
@@ -26,29 +30,66 @@ RAW_HOOKS = [
     (fp16_around_torch, 2.0**-8, "mean"),
     (bf16_around_torch, 2.0**-5, "mean"),
 ]
+# 8 bits, of which parameters in one bucket share the range.
+QUANTISED = [
+    quantization_hooks.quantization_pertensor_hook,
+    quantization_hooks.quantization_perchannel_hook,
+    narrow_channels,
+]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.spec)
+RUNS = [pytest.param(row, size, id=f"{row.spec}-{size}") for row in ROWS for size in row.world_sizes]
+
+
+@pytest.mark.parametrize(("row", "world_size"), RUNS)
 def test_every_recipe_keeps_the_contract(row, world_size):
     report = check_hook(row.spec, world_size=world_size, **row.in_training)
     assert report.ok, report
 
 
+# On eight ranks `make test` looks at what depends on their number, `make test-full` at everything.
+WIDE_CASES = [Case(), Case(graph="find_unused"), Case(subgroup=True), Case(nonfinite=True)]
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "sign", "fp8", "int8:local_size=4", "int4:local_size=4"])
+def test_low_bit_recipes_keep_the_contract_on_eight_ranks(spec):
+    row = next(row for row in ROWS if row.spec == spec.replace("=4", "=2"))
+    report = check_hook(spec, world_size=8, cases=WIDE_CASES, **row.in_training)
+    assert report.ok, report
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.spec)
+@pytest.mark.parametrize("spec", ["int8", "int4", "sign", "fp8", "int8:local_size=4", "int4:local_size=4"])
+def test_low_bit_recipes_keep_the_contract_on_eight_ranks_in_every_case(spec):
+    row = next(row for row in ROWS if row.spec == spec.replace("=4", "=2"))
+    report = check_hook(spec, world_size=8, **row.in_training)
+    assert report.ok, report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("row", "world_size"), RUNS)
 def test_every_recipe_keeps_the_contract_in_every_combination(row, world_size):
     report = check_hook(row.spec, world_size=world_size, cases=cases(full=True), **row.in_training)
     assert report.ok, report
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+# The same recipes as above by another door: on three ranks, and by `make test-full` on two and four.
+SIZES = [3, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 4))]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize(
     ("hook", "tolerance", "expect"), RAW_HOOKS, ids=lambda value: getattr(value, "__name__", None)
 )
 def test_every_hook_function_keeps_the_contract_when_registered_with_ddp(hook, tolerance, expect, world_size):
     report = check_hook(hook, tolerance=tolerance, expect=expect, world_size=world_size)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("hook", QUANTISED, ids=lambda hook: hook.__name__)
+def test_every_quantised_hook_keeps_the_contract_when_registered_with_ddp(hook, world_size):
+    report = check_hook(hook, tolerance=0.02, floor=1.0, world_size=world_size)
     assert report.ok, report
 
 

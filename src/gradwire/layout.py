@@ -177,12 +177,11 @@ class NamedState:
         self._holders.update((slot.name, new) for slot in layout.slots)
         return new.flat
 
-    def put(self, name: str, values: Tensor) -> None:
-        """Set the state of one parameter, whatever bucket it will lie in."""
-        stride = torch.empty(values.shape, device="meta").stride()
-        alone = BucketLayout(0, values.dtype, (Slot(name, 0, values.shape, stride),))
-        flat = values.detach().to(self._dtype).reshape(-1).clone()
-        self._holders[name] = _Holder(alone, flat)
+    def put(self, name: str, value: Tensor) -> None:
+        """Give a parameter the state ``value``, a copy of it, whatever bucket it will lie in."""
+        flat = value.detach().to(self._dtype).contiguous().flatten().clone()
+        slot = Slot(name, 0, value.shape, torch.empty(value.shape, device="meta").stride())
+        self._holders[name] = _Holder(BucketLayout(-1, self._dtype, (slot,)), flat)
 
     def drop(self, layout: BucketLayout) -> None:
         """Forget the state of a bucket's parameters."""

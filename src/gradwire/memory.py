@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradwire.layout import BucketLayout, NamedState
+
+T = TypeVar("T")
 
 
 class Memory:
@@ -15,6 +18,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._states: dict[tuple[str, torch.dtype], NamedState] = {}
+        self._made: dict[Hashable, Any] = {}
 
     def flat(self, name: str, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The state called ``name`` of a bucket's parameters, flat, to read and to write; at first zero.
@@ -23,10 +27,7 @@ class Memory:
         """
         if layout.dtype.is_complex:
             dtype = torch.complex64
-        state = self._states.get((name, dtype))
-        if state is None:
-            state = self._states[name, dtype] = NamedState(dtype)
-        flat = state.flat(layout, device)
+        flat = self._state(name, dtype).flat(layout, device)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
     def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:
@@ -37,6 +38,23 @@ class Memory:
     def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
         """Forget that state of a bucket's parameters."""
         self._states[name, dtype].drop(layout)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returns, made once; for what need not be saved, since it can be made again."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
+    def load(self, named: dict[str, dict[str, Tensor]]) -> None:
+        """Forget everything, and take what `named` has returned elsewhere."""
+        self._states.clear()
+        for name, values in named.items():
+            for parameter, value in values.items():
+                self._state(name, value.dtype).put(parameter, value)
+
+    def _state(self, name: str, dtype: torch.dtype) -> NamedState:
+        return self._states.setdefault((name, dtype), NamedState(dtype))
 
     def named(self) -> dict[str, dict[str, Tensor]]:
         """Every state as views by parameter: ``named()["residual"]["fc.weight"]``."""
@@ -58,9 +76,8 @@ class Memory:
         self._states.clear()
         for key, tensors in states.items():
             name, _, dtype = key.rpartition(":")
-            state = self._states[name, getattr(torch, dtype)] = NamedState(getattr(torch, dtype))
             for parameter, values in tensors.items():
-                state.put(parameter, values.to(device))
+                self._state(name, getattr(torch, dtype)).put(parameter, values.to(device))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

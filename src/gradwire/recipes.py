@@ -7,13 +7,13 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-from gradwire.codecs import Blocks, Cast, Raw
-from gradwire.exchanges import Exchange, Noop, Route, Schedule, TwoShot
+from gradwire.codecs import Blocks, Cast, Codec, Raw
+from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Route, Schedule, TwoShot
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -34,6 +34,8 @@ class Recipe:
     """What `recipe` makes this recipe from: a name, and the options that are not as by default."""
     exchange: Exchange
     reduction: Reduction = "mean"
+    local_size: int | None = None
+    """Ranks in a node, for a recipe in two levels; 1 for one level; None for what the launcher says."""
 
     def __post_init__(self) -> None:
         if self.reduction not in typing.get_args(Reduction):
@@ -41,6 +43,29 @@ class Recipe:
 
     def __str__(self) -> str:
         return self.name
+
+    def placed(self, local_size: int) -> Recipe:
+        """This recipe on nodes of so many ranks; itself if it knows its nodes, or cannot have any."""
+        if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
+            return self
+        name = f"{self.name}{',' if ':' in self.name else ':'}local_size={local_size}"
+        return replace(
+            self, name=name, exchange=Hierarchical(self.exchange, local_size), local_size=local_size
+        )
+
+    def link_bytes(
+        self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
+    ) -> tuple[int, int]:
+        """The exact bytes that ``rank`` sends within its node, and through its network card.
+
+        >>> recipe("int8:local_size=8").link_bytes(1 << 20, world_size=16)
+        (7340032, 132096)
+        >>> recipe("int8").link_bytes(1 << 20, world_size=16)
+        (0, 1981440)
+        """
+        if isinstance(self.exchange, Hierarchical):
+            return self.exchange.link_bytes(numel, dtype, rank, world_size)
+        return 0, self.wire_bytes(numel, dtype, rank=rank, world_size=world_size)
 
     def wire_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
@@ -60,19 +85,19 @@ def noop() -> Recipe:
     return Recipe("noop", Noop())
 
 
-def fp32(reduction: Reduction = "mean") -> Recipe:
+def fp32(reduction: Reduction = "mean", local_size: int | None = 1) -> Recipe:
     """Plain averaging: gradients travel in their own dtype."""
-    return Recipe(_spec(fp32, locals()), TwoShot(Raw()), reduction)
+    return _two_shot(fp32, locals(), Raw())
 
 
-def fp16(reduction: Reduction = "mean") -> Recipe:
+def fp16(reduction: Reduction = "mean", local_size: int | None = None) -> Recipe:
     """fp16 on the wire, each message with its own power-of-two scale; sums in fp32."""
-    return Recipe(_spec(fp16, locals()), TwoShot(Cast(torch.float16)), reduction)
+    return _two_shot(fp16, locals(), Cast(torch.float16))
 
 
-def bf16(reduction: Reduction = "mean") -> Recipe:
+def bf16(reduction: Reduction = "mean", local_size: int | None = None) -> Recipe:
     """bf16 on the wire; sums in fp32."""
-    return Recipe(_spec(bf16, locals()), TwoShot(Cast(torch.bfloat16)), reduction)
+    return _two_shot(bf16, locals(), Cast(torch.bfloat16))
 
 
 def int8(
@@ -82,10 +107,10 @@ def int8(
     rounding: Rounding = "nearest",
     seed: int = 0,
     reduction: Reduction = "mean",
+    local_size: int | None = None,
 ) -> Recipe:
     """8-bit integers, with a scale for each block; a quarter of fp32's bytes."""
-    codec = Blocks("int8", block, rounding == "stochastic")
-    return Recipe(_spec(int8, locals()), TwoShot(codec, _feedback(feedback, residual), seed), reduction)
+    return _two_shot(int8, locals(), Blocks("int8", block, rounding == "stochastic"))
 
 
 def fp8(
@@ -95,10 +120,10 @@ def fp8(
     rounding: Rounding = "nearest",
     seed: int = 0,
     reduction: Reduction = "mean",
+    local_size: int | None = None,
 ) -> Recipe:
     """8-bit floats (e4m3), with a scale for each block: finer near zero than int8, coarser elsewhere."""
-    codec = Blocks("fp8", block, rounding == "stochastic")
-    return Recipe(_spec(fp8, locals()), TwoShot(codec, _feedback(feedback, residual), seed), reduction)
+    return _two_shot(fp8, locals(), Blocks("fp8", block, rounding == "stochastic"))
 
 
 def int4(
@@ -108,10 +133,10 @@ def int4(
     rounding: Rounding = "nearest",
     seed: int = 0,
     reduction: Reduction = "mean",
+    local_size: int | None = None,
 ) -> Recipe:
     """4-bit integers, with a scale for each block; what they leave out is sent later."""
-    codec = Blocks("int4", block, rounding == "stochastic")
-    return Recipe(_spec(int4, locals()), TwoShot(codec, _feedback(feedback, residual), seed), reduction)
+    return _two_shot(int4, locals(), Blocks("int4", block, rounding == "stochastic"))
 
 
 def sign(
@@ -119,14 +144,45 @@ def sign(
     feedback: bool = True,
     residual: Residual = "fp32",
     reduction: Reduction = "mean",
+    local_size: int | None = None,
 ) -> Recipe:
     """One bit, the sign, and the mean magnitude of each block; what they leave out is sent later."""
-    codec = Blocks("sign", block)
-    return Recipe(_spec(sign, locals()), TwoShot(codec, _feedback(feedback, residual)), reduction)
+    return _two_shot(sign, locals(), Blocks("sign", block))
+
+
+def powersgd(
+    rank: int = 4,
+    start: int = 0,
+    min_compression_rate: float = 2.0,
+    feedback: bool = True,
+    warm_start: bool = True,
+    whole: bool = False,
+    seed: int = 0,
+    reduction: Reduction = "mean",
+) -> Recipe:
+    """PowerSGD: matrices as two factors of this rank, about a hundredth of fp32's bytes.
+
+    From step ``start`` on; what the factors leave out is sent later. ``whole`` takes a bucket for one matrix.
+    """
+    exchange = LowRank(rank, start, min_compression_rate, feedback, warm_start, seed, whole)
+    return Recipe(_spec(powersgd, locals()), exchange, reduction)
+
+
+def acp(
+    rank: int = 4,
+    start: int = 0,
+    min_compression_rate: float = 2.0,
+    feedback: bool = True,
+    seed: int = 0,
+    reduction: Reduction = "mean",
+) -> Recipe:
+    """ACP-SGD: like PowerSGD, but one factor a step, in turns; half the bytes, messages and arithmetic."""
+    exchange = LowRank(rank, start, min_compression_rate, feedback, seed=seed, num_rounds=1)
+    return Recipe(_spec(acp, locals()), exchange, reduction)
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
-    factory.__name__: factory for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, sign)
+    factory.__name__: factory for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, sign, powersgd, acp)
 }
 
 
@@ -211,8 +267,20 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _feedback(feedback: bool, residual: Residual) -> torch.dtype | None:
-    return _RESIDUALS[residual] if feedback else None
+def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Codec) -> Recipe:
+    """The recipe of a factory, from its arguments."""
+    for name, choices in {"residual": Residual, "rounding": Rounding}.items():
+        if name in options and options[name] not in typing.get_args(choices):
+            allowed = " or ".join(map(repr, typing.get_args(choices)))
+            raise ValueError(f"{name} must be {allowed}, not {options[name]!r}")
+    feedback = _RESIDUALS[options["residual"]] if options.get("feedback") else None
+    flat = TwoShot(codec, feedback, options.get("seed", 0))
+    local_size = options["local_size"]
+    if local_size is not None and local_size < 1:
+        raise ValueError(f"local_size is the number of ranks in a node, not {local_size}")
+    is_flat = local_size is None or local_size == 1
+    exchange = flat if is_flat else Hierarchical(flat, local_size)
+    return Recipe(_spec(factory, options), exchange, options["reduction"], local_size)
 
 
 def recipe(spec: str | Recipe) -> Recipe:

@@ -58,12 +58,13 @@ class RecipeRunner:
         divides_by_active: Callable[[], bool] = lambda: False,
         *,
         may_skip: bool = False,
+        memory: Memory | None = None,
         num_transient: int = 0,
     ) -> None:
         """Run on ``lane``, which a recipe that does not communicate may do without.
 
-        ``may_skip`` says that a parameter may have no gradient on any rank in a step, ``num_transient``
-        after how many steps the reducer rebuilds its buckets.
+        ``may_skip`` says that a parameter may have no gradient on any rank in a step; ``memory`` is what
+        there is to remember already; after ``num_transient`` steps the reducer rebuilds its buckets.
         """
         assert lane is not None or not recipe.exchange.communicates
         self.stats = StatsBook()
@@ -72,7 +73,7 @@ class RecipeRunner:
         self._layouts = layouts
         self._divides_by_active = divides_by_active
         self._may_skip = may_skip
-        self.memory = Memory()
+        self.memory = Memory() if memory is None else memory
         self.timeline = Timeline(num_transient)
         self._regrouping = Regrouping()
 

@@ -84,6 +84,47 @@ def gather(rows: Sequence[Tensor], group: Group) -> None:
     messages.finish()
 
 
+class Subgroup:
+    """Some ranks of a group, who exchange rows by way of it.
+
+    Every rank of the whole group belongs to some subgroup of the same kind, and all issue the same rounds.
+    """
+
+    native_sum = None
+
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        """The ``ranks`` of ``group``, this one among them, in order."""
+        self.rank = ranks.index(group.rank)
+        self.size = len(ranks)
+        self.traffic = group.traffic
+        self._group = group
+        self._ranks = ranks
+
+    def post(self, rows: Sequence[Tensor]) -> Messages:
+        everyone = [rows[0][:0]] * self._group.size
+        for rank, row in zip(self._ranks, rows, strict=True):
+            everyone[rank] = row
+        return _SubgroupMessages(self._group.post(everyone), self._ranks)
+
+    def close(self) -> None:
+        """Nothing to do: the group is another's."""
+
+
+class _SubgroupMessages:
+    def __init__(self, messages: Messages, ranks: Sequence[int]) -> None:
+        self._messages = messages
+        self._ranks = ranks
+
+    def send(self, peer: int, row: Tensor) -> None:
+        self._messages.send(self._ranks[peer], row)
+
+    def wait(self, peer: int) -> None:
+        self._messages.wait(self._ranks[peer])
+
+    def finish(self) -> None:
+        self._messages.finish()
+
+
 class ClosedGroup(Exception):
     """A peer could not be reached: it closed, died or took longer than the timeout."""
 

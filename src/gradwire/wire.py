@@ -165,7 +165,7 @@ class Wire:
             raise TypeError(f"this wire runs a hook, {self._name}; detach it, and attach the recipe")
         group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
         try:
-            chosen = parse_recipe(recipe)
+            chosen = parse_recipe(recipe).placed(_local_size(group))
             _check_routes(chosen, self.model)
         except Exception as error:
             agree(group, meeting, f"error: {error}", self._timeout, caller)
@@ -401,6 +401,11 @@ def _prepare(
             "over the group its DistributedDataParallel was made with: leave state out"
         )
     if isinstance(chosen, Recipe):
+        chosen = chosen.placed(_local_size(ddp.process_group))
+        if ddp.process_group.size() % (chosen.local_size or 1):
+            raise ValueError(
+                f"recipe {chosen}: {ddp.process_group.size()} ranks cannot be nodes of {chosen.local_size}"
+            )
         if state is not None and not isinstance(state, dist.ProcessGroup):
             raise TypeError(f"recipe {chosen} takes no state; state= goes with a hook of your own")
     elif state is None and _takes_group(chosen):
@@ -411,6 +416,8 @@ def _prepare(
             "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
             "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
         )
+    if hasattr(state, "gradwire_bind"):
+        state.gradwire_bind(ddp)
     if hasattr(chosen, "gradwire_prepare"):
         chosen.gradwire_prepare(ddp)
     elif any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
@@ -426,8 +433,19 @@ def _prepare(
     return free_slot(ddp), chosen, state
 
 
+def _local_size(group: dist.ProcessGroup) -> int:
+    """How many ranks a node has, if the launcher says so and all ranks of the world are in the group."""
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
+    size, world_size = int(said), group.size()
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", world_size // size))
+    is_even = num_nodes > 1 and size * num_nodes == world_size == dist.get_world_size()
+    # Ranks of a node must be neighbours.
+    is_in_place = int(os.environ.get("LOCAL_RANK", group.rank() % size)) == group.rank() % size
+    return size if is_even and is_in_place else 1
+
+
 def _takes_group(hook: Hook) -> bool:
     """Whether the hook is one of ours or torch's whose state is a process group, wrapped or not."""
-    while hasattr(hook, "gradwire_wraps"):
-        hook = hook.gradwire_wraps
+    while isinstance(hook, functools.partial) or hasattr(hook, "gradwire_wraps"):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.gradwire_wraps
     return hasattr(hook, "gradwire_recipe") or getattr(hook, "__module__", "") in _TORCH_GROUP_HOOKS

@@ -24,7 +24,7 @@ from gradwire.ops import BlockFormat, Seed
 from gradwire.ops.cuda import blocks as cuda_blocks
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.testing import cases, check_hook, run_ranks
-from tests.gpu import face
+from tests.gpu import face, lowrank
 from tests.rows import ROWS
 
 
@@ -219,6 +219,7 @@ def main():
         "sparse and raw hooks": lambda: run_ranks(job_sparse_and_raw, 2, timeout=120),
         "Gloo on CUDA": lambda: run_ranks(job_gloo_on_cuda, 2, timeout=120),
         **face.CHECKS,
+        **lowrank.CHECKS,
     }
     for name, check in checks.items():
         if only and name.split()[0] not in only:

@@ -59,6 +59,7 @@ def headroom(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
+            "--recipe",
             metavar="RECIPE",
             help=f"A recipe to measure, such as bf16 or fp16:reduction=sum; may be given several times. "
             f"Default: {', '.join(_DEFAULT_RECIPES)}.",
@@ -95,7 +96,7 @@ def headroom(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="cpu or cuda; ranks may share a GPU.")
+        str, typer.Option("--device", metavar="DEVICE", help="cpu or cuda; ranks may share a GPU.")
     ] = "cpu",
     steps: Annotated[
         int | None,

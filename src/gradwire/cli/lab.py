@@ -19,6 +19,7 @@ def lab(
     rate: Annotated[
         str | None,
         typer.Option(
+            "--rate",
             metavar="RATE",
             help="Of each host's link, such as 100mbit or 1gbit. Default: no limit.",
             show_default=False,

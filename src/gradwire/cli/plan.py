@@ -53,7 +53,9 @@ def plan(
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(metavar="RECIPE", help="May be given several times. Default: all.", show_default=False),
+        typer.Option(
+            "--recipe", metavar="RECIPE", help="May be given several times. Default: all.", show_default=False
+        ),
     ] = None,
     calibration: Annotated[
         Path | None,

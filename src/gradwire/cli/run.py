@@ -18,7 +18,7 @@ def run(
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="A file, with its own arguments.")
     ] = None,
     recipe: Annotated[
-        str, typer.Option(metavar="RECIPE", help="Such as bf16; `gradwire recipes` lists them.")
+        str, typer.Option("--recipe", metavar="RECIPE", help="Such as bf16; `gradwire recipes` lists them.")
     ] = "bf16",
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary at the end.")] = False,

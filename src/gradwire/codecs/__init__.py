@@ -7,12 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gradwire.codecs.affine import Affine
 from gradwire.codecs.blocks import Blocks
 from gradwire.codecs.cast import Cast
 from gradwire.codecs.raw import Raw
 from gradwire.ops import Scale, Seed
 
-__all__ = ["Blocks", "Cast", "Codec", "Raw"]
+__all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw"]
 
 
 class Codec(Protocol):

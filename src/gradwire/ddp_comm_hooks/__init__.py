@@ -10,6 +10,8 @@ from torch import nn
 
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
+from gradwire.ddp_comm_hooks import powerSGD_hook as powerSGD
+from gradwire.ddp_comm_hooks import quantization_hooks as quantization
 from gradwire.wire import attach
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
@@ -21,9 +23,21 @@ def _attach(
     attach(model, comm_hook, state=state)
 
 
-def _member(comm_hook: Callable[..., Any]) -> Any:
+def _attach_low_rank(
+    *,
+    comm_hook: Callable[..., Any],
+    matrix_approximation_rank: int,
+    model: nn.Module,
+    state: dist.ProcessGroup | None = None,
+) -> None:
+    attach(model, comm_hook, state=powerSGD.PowerSGDState(state, matrix_approximation_rank))
+
+
+def _member(comm_hook: Callable[..., Any], rank: int | None = None) -> Any:
     """A partial as an enum's value; from Python 3.11 on it must say that it is no method."""
     value = functools.partial(_attach, comm_hook=comm_hook)
+    if rank is not None:
+        value = functools.partial(_attach_low_rank, comm_hook=comm_hook, matrix_approximation_rank=rank)
     return enum.member(value) if hasattr(enum, "member") else value
 
 
@@ -33,6 +47,12 @@ class DDPCommHookType(enum.Enum):
     ALLREDUCE = _member(default.allreduce_hook)
     FP16_COMPRESS = _member(default.fp16_compress_hook)
     BF16_COMPRESS = _member(default.bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = _member(quantization.quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = _member(quantization.quantization_perchannel_hook)
+    POWER_SGD = _member(powerSGD.powerSGD_hook, rank=1)
+    POWER_SGD_RANK2 = _member(powerSGD.powerSGD_hook, rank=2)
+    BATCHED_POWER_SGD = _member(powerSGD.batched_powerSGD_hook, rank=1)
+    BATCHED_POWER_SGD_RANK2 = _member(powerSGD.batched_powerSGD_hook, rank=2)
     NOOP = _member(debugging.noop_hook)
 
 

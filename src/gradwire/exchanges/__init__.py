@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.hierarchical import Hierarchical
+from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
 from gradwire.exchanges.route import Route
 from gradwire.exchanges.schedule import Schedule
@@ -15,7 +17,18 @@ from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.sparse import average_sparse
 from gradwire.exchanges.two_shot import TwoShot
 
-__all__ = ["Context", "Exchange", "Noop", "Route", "Schedule", "Scratch", "TwoShot", "average_sparse"]
+__all__ = [
+    "Context",
+    "Exchange",
+    "Hierarchical",
+    "LowRank",
+    "Noop",
+    "Route",
+    "Schedule",
+    "Scratch",
+    "TwoShot",
+    "average_sparse",
+]
 
 
 class Exchange(Protocol):

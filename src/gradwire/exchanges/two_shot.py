@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -60,11 +61,9 @@ class TwoShot:
             flat = torch.view_as_real(flat).view(-1)
         take_over_residuals(flat, context, self.feedback)
         codec, group = self.codec.resolve(flat.dtype), context.group
-        residual = None
-        if self.feedback is not None:
-            residual = context.memory.flat("residual", context.layout, self.feedback, flat.device)
+        residual = self.residual(flat, context)
         if group.size == 1:
-            _average_alone(flat, residual, context)
+            average_alone(flat, residual, context)
             return
         as_it_is = codec.in_place and flat.dtype in (torch.float32, torch.float64)
         if group.native_sum is not None and as_it_is:
@@ -74,63 +73,41 @@ class TwoShot:
         if codec.works_in not in (None, flat.dtype):
             assert codec.works_in is not None
             values = context.scratch.like("values", flat, codec.works_in).copy_(flat)
-        skipping = (
-            skipped_parameters(values, residual, context)
-            if residual is not None and context.may_skip and not context.layout.dtype.is_complex
-            else contextlib.nullcontext()
-        )
-        with skipping:
-            self._average(codec, values, residual, context)
+        with self.skipping(values, residual, context):
+            self.average(values, residual, context)
         if values is not flat:
             flat.copy_(values)
 
-    def _average(self, codec: Codec, values: Tensor, residual: Tensor | None, context: Context) -> None:
-        bounds = _bounds(values.numel(), context.group.size)
+    def residual(self, flat: Tensor, context: Context) -> Tensor | None:
+        """What earlier rows have left out of this bucket, if it is kept."""
+        if self.feedback is None:
+            return None
+        return context.memory.flat("residual", context.layout, self.feedback, flat.device)
+
+    def skipping(
+        self, values: Tensor, residual: Tensor | None, context: Context
+    ) -> contextlib.AbstractContextManager[None]:
+        """Where parameters that no rank has used keep their residuals, if there can be such."""
+        if residual is None or not context.may_skip or context.layout.dtype.is_complex:
+            return contextlib.nullcontext()
+        return skipped_parameters(values, residual, context)
+
+    def average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
+        """Average values of a dtype that the codec takes, over a group of any size."""
+        group, codec = context.group, self.codec.resolve(values.dtype)
+        bounds = bounds_of(values.numel(), group.size)
         chunks = [values[start:end] for start, end in bounds]
-        kept = [None if residual is None else residual[start:end] for start, end in bounds]
+        kept = None if residual is None else [residual[start:end] for start, end in bounds]
         rows = _rows(codec, chunks, context.scratch)
-        self._scatter_reduce(codec, chunks, kept, rows, context)
-        self._gather(codec, chunks, rows, context.group)
-
-    def _scatter_reduce(
-        self,
-        codec: Codec,
-        chunks: list[Tensor],
-        kept: list[Tensor | None],
-        rows: list[Tensor],
-        context: Context,
-    ) -> None:
-        """Leave the sum of chunk r, over all ranks, in rank r's chunk r and, encoded, in its row r."""
-        group, rank = context.group, context.group.rank
-        own, own_row = chunks[rank], rows[rank]
-        arriving = _matrix(context.scratch, "arriving", group.size, own_row.numel(), own.device)
-        messages = group.post([row[: own_row.numel()] for row in arriving])
-        for peer in _peers(group):
-            if rows[peer].numel():
-                codec.encode(chunks[peer], rows[peer], kept[peer], self._seed(codec, context, peer))
-            messages.send(peer, rows[peer])
-        messages.finish()
-        if own_row.numel():
-            seed = self._seed(codec, context, rank)
-            codec.reduce(arriving, own, rank, context.scale, own_row, kept[rank], seed)
-
-    def _gather(self, codec: Codec, chunks: list[Tensor], rows: list[Tensor], group: Group) -> None:
-        """Give every rank every owner's row, and decode them."""
-        messages = group.post(rows)
-        for peer in _peers(group):
-            messages.send(peer, rows[group.rank])
-        for peer in _peers(group):
-            messages.wait(peer)
-            if rows[peer].numel():
-                codec.decode(rows[peer], chunks[peer])
-        messages.finish()
+        seeds = [self._seed(codec, context, chunk) for chunk in range(group.size)]
+        scatter_reduce(codec, chunks, rows, context, kept, seeds)
+        gather_rows(codec, chunks, rows, group)
 
     def _seed(self, codec: Codec, context: Context, chunk: int) -> Seed:
         """Noise of its own for every row: of this rank, in this step, of this bucket, for this chunk."""
         if not codec.stochastic:
             return _NO_SEED
-        words = (self.seed, context.group.rank, context.step, context.layout.index, chunk)
-        return Seed.of(*words)
+        return Seed.of(self.seed, context.group.rank, context.step, context.layout.index, chunk)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         if world_size == 1:
@@ -138,11 +115,47 @@ class TwoShot:
         if dtype.is_complex:
             numel, dtype = 2 * numel, dtype.to_real()
         codec = self.codec.resolve(dtype)
-        sizes = [codec.wire_bytes(end - start) for start, end in _bounds(numel, world_size)]
+        sizes = [codec.wire_bytes(end - start) for start, end in bounds_of(numel, world_size)]
         return sum(sizes) - sizes[rank] + (world_size - 1) * sizes[rank]
 
 
-def _average_alone(flat: Tensor, residual: Tensor | None, context: Context) -> None:
+def scatter_reduce(
+    codec: Codec,
+    chunks: list[Tensor],
+    rows: list[Tensor],
+    context: Context,
+    kept: list[Tensor] | None = None,
+    seeds: list[Seed] | None = None,
+) -> None:
+    """Leave the sum of chunk r, over all ranks, in rank r's chunk r and, encoded, in its row r."""
+    group, rank = context.group, context.group.rank
+    residuals: Sequence[Tensor | None] = kept or [None] * group.size
+    noise = seeds or [_NO_SEED] * group.size
+    own, own_row = chunks[rank], rows[rank]
+    arriving = _matrix(context.scratch, "arriving", group.size, own_row.numel(), own.device)
+    messages = group.post([row[: own_row.numel()] for row in arriving])
+    for peer in _peers(group):
+        if rows[peer].numel():
+            codec.encode(chunks[peer], rows[peer], residuals[peer], noise[peer])
+        messages.send(peer, rows[peer])
+    messages.finish()
+    if own_row.numel():
+        codec.reduce(arriving, own, rank, context.scale, own_row, residuals[rank], noise[rank])
+
+
+def gather_rows(codec: Codec, chunks: list[Tensor], rows: list[Tensor], group: Group) -> None:
+    """Give every rank every owner's row, and decode them."""
+    messages = group.post(rows)
+    for peer in _peers(group):
+        messages.send(peer, rows[group.rank])
+    for peer in _peers(group):
+        messages.wait(peer)
+        if rows[peer].numel():
+            codec.decode(rows[peer], chunks[peer])
+    messages.finish()
+
+
+def average_alone(flat: Tensor, residual: Tensor | None, context: Context) -> None:
     """What one rank does: nothing is left out, and what was is let go."""
     if residual is not None:
         flat.add_(residual)
@@ -156,7 +169,7 @@ def _peers(group: Group) -> list[int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _bounds(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
+def bounds_of(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
     """Where each of nearly equal chunks starts and ends; some may be empty."""
     num_units = -(-numel // _ALIGNMENT)
     edges = [min(num_units * i // num_chunks * _ALIGNMENT, numel) for i in range(num_chunks)]

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwire.ops.formats import BlockFormat, Kind, Seed
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.ops.reference import casts as reference_casts
+from gradwire.ops.reference import low_rank as reference_low_rank
 
 __all__ = [
     "BlockFormat",
@@ -27,6 +28,7 @@ __all__ = [
     "cast_scaled",
     "decode_blocks",
     "encode_blocks",
+    "low_rank",
     "reduce_blocks",
     "reduce_rows",
     "warm_up",
@@ -111,11 +113,19 @@ def reduce_blocks(
     _blocks(own).reduce(form, rows, own, own_index, scale, residual, row, seed)
 
 
+def low_rank(values: Tensor, work: Tensor) -> ModuleType:
+    """The kernels for low-rank factors of ``values``, taken in ``work``: see `reference.low_rank`."""
+    if _fast(values, work):
+        return _cpu_low_rank()
+    return _cuda_low_rank() if work.is_cuda and _has_triton() else reference_low_rank
+
+
 def warm_up(device: torch.device) -> None:
     """Compile the kernels for ``device``, or read them from the cache, before they are needed."""
     if device.type == "cpu":
         _cpu_casts()
         _cpu_blocks()
+        _cpu_low_rank()
 
 
 def _fast(*tensors: Tensor) -> bool:
@@ -141,6 +151,18 @@ def _cpu_blocks() -> ModuleType:
     from gradwire.ops.cpu import blocks
 
     return blocks
+
+
+def _cpu_low_rank() -> ModuleType:
+    from gradwire.ops.cpu import low_rank
+
+    return low_rank
+
+
+def _cuda_low_rank() -> ModuleType:
+    from gradwire.ops.cuda import low_rank
+
+    return low_rank
 
 
 def _cuda_blocks() -> ModuleType:

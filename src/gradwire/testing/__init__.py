@@ -1,4 +1,4 @@
-"""Test distributed code, and any DDP communication hook, on real ranks of one machine.
+"""Test distributed code, and any DDP communication hook, on real or virtual ranks of one machine.
 
 Example, as a pytest test::
 
@@ -19,14 +19,18 @@ Example, as a pytest test::
 
 from gradwire.testing.matrix import Case, CaseResult, Report, cases, check_hook
 from gradwire.testing.ranks import RanksFailed, run_ranks, send_message
+from gradwire.testing.virtual import VirtualRanks
+from gradwire.testing.virtual_group import run_virtual_ranks
 
 __all__ = [
     "Case",
     "CaseResult",
     "RanksFailed",
     "Report",
+    "VirtualRanks",
     "cases",
     "check_hook",
     "run_ranks",
+    "run_virtual_ranks",
     "send_message",
 ]

@@ -19,11 +19,18 @@ _WORD = ir.IntType(32)
 _ABS = 0x7FFFFFFF
 
 
-def kernel(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile at once, without the GIL, from numba's cache on disk if a folder for it can be written."""
+def kernel(
+    *signature: Any, reorders_sums: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile at once, without the GIL, from numba's cache on disk if a folder for it can be written.
+
+    ``reorders_sums`` lets a sum be taken in as many parts as a vector has, the same ones each time.
+    """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        options = {"nogil": True, "error_model": "numpy"}
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+        if reorders_sums:
+            options["fastmath"] = {"reassoc", "contract", "nsz"}
         try:
             return numba.njit(*signature, cache=True, **options)(function)  # type: ignore[no-any-return]
         except RuntimeError:  # no folder to cache in can be written

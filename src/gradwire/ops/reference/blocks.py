@@ -85,7 +85,9 @@ def _scale(form: BlockFormat, x: Tensor) -> Tensor:
         scale = _mean_magnitude(form, x).to(torch.bfloat16)
         scale = scale.clamp(max=torch.finfo(torch.bfloat16).max)
     else:
-        up = (largest / LIMITS[form.kind]).view(torch.int32) + 0xFFFF
+        # By a tensor: on CUDA torch divides by a number as it multiplies by its inverse.
+        quotient = largest / torch.full_like(largest, LIMITS[form.kind])
+        up = quotient.view(torch.int32) + 0xFFFF
         scale = (up & -0x10000).view(torch.float32).clamp(min=MIN_SCALE).to(torch.bfloat16)
         scale = torch.where(largest == 0, torch.zeros_like(scale), scale)
     return torch.where(largest.isfinite(), scale, torch.full_like(scale, torch.nan))

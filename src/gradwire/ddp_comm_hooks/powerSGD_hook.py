@@ -1,0 +1,238 @@
+"""PowerSGD, layer by layer and a whole bucket at a time (Vogels et al., arXiv:1905.13727)."""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.agreement import next_meeting
+from gradwire.bridge import Bridge
+from gradwire.ddp_comm_hooks._raw import group_or_world
+from gradwire.exchanges import LowRank
+from gradwire.execution import open_lane
+from gradwire.layout import Layouts
+from gradwire.memory import Memory
+from gradwire.recipes import Recipe, powersgd
+from gradwire.runners import RecipeRunner
+
+__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+log = logging.getLogger("gradwire")
+
+_OPTIONS = (
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "use_error_feedback",
+    "warm_start",
+    "orthogonalization_epsilon",
+    "random_seed",
+    "compression_stats_logging_frequency",
+    "batch_tensors_with_same_shape",
+)
+_COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
+
+
+class PowerSGDState:
+    """The options of PowerSGD, and what it remembers from step to step, by parameter.
+
+    Args:
+        process_group: over which to average; None is the world, or the model's own group where
+            `gradwire.attach` sees the model.
+        matrix_approximation_rank: the rank of the factors.
+        start_powerSGD_iter: the first step that compresses; those before it average plainly.
+        min_compression_rate: a matrix is compressed if that makes it smaller by more than this factor.
+        use_error_feedback: add what a step leaves out to the next one.
+        warm_start: start from the factors of the step before, not from random ones.
+        orthogonalization_epsilon: taken, not needed: the orthogonalisation never divides by zero.
+        random_seed: where random factors come from; global generators are left alone.
+        compression_stats_logging_frequency: how many steps lie between two lines of statistics in the log.
+        batch_tensors_with_same_shape: taken, not needed: matrices of one shape always share their products.
+
+    Raises ValueError if ``start_powerSGD_iter`` is below 2 with error feedback or warm start, as torch
+    does; the recipe ``"powersgd"`` may start at step 0.
+
+    Example::
+
+        state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=100)
+        wire = gradwire.attach(model, powerSGD_hook, state=state)
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+    ) -> None:
+        if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
+            raise ValueError(
+                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, as "
+                'torch does. gradwire.attach(model, "powersgd:start=0") has no such limit'
+            )
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.iter = 0
+        """How many steps there have been."""
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.next_stats_report = 0
+        self._open(Memory(), None)
+        self._recipe(whole=False)  # raises for options that cannot be
+
+    def _open(self, memory: Memory, loaded_names: bool | None) -> None:
+        self._memory = memory
+        self._layouts, self._has_names = Layouts(), False
+        # Whether what was loaded goes by name; None if nothing was.
+        self._loaded_names = loaded_names
+        self._bridges: dict[tuple[Recipe, str, int], Bridge] = {}
+
+    def gradwire_bind(self, ddp: DistributedDataParallel) -> None:
+        """Average over the model's own group, and go by its parameters' names; `gradwire.attach` calls it.
+
+        Raises ValueError if the state has another group.
+        """
+        if self.process_group not in (None, ddp.process_group):
+            raise ValueError(
+                "this PowerSGDState has a process group that is not the model's own; make it with "
+                "process_group=None"
+            )
+        self.process_group = ddp.process_group
+        self._layouts, self._has_names = Layouts(ddp.module), True
+        self._bridges.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that an exact resume needs, of this rank: numbers and tensors that any ``torch.load`` reads.
+
+        Residuals differ from rank to rank, so each rank saves its own.
+        """
+        memory = {
+            name: {parameter: value.clone() for parameter, value in values.items()}
+            for name, values in self._memory.named().items()
+        }
+        return {"counters": self._take(_COUNTERS), "memory": memory, "by_name": self._has_names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from where `state_dict` was taken; before the first step, or between two."""
+        self._set(state_dict["counters"])
+        self._memory.load(state_dict["memory"])
+        self._loaded_names = state_dict["by_name"] if state_dict["memory"] else None
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """The rate of compression so far, and how many values there were before and after it."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after > 0 else 0, before, after)
+
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
+        """Count the step that ends with ``bucket``, if one does."""
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_powerSGD_iter:
+                log.info("PowerSGD starts after %s steps", self.iter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        log.warning("process groups do not pickle: a PowerSGDState is saved without its own")
+        return {**self._take(_OPTIONS), "state_dict": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        log.warning(
+            "a restored PowerSGDState averages over the world; set its process_group if it was another"
+        )
+        self.process_group = dist.group.WORLD if dist.is_initialized() else None
+        self._open(Memory(), None)
+        self._set({name: value for name, value in state.items() if name != "state_dict"})
+        self.load_state_dict(state["state_dict"])
+
+    def _take(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def _recipe(self, *, whole: bool) -> Recipe:
+        return powersgd(
+            self.matrix_approximation_rank,
+            self.start_powerSGD_iter,
+            self.min_compression_rate,
+            self.use_error_feedback,
+            self.warm_start,
+            whole,
+            self.random_seed,
+        )
+
+    def _run(self, bucket: GradBucket, *, whole: bool) -> Future[Tensor]:
+        if self._loaded_names not in (None, self._has_names):
+            wants = "gradwire.attach(model, hook, state=state)"
+            raise ValueError(
+                f"this PowerSGDState was saved {'from' if self._loaded_names else 'without'} {wants}, and "
+                "goes by parameters' " + ("names: use that again" if self._loaded_names else "positions")
+            )
+        recipe, group = self._recipe(whole=whole), group_or_world(self.process_group)
+        key = recipe, bucket.buffer().device.type, id(group)
+        bridge = self._bridges.get(key)
+        if bridge is None:
+            lane = open_lane(group, bucket.buffer().device, next_meeting(group))
+            # A raw hook cannot know whether a parameter may be unused; one matrix for all must.
+            runner = RecipeRunner(recipe, lane, self._layouts, may_skip=whole, memory=self._memory)
+            bridge = self._bridges[key] = Bridge(runner, group.rank())
+        if bucket.index() == 0:
+            bridge.num_steps = self.iter
+        self._count(recipe, bucket)
+        future = bridge.run(bucket)
+        self.maybe_increase_iter(bucket)
+        return future
+
+    def _count(self, recipe: Recipe, bucket: GradBucket) -> None:
+        if self.iter < self.start_powerSGD_iter or bucket.buffer().is_sparse:
+            return
+        assert isinstance(recipe.exchange, LowRank)
+        plan, numel = recipe.exchange.plan(self._layouts.of(bucket)), bucket.buffer().numel()
+        self.total_numel_before_compression += numel
+        self.total_numel_after_compression += plan.left.numel + plan.right.numel + plan.num_plain
+        if bucket.is_last() and self.iter >= self.next_stats_report:
+            log.info(
+                "PowerSGD, step %s: rate %s, values before %s, after %s", self.iter, *self.compression_stats()
+            )
+            self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+
+
+torch.serialization.add_safe_globals([PowerSGDState])
+
+
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: N802
+    """Average each matrix of gradients as two factors of low rank, and all else as it is."""
+    return _checked(state)._run(bucket, whole=False)
+
+
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: N802
+    """Average a bucket as two factors of one square matrix: cheaper, and less accurate by far."""
+    return _checked(state)._run(bucket, whole=True)
+
+
+def _checked(state: object) -> PowerSGDState:
+    if not isinstance(state, PowerSGDState):
+        raise TypeError(
+            "the state of this hook must be a gradwire.ddp_comm_hooks.powerSGD_hook.PowerSGDState, not "
+            f"{type(state).__module__}.{type(state).__qualname__}"
+        )
+    return state

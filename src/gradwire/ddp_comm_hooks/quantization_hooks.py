@@ -1,0 +1,46 @@
+"""8-bit averaging with one affine range per message, or per so many values of it.
+
+The ranges are torch's, what travels is not: torch's hooks gather every rank's gradients on every rank, so
+their bytes grow with the number of ranks; ours send about twice the bucket, however many ranks there are.
+
+DDP inspects the annotations of a hook, so this module keeps them as objects.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from gradwire.codecs import Affine
+from gradwire.ddp_comm_hooks._raw import run_recipe
+from gradwire.exchanges import TwoShot
+from gradwire.recipes import Recipe
+
+__all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
+
+_PER_TENSOR = Recipe("quantization_pertensor", TwoShot(Affine()))
+
+
+@functools.cache
+def _per_channel(bucket_size: int) -> Recipe:
+    return Recipe(f"quantization_perchannel of {bucket_size}", TwoShot(Affine(bucket_size)))
+
+
+def quantization_pertensor_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """Average gradients in 8 bits, with one range for all of a rank's part of the bucket."""
+    return run_recipe(_PER_TENSOR, process_group, bucket)
+
+
+def quantization_perchannel_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
+) -> Future[torch.Tensor]:
+    """Average gradients in 8 bits, with one range for every ``bucket_size`` values."""
+    return run_recipe(_per_channel(bucket_size), process_group, bucket)
+
+
+quantization_pertensor_hook.gradwire_recipe = _PER_TENSOR  # type: ignore[attr-defined]
+quantization_perchannel_hook.gradwire_recipe = _per_channel(512)  # type: ignore[attr-defined]

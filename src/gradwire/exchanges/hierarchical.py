@@ -1,0 +1,94 @@
+"""Averaging in two levels: as it is within a node, encoded between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs import Raw
+from gradwire.exchanges.context import Context
+from gradwire.exchanges.handover import take_over_residuals
+from gradwire.exchanges.two_shot import TwoShot, average_alone, bounds_of, gather_rows, scatter_reduce
+from gradwire.transport import Subgroup
+
+
+@dataclass(frozen=True)
+class Hierarchical:
+    """Sum within each node, average between nodes, spread within each node.
+
+    The ranks of a node are neighbours: 0 to ``local_size`` - 1 are the first node. Rank i of a node sums the
+    i-th part of the bucket over its node, uncompressed; then the i-th ranks of all nodes average that part
+    by ``between``; then each node's ranks tell each other. So a node sends through its network card what
+    one rank would, not ``local_size`` times as much. All ranks end with the same bits.
+    """
+
+    between: TwoShot
+    local_size: int
+
+    communicates = True
+
+    def __post_init__(self) -> None:
+        if self.local_size < 2:
+            raise ValueError(f"a node has at least two ranks, not {self.local_size}")
+
+    @property
+    def feedback(self) -> torch.dtype | None:
+        """The dtype of residuals, if there are any."""
+        return self.between.feedback
+
+    def run(self, flat: Tensor, context: Context) -> None:
+        group = context.group
+        if group.size % self.local_size:
+            raise ValueError(f"{group.size} ranks cannot be nodes of {self.local_size}")
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).view(-1)
+        take_over_residuals(flat, context, self.feedback)
+        residual = self.between.residual(flat, context)
+        if group.size == 1:
+            average_alone(flat, residual, context)
+            return
+        # Sums over a node are sent again, so they are fp32 at least.
+        wide = self.between.codec.works_in or torch.promote_types(flat.dtype, torch.float32)
+        values = flat if flat.dtype == wide else context.scratch.like("node", flat, wide).copy_(flat)
+        with self.between.skipping(values, residual, context):
+            self._average(values, residual, context)
+        if values is not flat:
+            flat.copy_(values)
+
+    def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
+        group = context.group
+        node, index = divmod(group.rank, self.local_size)
+        within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
+        across = Subgroup(group, range(index, group.size, self.local_size))
+        bounds = bounds_of(values.numel(), self.local_size)
+        parts = [values[start:end] for start, end in bounds]
+        rows = [part.view(torch.uint8) for part in parts]
+        raw = Raw(values.dtype)
+        scatter_reduce(raw, parts, rows, replace(context, group=within, scale=1.0))
+        start, end = bounds[index]
+        kept = None if residual is None else residual[start:end]
+        if across.size == 1:
+            average_alone(values[start:end], kept, context)
+        else:
+            # Also when this part is empty: all ranks issue the same rounds.
+            self.between.average(values[start:end], kept, replace(context, group=across))
+        gather_rows(raw, parts, rows, within)
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
+        return sum(self.link_bytes(numel, dtype, rank, world_size))
+
+    def link_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> tuple[int, int]:
+        """The bytes that ``rank`` sends to ranks of its own node, and to other nodes."""
+        if world_size == 1:
+            return 0, 0
+        if dtype.is_complex:
+            numel, dtype = 2 * numel, dtype.to_real()
+        wide = self.between.codec.works_in or torch.promote_types(dtype, torch.float32)
+        node, index = divmod(rank, self.local_size)
+        sizes = [end - start for start, end in bounds_of(numel, self.local_size)]
+        within = sum(sizes) - sizes[index] + (self.local_size - 1) * sizes[index]
+        num_nodes = world_size // self.local_size
+        across = self.between.wire_bytes(sizes[index], wide, node, num_nodes)
+        return within * wide.itemsize, across

@@ -1,0 +1,49 @@
+"""One-shot sums of few values: every rank gets every rank's, and adds them up itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.codecs import Raw
+from gradwire.exchanges.context import Context
+from gradwire.exchanges.two_shot import TwoShot
+from gradwire.ops import Seed
+from gradwire.transport import gather
+
+# A second round costs a fast network about as much time as this many bytes.
+_ROUND_BYTES = 16 << 10
+
+_ALIGNMENT = 64  # bytes, for the sake of vector loads
+
+_TWO_SHOT = TwoShot(Raw())
+
+
+def sum_values(values: Tensor, context: Context) -> None:
+    """Replace ``values`` by the sum over ranks of ``values * scale``, in rank order, in one round or two."""
+    group = context.group
+    num_bytes = values.numel() * values.element_size()
+    if group.size == 1 or group.native_sum is not None or not one_round_pays(num_bytes, group.size):
+        _TWO_SHOT.run(values, context)
+        return
+    stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    arriving = context.scratch.bytes("arriving", group.size * stride, values.device).view(group.size, stride)
+    rows = [row[:num_bytes] for row in arriving]
+    rows[group.rank] = values.view(torch.uint8)
+    gather(rows, group)
+    own = rows[group.rank]
+    Raw(values.dtype).reduce(arriving, values, group.rank, context.scale, own, None, Seed(0, 0))
+
+
+def sum_bytes(numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
+    """The exact number of bytes this rank sends in `sum_values`."""
+    num_bytes = numel * dtype.itemsize
+    if one_round_pays(num_bytes, world_size):
+        return (world_size - 1) * num_bytes
+    return _TWO_SHOT.wire_bytes(numel, dtype, rank, world_size)
+
+
+def one_round_pays(num_bytes: int, world_size: int) -> bool:
+    """Whether a second round would cost more than what it saves; two ranks send the same either way."""
+    saved = (world_size - 1) * num_bytes * (1 - 2 / world_size)
+    return saved <= _ROUND_BYTES

@@ -1,0 +1,93 @@
+"""The example that trains a language model, and the benchmark that compares recipes with it."""
+
+import csv
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+TINY = ["--steps", "6", "--width", "32", "--layers", "1", "--length", "16", "--batch", "1", "--workers", "8"]
+
+
+@pytest.fixture(scope="module")
+def convergence():
+    """The benchmark's own module, which runs on one thread."""
+    num_threads, path = torch.get_num_threads(), list(sys.path)
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield importlib.import_module("convergence")
+    sys.path[:] = path
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def benchmark(convergence):
+    return lambda *arguments: convergence.main([*map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def folder(convergence, tmp_path_factory):
+    out = tmp_path_factory.mktemp("convergence")
+    assert convergence.main([*TINY, "--out", str(out), "--seeds", "0", "--recipes", "fp32", "int8"]) == 0
+    return out
+
+
+def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
+    script = ROOT / "examples" / "train_lm.py"
+    options = ["--every", "2", "--width", "32", "--layers", "1", "--batch", "2", "--checkpoint", tmp_path]
+
+    def train(steps):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
+        command = [*launch, *options, "--steps", str(steps)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = re.search(r"held-out loss (\S+) nats a byte, (\S+) MB sent by a rank", done.stdout)
+        return float(found[1]), float(found[2])
+
+    loss, _ = train(2)
+    later_loss, sent_mb = train(12)
+    assert later_loss < loss
+    # Ten steps, not twelve: of 33504 fp32 values, each of two ranks sends one half twice.
+    assert sent_mb == pytest.approx(10 * 4 * 33504 / 1e6, abs=0.05)
+    assert len(script.read_text().splitlines()) < 150
+
+
+def test_a_row_that_is_there_is_not_run_again_and_one_that_is_not_is_added(benchmark, folder, capsys):
+    before = (folder / "small.csv").read_text()
+    assert benchmark(*TINY, "--out", folder, "--seeds", 0, "--recipes", "fp32", "int8", "fp99") == 0
+    assert "there is no recipe fp99: skipped" in capsys.readouterr().out
+    assert (folder / "small.csv").read_text() == before
+    assert benchmark(*TINY, "--out", folder, "--seeds", 0, 1, "--recipes", "fp32") == 0
+    rows = list(csv.DictReader((folder / "small.csv").open()))
+    assert [(row["recipe"], row["seed"]) for row in rows] == [("fp32", "0"), ("int8", "0"), ("fp32", "1")]
+    assert rows[0]["curve"].split()[0] == rows[1]["curve"].split()[0], "both start with the same weights"
+
+
+def test_rows_of_another_setting_are_not_mixed_in(benchmark, folder):
+    with pytest.raises(SystemExit, match="has rows of another setting"):
+        benchmark("--out", folder)
+
+
+def test_a_row_that_would_not_be_ready_in_time_is_given_up(benchmark, tmp_path, capsys):
+    options = [*TINY, "--steps", 100_000, "--minutes", 0.2, "--recipes", "fp32", "--out", tmp_path]
+    assert benchmark(*options) == 3
+    assert "run this again" in " ".join(capsys.readouterr().out.split())
+    assert not (tmp_path / "small.csv").exists()
+
+
+def test_the_table_and_the_plot_show_every_recipe(benchmark, folder, tmp_path, capsys):
+    plot = tmp_path / "curves.svg"
+    assert benchmark("--table", folder / "small.csv", "--plot", folder / "small.csv", plot) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"\| `int8` \| .* \| 4\.0x \| .* \| [+-]\d\.\d\d % \(.*\) \| 1 \|", said)
+    assert plot.read_text().count("<polyline") == 3 * 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("fidelity-*.csv")), ids=lambda path: path.stem)
+def test_the_page_shows_the_table_of_the_runs_beside_it(benchmark, path, capsys):
+    assert benchmark("--table", path) == 0
+    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "fidelity.md").read_text()

@@ -1,0 +1,215 @@
+"""Virtual ranks: the same exchanges, in one process, with the same bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.exchanges import Context, Scratch
+from gradwire.execution import open_gloo
+from gradwire.layout import BucketLayout, Slot
+from gradwire.memory import Memory
+from gradwire.testing import RanksFailed, VirtualRanks, run_ranks, run_virtual_ranks
+from gradwire.transport import gather
+from tests.rows import ROWS
+
+MORE_SPECS = ["int4:rounding=stochastic,seed=3", "sign:residual=bf16"]
+# A matrix and a vector, one value, and more ranks than aligned chunks.
+SHAPES = [[(40, 30), (17,)], [(1,)], [(24, 16), (24, 16), (200,)]]
+NUM_STEPS = 3
+
+
+def layouts():
+    made = []
+    for index, shapes in enumerate(SHAPES):
+        slots, offset = [], 0
+        for shape in map(torch.Size, shapes):
+            strides = torch.empty(shape, device="meta").stride()
+            slots.append(Slot(f"p{index}.{offset}", offset, shape, strides))
+            offset += shape.numel()
+        made.append(BucketLayout(index, torch.float32, tuple(slots)))
+    return made
+
+
+def averages(group, specs):
+    """What each recipe makes of three buckets in three steps, and what it leaves in memory."""
+    found = {}
+    for spec in specs:
+        recipe, memory, scratch = gradwire.recipe(spec), Memory(), Scratch()
+        scale = 1.0 if recipe.reduction == "sum" else 1 / group.size
+        before = group.traffic.bytes_sent
+        results = []
+        for step in range(NUM_STEPS):
+            for layout in layouts():
+                seed = 1000 * step + 100 * layout.index + group.rank
+                flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed))
+                recipe.exchange.run(flat, Context(group, scratch, scale, layout, memory, step))
+                results.append(flat)
+        residuals = [r.clone() for states in memory.named().values() for r in states.values()]
+        found[spec] = results, residuals, group.traffic.bytes_sent - before
+    return found
+
+
+def job_averages(rank, specs):
+    group = open_gloo(dist.group.WORLD, "virtual-test")
+    try:
+        return averages(group, specs)
+    finally:
+        dist.barrier()
+        group.close()
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_virtual_ranks_end_with_the_bits_bytes_and_residuals_of_real_ones(world_size, one_thread):
+    rows = [row for row in ROWS if row.exchange.communicates and world_size in row.world_sizes]
+    specs = [row.spec for row in rows] + MORE_SPECS
+    real = run_ranks(job_averages, world_size, args=(specs,))
+    virtual = run_virtual_ranks(lambda group: averages(group, specs), world_size)
+    for rank in range(world_size):
+        for spec in specs:
+            for here, there in zip(virtual[rank][spec][:2], real[rank][spec][:2], strict=True):
+                assert len(here) == len(there)
+                assert all(map(torch.equal, here, there)), f"{spec} on rank {rank}"
+            assert virtual[rank][spec][2] == real[rank][spec][2], f"bytes of {spec} on rank {rank}"
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 96 * 40).sin().view(96, 40))
+
+    def forward(self, x):
+        return (x @ self.weight).tanh()
+
+
+def batch(step, rank):
+    return torch.randn(5, 96, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(model, backward, steps=4):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(step)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+TRAINED = ["fp32", "int4", "sign"]
+
+
+def job_train(rank):
+    trained = {}
+    for spec in TRAINED:
+        model = DistributedDataParallel(Net())
+        with gradwire.attach(model, spec):
+            trained[spec] = train(model, lambda step: model(batch(step, rank)).square().mean().backward())  # noqa: B023
+    return trained
+
+
+def test_training_on_virtual_ranks_ends_with_the_weights_of_ddp(one_thread):
+    real = run_ranks(job_train, 3)
+    for spec in TRAINED:
+        model = Net()
+        ranks = VirtualRanks(model, spec, world_size=3)
+
+        def backward(step):
+            for rank in range(3):
+                with ranks.backward_of(rank):  # noqa: B023
+                    model(batch(step, rank)).square().mean().backward()  # noqa: B023
+            ranks.average()  # noqa: B023
+
+        weights = train(model, backward)
+        for rank in range(3):
+            assert all(map(torch.equal, weights, real[rank][spec])), f"{spec} on rank {rank}"
+
+
+def test_several_backward_passes_of_a_rank_add_up_over_many_ranks_and_buckets():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 20), nn.Linear(20, 7))
+    inputs = torch.randn(32, 2, 4, 30)
+    ranks = VirtualRanks(model, "fp32", world_size=32, bucket_cap_mb=0.0005)
+    assert len(ranks.layouts) >= 3
+    for rank in range(32):
+        with ranks.backward_of(rank):
+            for micro_batch in inputs[rank]:
+                model(micro_batch).square().mean().backward()
+    ranks.average()
+    have = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    (2 * model(inputs.view(-1, 30)).square().mean()).backward()
+    for got, parameter in zip(have, model.parameters(), strict=True):
+        torch.testing.assert_close(got, parameter.grad)
+
+
+def test_what_32_workers_hold_back_is_what_the_means_lack():
+    model = Net()
+    ranks = VirtualRanks(model, "sign", world_size=32)
+    sent = torch.zeros(96, 40)
+    given = torch.zeros(96, 40)
+    for step in range(5):
+        for rank in range(32):
+            with ranks.backward_of(rank):
+                model(batch(step, rank)).square().mean().backward()
+            given += ranks.gradients(rank)["weight"]
+        ranks.average()
+        sent += model.weight.grad
+    held = sum(memory.named()["residual"]["weight"] for memory in ranks.memories)
+    torch.testing.assert_close(given, 32 * sent + held, rtol=1e-4, atol=1e-6)
+    assert held.abs().max() > 1e-3
+    expected = [5 * ranks.recipe.wire_bytes(96 * 40, rank=rank, world_size=32) for rank in range(32)]
+    assert [traffic.bytes_sent for traffic in ranks.traffic] == expected
+
+
+def test_averaging_before_every_rank_has_gradients_is_refused():
+    model = Net()
+    ranks = VirtualRanks(model, "fp32", world_size=3)
+    with ranks.backward_of(1):
+        model(batch(0, 1)).sum().backward()
+    with pytest.raises(ValueError, match=r"rank\(s\) 0, 2 have no gradients"):
+        ranks.average()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((Net(), "noop", 2), "noop does not"),
+        ((Net(), "fp32", 0), "at least 1, not 0"),
+        ((nn.ReLU(), "fp32", 2), "nothing to average"),
+        ((Net(), "fp23", 2), "did you mean"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_made(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        VirtualRanks(*arguments)
+
+
+def test_the_error_of_one_virtual_rank_ends_all():
+    def fail(group):
+        if group.rank == 1:
+            raise KeyError("the reason")
+        gather(list(torch.zeros(group.size, 2)), group)
+
+    with pytest.raises(RanksFailed, match="KeyError: 'the reason'") as caught:
+        run_virtual_ranks(fail, 3)
+    assert set(caught.value.errors) == {1}
+
+
+def test_ranks_that_all_wait_are_told_instead_of_hanging():
+    def silent(group):
+        if group.rank != 1:  # which leaves at once
+            gather(list(torch.zeros(group.size, 2)), group)
+
+    with pytest.raises(RanksFailed, match="no message from rank 1: every rank that is still there waits"):
+        run_virtual_ranks(silent, 3)
