@@ -45,6 +45,13 @@ def job_route(rank):
             wire.swap("route(*.bias=fp32)")
 
     model = small_model()
+    with gradwire.attach(model, "route(*.bias=fp32; *=powersgd:rank=1,start=0)") as wire:
+        for step in range(4):
+            backward(model, step)
+        sent = sum(bucket.bytes_sent for bucket in wire.stats().steps[-1].buckets)
+        assert wire.plan().bytes_sent == sent
+
+    model = small_model()
     with gradwire.attach(model, "int4") as wire:  # what int4 holds back goes its several ways
         check_law(wire, model, {3: chosen, 6: "route(*.weight=fp32; *=int4)"})
 

@@ -28,8 +28,9 @@ def check_law(wire, model, sequence):
     (memory,) = wire.state_dict()["memory"].values()
     for name, total in wanted.items():
         held = torch.zeros_like(total)
-        for tensors in memory.values():
-            held += tensors[name].double() if name in tensors else 0
+        for key, tensors in memory.items():
+            if key.startswith("residual:") and name in tensors:
+                held += tensors[name].double()
         dist.all_reduce(held)
         error = (sent[name] + held / dist.get_world_size() - total).abs().max() / total.abs().max()
         assert error < (0.02 if any("bf16" in str(each) for each in sequence.values()) else 1e-5), name
@@ -52,6 +53,12 @@ def job_swaps(rank):
     with gradwire.attach(model, "int4") as wire:
         memory = check_law(wire, model, {4: "int4:residual=bf16"})
         assert set(memory) == {"residual:bfloat16"}
+
+    low_rank = "powersgd:rank=1,start=0"
+    for first, second in ((low_rank, "fp32"), ("int4", low_rank), (low_rank, "int4")):
+        model = small_model()
+        with gradwire.attach(model, first) as wire:
+            check_law(wire, model, {4: second})
 
     model = small_model()
     plan = gradwire.schedule({0: "int4", 3: "fp32", 5: "int8:feedback=true"})

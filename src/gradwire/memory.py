@@ -30,6 +30,15 @@ class Memory:
         flat = self._state(name, dtype).flat(layout, device)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
+    def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:
+        """Whether any of a bucket's parameters has a state called ``name`` in ``dtype``."""
+        state = self._states.get((name, dtype))
+        return state is not None and state.has(layout)
+
+    def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
+        """Forget that state of a bucket's parameters."""
+        self._states[name, dtype].drop(layout)
+
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` returns, made once; for what need not be saved, since it can be made again."""
         if key not in self._made:
@@ -46,15 +55,6 @@ class Memory:
 
     def _state(self, name: str, dtype: torch.dtype) -> NamedState:
         return self._states.setdefault((name, dtype), NamedState(dtype))
-
-    def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:
-        """Whether any of a bucket's parameters has a state called ``name`` in ``dtype``."""
-        state = self._states.get((name, dtype))
-        return state is not None and state.has(layout)
-
-    def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
-        """Forget that state of a bucket's parameters."""
-        self._states[name, dtype].drop(layout)
 
     def named(self) -> dict[str, dict[str, Tensor]]:
         """Every state as views by parameter: ``named()["residual"]["fc.weight"]``."""
@@ -76,9 +76,8 @@ class Memory:
         self._states.clear()
         for key, tensors in states.items():
             name, _, dtype = key.rpartition(":")
-            state = self._states[name, getattr(torch, dtype)] = NamedState(getattr(torch, dtype))
             for parameter, values in tensors.items():
-                state.put(parameter, values.to(device))
+                self._state(name, getattr(torch, dtype)).put(parameter, values.to(device))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

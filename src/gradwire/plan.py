@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.exchanges import Route
+from gradwire.exchanges import Exchange, LowRank, Route
 from gradwire.layout import BucketLayout
 from gradwire.recipes import Recipe
 
@@ -59,6 +59,12 @@ def make_plan(recipe: Recipe, layouts: Sequence[BucketLayout], rank: int, world_
                 if part.index % len(routes) == number:
                     names += [slot.name for slot in part.slots]
                     numel += part.numel
-                    num_bytes += exchange.wire_bytes(part.numel, layout.dtype, rank, world_size)
+                    num_bytes += _bytes(exchange, part, rank, world_size)
         planned.append(PlannedRoute(text, tuple(names), numel, num_bytes))
     return WirePlan(tuple(planned))
+
+
+def _bytes(exchange: Exchange, layout: BucketLayout, rank: int, world_size: int) -> int:
+    if isinstance(exchange, LowRank):  # depends on shapes
+        return exchange.bucket_bytes(layout, rank, world_size)
+    return exchange.wire_bytes(layout.numel, layout.dtype, rank, world_size)

@@ -63,9 +63,8 @@ class RecipeRunner:
     ) -> None:
         """Run on ``lane``, which a recipe that does not communicate may do without.
 
-        ``may_skip`` says that a parameter may have no gradient on any rank in a step, ``num_transient``
-        after how many steps the reducer rebuilds its buckets; ``memory`` is what there is to remember
-        already.
+        ``may_skip`` says that a parameter may have no gradient on any rank in a step; ``memory`` is what
+        there is to remember already; after ``num_transient`` steps the reducer rebuilds its buckets.
         """
         assert lane is not None or not recipe.exchange.communicates
         self.stats = StatsBook()

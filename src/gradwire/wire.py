@@ -165,7 +165,7 @@ class Wire:
             raise TypeError(f"this wire runs a hook, {self._name}; detach it, and attach the recipe")
         group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
         try:
-            chosen = parse_recipe(recipe)
+            chosen = parse_recipe(recipe).placed(_local_size(group))
             _check_routes(chosen, self.model)
         except Exception as error:
             agree(group, meeting, f"error: {error}", self._timeout, caller)

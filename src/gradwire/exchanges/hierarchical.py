@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.two_shot import TwoShot, average_alone, bounds_of, gather_rows, scatter_reduce
 from gradwire.transport import Subgroup
 
@@ -43,6 +44,7 @@ class Hierarchical:
             raise ValueError(f"{group.size} ranks cannot be nodes of {self.local_size}")
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
+        take_over_residuals(flat, context, self.feedback)
         residual = self.between.residual(flat, context)
         if group.size == 1:
             average_alone(flat, residual, context)
