@@ -254,14 +254,14 @@ class BrokenExchange:
     def __repr__(self):
         return "BrokenExchange()"
 
-    def run(self, flat, group, scratch, scale):
+    def run(self, flat, context):
         assert not torch.is_grad_enabled()
         self.num_runs = getattr(self, "num_runs", 0) + 1
-        if group.rank == self.bad_rank and self.num_runs == 4:
+        if context.group.rank == self.bad_rank and self.num_runs == 4:
             if self.action == "raise":
                 raise self.error or FloatingPointError("overflow in rank's own arithmetic")
             time.sleep(60)
-        gradwire.fp32().exchange.run(flat, group, scratch, scale)
+        gradwire.fp32().exchange.run(flat, context)
 
 
 def job_broken_exchange(rank):

@@ -339,12 +339,10 @@ def job_checkpoint(rank):
         return model, optimizer
 
     def options():
-        # During warm-up, DDP's new buckets have other owners: bits that do not depend on them, please.
         return {
             "period": 3,
             "warmup_steps": 2,
-            "recipe": "bf16",
-            "gradient_recipe": "fp32",
+            "recipe": "int4",  # has residuals to go on with
             "outer": gradwire.SlowMo(),
         }
 

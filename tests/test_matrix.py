@@ -73,7 +73,11 @@ def test_every_recipe_keeps_the_contract_in_every_combination(row, world_size):
     assert report.ok, report
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+# The same recipes as above by another door: on three ranks, and by `make test-full` on two and four.
+SIZES = [3, *(pytest.param(size, marks=pytest.mark.full) for size in (2, 4))]
+
+
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize(
     ("hook", "tolerance", "expect"), RAW_HOOKS, ids=lambda value: getattr(value, "__name__", None)
 )
@@ -82,7 +86,7 @@ def test_every_hook_function_keeps_the_contract_when_registered_with_ddp(hook, t
     assert report.ok, report
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", SIZES)
 @pytest.mark.parametrize("hook", QUANTISED, ids=lambda hook: hook.__name__)
 def test_every_quantised_hook_keeps_the_contract_when_registered_with_ddp(hook, world_size):
     report = check_hook(hook, tolerance=0.02, floor=1.0, world_size=world_size)

@@ -1,9 +1,10 @@
 """gradwire: fast, small and correct gradient averaging for PyTorch data parallel."""
 
+from gradwire.checkpoint import merge_state_dicts
 from gradwire.errors import PeerError, WireError
 from gradwire.local_sgd import DiLoCo, LocalSGD, SlowMo
 from gradwire.overlap import OverlappedOptimizer, overlap_optimizer
-from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe
+from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
 from gradwire.stats import BucketStats, StepStats, WireStats
 from gradwire.wire import Wire, attach
 
@@ -27,7 +28,10 @@ __all__ = [
     "bf16",
     "fp16",
     "fp32",
+    "merge_state_dicts",
     "noop",
     "overlap_optimizer",
     "recipe",
+    "route",
+    "schedule",
 ]

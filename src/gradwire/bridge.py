@@ -11,6 +11,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from gradwire.errors import Place, locate
+from gradwire.policy import NonfinitePolicy
 from gradwire.runners import Runner, completed, note_use
 
 
@@ -25,9 +26,11 @@ class Bridge:
     the hook itself waits and raises.
     """
 
-    def __init__(self, runner: Runner, rank: int) -> None:
+    def __init__(self, runner: Runner, rank: int, policy: NonfinitePolicy | None = None) -> None:
         self.runner = runner
+        self.policy = policy
         self.num_steps = 0
+        """How many steps the run has had, those before a resume included."""
         self._rank = rank
 
     def run(self, bucket: GradBucket) -> Future[Tensor]:
@@ -51,8 +54,14 @@ class Bridge:
             self.raise_failure()
         elif bucket.is_last():
             queue = Variable._execution_engine.queue_callback
-            queue(functools.partial(queue, self.raise_failure))
+            queue(functools.partial(queue, self._finish))
         return future
+
+    def _finish(self) -> None:
+        """What remains when DDP has finished a backward pass."""
+        self.raise_failure()
+        if self.policy is not None:
+            self.policy.look(self.num_steps - 1)
 
     def raise_failure(self) -> None:
         """Raise the first failure of any rank, if there is one."""

@@ -79,7 +79,8 @@ class Layouts:
         known = self._layouts.get(index)
         if known is not None and known[0] == identity:
             return known[1]
-        layout = BucketLayout(index, bucket.buffer().dtype, self._slots(parameters))
+        dtype = bucket.buffer().dtype
+        layout = BucketLayout(index, dtype, self._slots(parameters, as_real=not dtype.is_complex))
         self._layouts[index] = identity, layout
         return layout
 
@@ -87,11 +88,25 @@ class Layouts:
         """The layouts of the buckets of the most recent step, in bucket order."""
         return tuple(layout for _, (_, layout) in sorted(self._layouts.items()))
 
-    def _slots(self, parameters: list[Tensor]) -> tuple[Slot, ...]:
+    def guess(self, parameters: list[Tensor]) -> tuple[BucketLayout, ...]:
+        """One bucket for each dtype, for want of what DDP has not told yet."""
+        dtypes = dict.fromkeys(map(_real, parameters))
+        return tuple(
+            BucketLayout(
+                index, dtype, self._slots([p for p in parameters if _real(p) == dtype], as_real=True)
+            )
+            for index, dtype in enumerate(dtypes)
+        )
+
+    def _slots(self, parameters: list[Tensor], *, as_real: bool) -> tuple[Slot, ...]:
+        """With ``as_real``, complex parameters have a last dimension of two, as DDP hands them out."""
         slots, offset = [], 0
         for parameter in parameters:
-            slots.append(Slot(self._name(parameter), offset, parameter.shape, _bucket_stride(parameter)))
-            offset += parameter.numel()
+            shape, stride = parameter.shape, _bucket_stride(parameter)
+            if as_real and parameter.is_complex():
+                shape, stride = torch.Size([*shape, 2]), (*(2 * step for step in stride), 1)
+            slots.append(Slot(self._name(parameter), offset, shape, stride))
+            offset += shape.numel()
         return tuple(slots)
 
     def _name(self, parameter: Tensor) -> str:
@@ -103,6 +118,11 @@ class Layouts:
                 )
             self._names[id(parameter)] = f"parameter{len(self._names)}"
         return self._names[id(parameter)]
+
+
+def _real(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient in a bucket."""
+    return parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
 
 
 def _bucket_stride(parameter: Tensor) -> tuple[int, ...]:
@@ -162,6 +182,15 @@ class NamedState:
         flat = value.detach().to(self._dtype).contiguous().flatten().clone()
         slot = Slot(name, 0, value.shape, torch.empty(value.shape, device="meta").stride())
         self._holders[name] = _Holder(BucketLayout(-1, self._dtype, (slot,)), flat)
+
+    def drop(self, layout: BucketLayout) -> None:
+        """Forget the state of a bucket's parameters."""
+        for slot in layout.slots:
+            self._holders.pop(slot.name, None)
+
+    def has(self, layout: BucketLayout) -> bool:
+        """Whether any of a bucket's parameters has a state."""
+        return any(slot.name in self._holders for slot in layout.slots)
 
     def named(self) -> dict[str, Tensor]:
         """Every parameter's state, by name, as views."""

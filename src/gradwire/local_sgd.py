@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
+from gradwire import checkpoint
 from gradwire.agreement import agree, next_meeting
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
@@ -22,7 +23,7 @@ from gradwire.recipes import Recipe, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner
 from gradwire.stats import WireStats
-from gradwire.wire import attach, unwrap
+from gradwire.wire import attach, device_of, unwrap
 
 # Small enough that one bucket travels while the next is prepared, large enough to amortise a round.
 _BUCKET_NUMEL = 8 << 20
@@ -203,17 +204,21 @@ class LocalSGD:
         return self._runner.stats.read(self._num_averages)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step count, and by parameter where the period began and the outer momentum.
+        """The step count, by parameter where the period began and the outer momentum, and residuals.
 
-        The same on all ranks, of tensors and numbers alone. Between two averagings the model's own
-        parameters differ from rank to rank: `average` first, or save every rank's.
+        Of tensors and numbers alone, and the same on all ranks but for the residuals, which have the rank in
+        their key: each rank saves its own. Between two averagings the model's own parameters differ from
+        rank to rank too: `average` first, or save every rank's.
         """
-        return {"num_steps": self._num_steps, **self._tensors()}
+        rank, size, memory = self._group.rank(), self._group.size(), self._runner.memory.state_dict()
+        averaging = checkpoint.write(self._runner.name, self._num_steps, (), memory, rank, size)
+        wire = self._wire.state_dict()
+        return {"num_steps": self._num_steps, **self._tensors(), "averaging": averaging, "wire": wire}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`; the model's parameters are loaded apart.
 
-        Raises ValueError when the state belongs to other parameters.
+        Raises ValueError when the state belongs to other parameters, or to another number of ranks.
         """
         self._num_steps = int(state["num_steps"])
         self._use_wire()
@@ -229,6 +234,10 @@ class LocalSGD:
                 )
             for name, view in own.items():
                 view.copy_(saved[name])
+        self._wire.load_state_dict(state["wire"])
+        rank, size = self._group.rank(), self._group.size()
+        memory = checkpoint.read(state["averaging"], frozenset(), rank, size, "mean").memory
+        self._runner.memory.load_state_dict(memory, device_of(self._ddp))
 
     def detach(self) -> None:
         """Return the model to plain averaging of gradients, and end the lane; call it on every rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -47,9 +47,39 @@ class Memory:
     def _state(self, name: str, dtype: torch.dtype) -> NamedState:
         return self._states.setdefault((name, dtype), NamedState(dtype))
 
+    def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:
+        """Whether any of a bucket's parameters has a state called ``name`` in ``dtype``."""
+        state = self._states.get((name, dtype))
+        return state is not None and state.has(layout)
+
+    def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
+        """Forget that state of a bucket's parameters."""
+        self._states[name, dtype].drop(layout)
+
     def named(self) -> dict[str, dict[str, Tensor]]:
         """Every state as views by parameter: ``named()["residual"]["fc.weight"]``."""
         merged: dict[str, dict[str, Tensor]] = {}
         for (name, _), state in self._states.items():
             merged.setdefault(name, {}).update(state.named())
         return merged
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of every state, by name and parameter: ``state_dict()["residual:float32"]["fc.weight"]``."""
+        return {
+            f"{name}:{_dtype_name(dtype)}": {key: view.clone() for key, view in state.named().items()}
+            for (name, dtype), state in self._states.items()
+            if state.named()
+        }
+
+    def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
+        """Hold these states, as `state_dict` gives them, and nothing else."""
+        self._states.clear()
+        for key, tensors in states.items():
+            name, _, dtype = key.rpartition(":")
+            state = self._states[name, getattr(torch, dtype)] = NamedState(getattr(torch, dtype))
+            for parameter, values in tensors.items():
+                state.put(parameter, values.to(device))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

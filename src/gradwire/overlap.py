@@ -172,6 +172,11 @@ def _check(optimizer: Optimizer, wire: Wire) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"{type(optimizer).__name__} needs a closure: it cannot step bucket by bucket")
+    if wire.looks_at_gradients:
+        raise ValueError(
+            "this wire was attached with on_nonfinite=, which looks at all gradients before any step is "
+            "taken; attach it without, or step as usual"
+        )
     if ddp.find_unused_parameters:
         raise ValueError(
             "this model was made with find_unused_parameters=True: whether a parameter was used on any rank "

@@ -6,14 +6,14 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from gradwire.codecs import Blocks, Cast, Codec, Raw
-from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, TwoShot
+from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Route, Schedule, TwoShot
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -186,6 +186,76 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 }
 
 
+def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
+    """One recipe after another: ``stages`` has the first step of each, the first of them 0.
+
+    What a recipe has held back is taken over by the next, or sent with its first gradients. As text:
+    ``"schedule(0=fp32; 1000=int8; 5000=int4)"``. Raises ValueError for stages that do not begin with step
+    0, of which some average and some sum, or that are schedules or routes themselves.
+
+    >>> print(schedule({0: "fp32", 1000: "int8", 5000: "int4:block=64"}))
+    schedule(0=fp32; 1000=int8; 5000=int4:block=64)
+    """
+    chosen = {int(start): recipe(each) for start, each in sorted(stages.items())}
+    for each in chosen.values():
+        if isinstance(each.exchange, Route | Schedule):
+            raise ValueError(f"the stages of a schedule are plain recipes, not {each}")
+    if not chosen or min(chosen) != 0:
+        raise ValueError(f"a schedule begins with step 0, not {min(chosen, default='without stages')}")
+    if len(reductions := {each.reduction for each in chosen.values()}) > 1:
+        raise ValueError("the stages of a schedule must reduce alike, and of these some average and some sum")
+    name = f"schedule({'; '.join(f'{start}={each}' for start, each in chosen.items())})"
+    exchange = Schedule(tuple((start, each.exchange) for start, each in chosen.items()))
+    return Recipe(name, exchange, reductions.pop())
+
+
+def route(routes: Mapping[str, str | Recipe]) -> Recipe:
+    """Each parameter by the recipe of the first pattern that fits its name, as ``fnmatch`` has it.
+
+    A pattern by which no parameter goes, and a parameter without a pattern, are errors of `attach`. As
+    text: ``"route(*.norm*=fp32; *=int4)"``. Raises ValueError for recipes of which some average and some
+    sum, and for schedules and routes inside.
+
+    >>> print(route({"*.norm*": "fp32", "embed.*": "int8", "*": "int4"}))
+    route(*.norm*=fp32; embed.*=int8; *=int4)
+    """
+    chosen = {pattern: recipe(each) for pattern, each in routes.items()}
+    if not chosen:
+        raise ValueError("a route needs at least one pattern, such as '*'")
+    for pattern, each in chosen.items():
+        if isinstance(each.exchange, Route | Schedule):
+            raise ValueError(f"the recipe of route {pattern!r} must be a plain one, not {each}")
+        if "=" in pattern or ";" in pattern:
+            raise ValueError(f"a route's pattern has no '=' and no ';', unlike {pattern!r}")
+    if len(reductions := {each.reduction for each in chosen.values()}) > 1:
+        raise ValueError("the recipes of a route must reduce alike, and of these some average and some sum")
+    name = f"route({'; '.join(f'{pattern}={each}' for pattern, each in chosen.items())})"
+    exchange = Route(tuple((pattern, each.exchange) for pattern, each in chosen.items()))
+    return Recipe(name, exchange, reductions.pop())
+
+
+def _parse_route(spec: str) -> Recipe:
+    routes: dict[str, str | Recipe] = {}
+    for item in spec.removeprefix("route(").removesuffix(")").split(";"):
+        pattern, equals, each = (part.strip() for part in item.partition("="))
+        if not equals or pattern in routes:
+            raise ValueError(f"a route is pattern=recipe, each pattern once, not {item.strip()!r}")
+        routes[pattern] = each
+    return route(routes)
+
+
+def _parse_schedule(spec: str) -> Recipe:
+    stages: dict[int, str | Recipe] = {}
+    for stage in spec.removeprefix("schedule(").removesuffix(")").split(";"):
+        start, equals, each = (part.strip() for part in stage.partition("="))
+        if not (equals and start.isdigit()):
+            raise ValueError(f"a schedule's stage is step=recipe, as in 1000=int8, not {stage.strip()!r}")
+        if int(start) in stages:
+            raise ValueError(f"a schedule has one recipe from step {start} on, not two")
+        stages[int(start)] = each
+    return schedule(stages)
+
+
 def _spec(factory: Callable[..., Recipe], options: dict[str, object]) -> str:
     """The text from which `recipe` makes the same recipe."""
     parameters = inspect.signature(factory).parameters
@@ -230,6 +300,10 @@ def recipe(spec: str | Recipe) -> Recipe:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"a recipe is a name or a Recipe, not {type(spec).__name__}")
+    if spec.startswith("schedule(") and spec.endswith(")"):
+        return _parse_schedule(spec)
+    if spec.startswith("route(") and spec.endswith(")"):
+        return _parse_route(spec)
     name, _, options = spec.partition(":")
     if name not in RECIPES:
         raise ValueError(f"there is no recipe {name!r}{_suggestion(name)} Recipes: {', '.join(RECIPES)}")

@@ -22,6 +22,7 @@ from gradwire.layout import BucketLayout, Layouts
 from gradwire.memory import Memory
 from gradwire.ops import Scale
 from gradwire.recipes import Recipe
+from gradwire.regroup import Regrouping, Timeline, grouping_of
 from gradwire.stats import StatsBook
 from gradwire.transport import Group, Traffic, gather
 
@@ -29,8 +30,10 @@ from gradwire.transport import Group, Traffic, gather
 class Runner(Protocol):
     """Averages buckets, and remembers the first failure of any rank."""
 
-    name: str
     stats: StatsBook
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def failure(self) -> WireError | None: ...
@@ -56,14 +59,15 @@ class RecipeRunner:
         *,
         may_skip: bool = False,
         memory: Memory | None = None,
+        num_transient: int = 0,
     ) -> None:
         """Run on ``lane``, which a recipe that does not communicate may do without.
 
-        ``may_skip`` says that a parameter may have no gradient on any rank in a step; ``memory`` is what
-        there is to remember already.
+        ``may_skip`` says that a parameter may have no gradient on any rank in a step, ``num_transient``
+        after how many steps the reducer rebuilds its buckets; ``memory`` is what there is to remember
+        already.
         """
         assert lane is not None or not recipe.exchange.communicates
-        self.name = str(recipe)
         self.stats = StatsBook()
         self._recipe = recipe
         self._lane = lane
@@ -71,6 +75,18 @@ class RecipeRunner:
         self._divides_by_active = divides_by_active
         self._may_skip = may_skip
         self.memory = Memory() if memory is None else memory
+        self.timeline = Timeline(num_transient)
+        self._regrouping = Regrouping()
+
+    @property
+    def name(self) -> str:
+        return str(self._recipe)
+
+    def swap(self, recipe: Recipe, open_lane: Callable[[], Lane]) -> None:
+        """Average with another recipe from now on; what the one before holds back stays in the memory."""
+        if self._lane is None and recipe.exchange.communicates:
+            self._lane = open_lane()
+        self._recipe = recipe
 
     @property
     def failure(self) -> WireError | None:
@@ -78,12 +94,25 @@ class RecipeRunner:
 
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
         layout = self._layouts.of(bucket)
-        if self._lane is None:
+        if not self._recipe.exchange.communicates:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.buffer())
         by_active = self._divides_by_active() and self._recipe.reduction == "mean"
-        run = functools.partial(self._average, not shadow if by_active else None, layout, place.step)
-        return self._lane.submit(Task(bucket.buffer(), run, place, self._record))
+        active = not shadow if by_active else None
+        grouping, flat, is_last = self.timeline.at(place.step), bucket.buffer(), bucket.is_last()
+        if is_last:
+            self.timeline.arrived(place.step, grouping_of(self._layouts.current()))
+        if grouping is None:
+            return self._submit(active, flat, layout, place)
+        submit = functools.partial(self._submit, active)
+        return self._regrouping.add(flat, layout, place, grouping, submit, self.fail, is_last=is_last)
+
+    def _submit(
+        self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place
+    ) -> Future[Tensor]:
+        assert self._lane is not None
+        run = functools.partial(self._average, active, layout, place.step)
+        return self._lane.submit(Task(flat, run, place, self._record))
 
     def _average(
         self,

@@ -47,6 +47,8 @@ class WireStats:
     wait_ms: float | None
     work_ms: float | None
     steps: tuple[StepStats, ...] = field(repr=False)
+    num_skipped: int = 0
+    """Steps that ``on_nonfinite="skip"`` has left out."""
 
 
 class StatsBook:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
@@ -60,7 +61,6 @@ class SteppingRunner:
     ) -> None:
         """Step each bucket as it arrives, or, ``at_the_end``, all of them when the last has been computed."""
         self.inner = inner
-        self.name = inner.name
         self.stats = inner.stats
         self._lane = lane
         self._step = step
@@ -68,6 +68,10 @@ class SteppingRunner:
         self._after_backward = after_backward
         self._at_the_end = at_the_end
         self._held: list[tuple[Task, Future[Tensor]]] = []
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
 
     @property
     def failure(self) -> WireError | None:
@@ -113,7 +117,7 @@ class SteppingRunner:
         if self.inner.failure is not None:
             raise self.inner.failure
         try:
-            self._step(parameters, _gradients(layout, result), group)
+            self._step(parameters, _gradients(layout, parameters, result), group)
         except Exception as error:
             self.inner.fail(locate(error, place))
             raise
@@ -133,12 +137,15 @@ def _pass_on(future: Future[Tensor], done: Future[Tensor]) -> None:
     future.set_result(done.value())
 
 
-def _gradients(layout: BucketLayout, result: Tensor) -> list[Tensor]:
+def _gradients(layout: BucketLayout, parameters: list[Tensor], result: Tensor) -> list[Tensor]:
     """Every parameter's gradient, strided as the parameter is."""
     if result.is_sparse:
         return [result]
-    flat = result.contiguous()
-    return [slot.view(flat) for slot in layout.slots]
+    views = layout.views(result.contiguous()).values()
+    return [
+        torch.view_as_complex(view) if parameter.is_complex() and not view.is_complex() else view
+        for parameter, view in zip(parameters, views, strict=True)
+    ]
 
 
 def _require_gradients(layout: BucketLayout, parameters: list[Tensor]) -> None:

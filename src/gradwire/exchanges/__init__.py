@@ -11,6 +11,8 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.hierarchical import Hierarchical
 from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
+from gradwire.exchanges.route import Route
+from gradwire.exchanges.schedule import Schedule
 from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.sparse import average_sparse
 from gradwire.exchanges.two_shot import TwoShot
@@ -21,6 +23,8 @@ __all__ = [
     "Hierarchical",
     "LowRank",
     "Noop",
+    "Route",
+    "Schedule",
     "Scratch",
     "TwoShot",
     "average_sparse",

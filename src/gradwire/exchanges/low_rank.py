@@ -180,13 +180,17 @@ class _Averaging:
         factor, votes, plain = message.split([layout.numel, num_matrices, num_plain])
         if first:
             _copy_runs(self._flat, plain, self._plan.runs, to_bucket=False)
-            self._kernels.accumulate(self._values, self._totals, votes)
-        project = self._kernels.project if side == "left" else self._kernels.project_back
         for batch in self._plan.batches:
-            found = getattr(batch, side)(factor)
-            project(batch.sums(self._sums), getattr(batch, other)(basis), found)
+            found, known = getattr(batch, side)(factor), getattr(batch, other)(basis)
+            values, sums, largest = self._values[batch.slice], batch.sums(self._sums), votes[batch.slice]
+            if side == "left":
+                self._kernels.accumulate_and_project(values, sums, largest, known, found)
+            else:
+                if first:
+                    self._kernels.accumulate(values, list(sums), largest)
+                self._kernels.project_back(sums, known, found)
             if first:  # NaN if the gradient is not finite, else 0
-                found.add_((votes[batch.slice] * 0).view(-1, 1, 1))
+                found.add_((largest * 0).view(-1, 1, 1))
         if first:
             votes.copy_(votes != 0)
         own = self._scratch(f"own {side}", layout.numel).copy_(factor)

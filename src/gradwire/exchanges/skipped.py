@@ -22,7 +22,7 @@ def skipped_parameters(flat: Tensor, residual: Tensor, context: Context) -> Iter
     would be lost. DDP does not say which those are; that all ranks have nothing but zeros is as good:
     they get zeros, and what is held back for them stays.
     """
-    mask = _mask(flat, context)
+    mask = mask_of_skipped(flat, context)
     if mask is None:
         yield
         return
@@ -33,7 +33,7 @@ def skipped_parameters(flat: Tensor, residual: Tensor, context: Context) -> Iter
     flat.masked_fill_(mask, 0)
 
 
-def _mask(flat: Tensor, context: Context) -> Tensor | None:
+def mask_of_skipped(flat: Tensor, context: Context) -> Tensor | None:
     """True for each value of a parameter that is zero on every rank; None if there is none, on CPU."""
     group, layout = context.group, context.layout
     views = [slot.view(flat) for slot in layout.slots]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.ops import Seed
@@ -58,6 +59,7 @@ class TwoShot:
     def run(self, flat: Tensor, context: Context) -> None:
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
+        take_over_residuals(flat, context, self.feedback)
         codec, group = self.codec.resolve(flat.dtype), context.group
         residual = self.residual(flat, context)
         if group.size == 1:

@@ -8,6 +8,8 @@ from gradwire.headroom.records import ALLREDUCE, Record, Row
 
 # Below 5 % nobody should change how a model trains.
 _WORTHWHILE_GAIN = 1.05
+# Steps that differ by less are taken for equally fast.
+_AS_GOOD = 0.03
 # A result counts if chance gives it less than once in so many runs. Not the usual 20, as the best of a
 # few recipes is looked at.
 _RUNS_PER_CHANCE = 100
@@ -37,8 +39,15 @@ def give_verdict(record: Record) -> str:
     opening += f"; without it a step would be {most:.2f}x as fast, which is the most any recipe could gain."
     if not record.recipes:
         return opening
-    best = min(record.recipes, key=lambda row: row.step_ms)
+    best = _best(record)
     return f"{opening} {_judge_best(record, best)}{_judge_buckets(record, best)}"
+
+
+def _best(record: Record) -> Row:
+    """Of the recipes that are as good as the fastest, the one that changes gradients least."""
+    limit_ms = (1 + _AS_GOOD) * min(row.step_ms for row in record.recipes)
+    near = [row for row in record.recipes if row.step_ms <= limit_ms]
+    return min(near, key=lambda row: (row.gradient_error or 0.0, row.step_ms))
 
 
 def _judge_best(record: Record, best: Row) -> str:

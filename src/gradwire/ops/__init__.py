@@ -116,14 +116,8 @@ def reduce_blocks(
 def low_rank(values: Tensor, work: Tensor) -> ModuleType:
     """The kernels for low-rank factors of ``values``, taken in ``work``: see `reference.low_rank`."""
     if _fast(values, work):
-        from gradwire.ops.cpu import low_rank as cpu_kernels
-
-        return cpu_kernels
-    if work.is_cuda and _has_triton():
-        from gradwire.ops.cuda import low_rank as cuda_kernels
-
-        return cuda_kernels
-    return reference_low_rank
+        return _cpu_low_rank()
+    return _cuda_low_rank() if work.is_cuda and _has_triton() else reference_low_rank
 
 
 def warm_up(device: torch.device) -> None:
@@ -131,6 +125,7 @@ def warm_up(device: torch.device) -> None:
     if device.type == "cpu":
         _cpu_casts()
         _cpu_blocks()
+        _cpu_low_rank()
 
 
 def _fast(*tensors: Tensor) -> bool:
@@ -156,6 +151,18 @@ def _cpu_blocks() -> ModuleType:
     from gradwire.ops.cpu import blocks
 
     return blocks
+
+
+def _cpu_low_rank() -> ModuleType:
+    from gradwire.ops.cpu import low_rank
+
+    return low_rank
+
+
+def _cuda_low_rank() -> ModuleType:
+    from gradwire.ops.cuda import low_rank
+
+    return low_rank
 
 
 def _cuda_blocks() -> ModuleType:

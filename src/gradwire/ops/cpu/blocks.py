@@ -2,7 +2,7 @@
 
 Values are worked on in tiles that stay in the cache, so that main memory is read and written once; each
 kernel does one simple thing to a tile, in loops that LLVM turns into vector code. Importing this module
-compiles them (TODO s), or reads them from numba's cache on disk (TODO s).
+compiles them, or reads them from numba's cache on disk.
 """
 
 from __future__ import annotations
@@ -54,22 +54,28 @@ _ROUND = np.float32(1.5 * 2**23)
 _FIRST, _FOURTH = np.int32(0), np.int32(4)
 
 
+@kernel((F4[::1], F4))
+def _scale_of(values: Any, limit: Any) -> Any:
+    """The scale that gives a block's largest magnitude the code ``limit``; NaN if a value is not finite."""
+    largest = np.int32(0)
+    for i in range(values.size):
+        largest = larger(largest, values[i])
+    # Rounded up to bf16, so that no code is beyond the limit.
+    up = (bits(from_bits(largest) / limit) + np.int32(0xFFFF)) & np.int32(-0x10000)
+    scale = max(from_bits(np.int32(up)), _MIN_SCALE)
+    scale = scale if largest > 0 else _ZERO
+    return scale if largest < _INFINITY else np.float32(np.nan)
+
+
 @kernel((F4[::1], I8, F4, F4[::1], F4[::1]))
 def _normalise(x: Any, block: Any, limit: Any, scales: Any, y: Any) -> None:
-    """Find the scale that gives a block's largest magnitude the code ``limit``; ``y = x / scale``.
+    """Find the blocks' scales, and ``y = x / scale``.
 
-    A block that is not finite has NaN for its scale; there, as in blocks of zeros, ``x`` is multiplied by 0.
+    In blocks of zeros, and in those that are not finite, ``x`` is multiplied by 0.
     """
     for b in range(scales.size):
         values, out = x[b * block : (b + 1) * block], y[b * block : (b + 1) * block]
-        largest = np.int32(0)
-        for i in range(values.size):
-            largest = larger(largest, values[i])
-        # Rounded up to bf16, so that no code is beyond the limit.
-        up = (bits(from_bits(largest) / limit) + np.int32(0xFFFF)) & np.int32(-0x10000)
-        scale = max(from_bits(np.int32(up)), _MIN_SCALE)
-        scale = scale if largest > 0 else _ZERO
-        scale = scale if largest < _INFINITY else np.float32(np.nan)
+        scale = _scale_of(values, limit)
         inverse = _ONE / scale if scale > _ZERO else _ZERO
         scales[b] = scale
         for i in range(values.size):
@@ -119,17 +125,12 @@ def _dither(y: Any, limit: Any, start: Any, low: Any, high: Any) -> None:
 
 @kernel((F4[::1], U1[::1]))
 def _pack_int8(y: Any, codes: Any) -> None:
-    """Round ``y``, and leave the rounded values in it."""
     for i in range(y.size):
-        rounded = y[i] + _ROUND
-        codes[i] = low_byte(bits(rounded))
-        y[i] = rounded - _ROUND
+        codes[i] = low_byte(bits(y[i] + _ROUND))
 
 
 @kernel((F4[::1], I8, U1[::1]))
 def _pack_int4(y: Any, block: Any, codes: Any) -> None:
-    for i in range(y.size):
-        y[i] = (y[i] + _ROUND) - _ROUND
     half = block // 2
     num_full = y.size // block
     for b in range(num_full):
@@ -164,24 +165,33 @@ def _pack_sign(x: Any, block: Any, scales: Any, codes: Any) -> None:
 
 @kernel((F4[::1], U1[::1], numba.boolean, I8, I4, I4))
 def _pack_fp8(y: Any, codes: Any, dithered: Any, start: Any, low: Any, high: Any) -> None:
-    """Round ``y`` to e4m3, and leave the rounded values in it."""
     if dithered:
         for i in range(y.size):
             codes[i] = to_fp8(y[i], noise(start + i, low, high), True)
     else:
         for i in range(y.size):
             codes[i] = to_fp8(y[i], _FIRST, False)
-    for i in range(y.size):
-        y[i] = from_fp8(codes[i])
 
 
 @kernel((F4[::1], I8, F4[::1]))
-def _denormalise(y: Any, block: Any, scales: Any) -> None:
-    """``y = y * scale``."""
+def _round(y: Any, block: Any, scales: Any) -> None:
+    """``y = round(y) * scale``: what integer codes decode to."""
     for b in range(scales.size):
         values, scale = y[b * block : (b + 1) * block], scales[b]
         for i in range(values.size):
-            values[i] *= scale
+            values[i] = ((values[i] + _ROUND) - _ROUND) * scale
+
+
+@kernel((F4[::1], I8, F4, F4[::1], U1[::1]))
+def _encode_int8(x: Any, block: Any, limit: Any, scales: Any, codes: Any) -> None:
+    """`_normalise` and `_pack_int8` in one, for when nothing else is wanted."""
+    for b in range(scales.size):
+        values, out = x[b * block : (b + 1) * block], codes[b * block : (b + 1) * block]
+        scale = _scale_of(values, limit)
+        inverse = _ONE / scale if scale > _ZERO else _ZERO
+        scales[b] = scale
+        for i in range(values.size):
+            out[i] = low_byte(bits(values[i] * inverse + _ROUND))
 
 
 @kernel((U1[::1], I8, F4[::1], F4[::1]))
@@ -278,6 +288,8 @@ def _encode_tile(
         _pack_sign(x, block, scales, codes)
         if wants_y:
             _unpack_sign(codes, block, scales, y)
+    elif kind == _INT8 and not dithered and not wants_y:
+        _encode_int8(x, block, limit, scales, codes)
     else:
         _normalise(x, block, limit, scales, y)
         if kind == _FP8:
@@ -289,8 +301,10 @@ def _encode_tile(
                 _pack_int8(y, codes)
             else:
                 _pack_int4(y, block, codes)
-        if wants_y:
-            _denormalise(y, block, scales)
+        if wants_y and kind == _FP8:
+            _unpack_fp8(codes, block, scales, y)
+        elif wants_y:
+            _round(y, block, scales)
     for b in range(scales.size):
         halves[b] = f32_to_bf16(scales[b])
 

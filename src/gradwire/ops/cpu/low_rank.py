@@ -30,15 +30,19 @@ def _accumulate(values: Any, sums: Any) -> Any:
         magnitude = larger(I4(0), values[i])
         largest = larger(largest, values[i])
         sums[i] += values[i] if magnitude < I4(_INFINITY) else F4(0)
-    return from_bits(largest)
+    return largest
 
 
-@kernel((_MATRIX, _MATRIX, _MATRIX), reorders_sums=True)
-def _project(matrix: Any, basis: Any, out: Any) -> None:
+@kernel((_MATRIX, _MATRIX, _MATRIX, numba.boolean, _MATRIX), reorders_sums=True)
+def _project(matrix: Any, basis: Any, out: Any, adds: Any, values: Any) -> Any:
+    """The largest magnitude of the values that are added to the matrix first, row by row, if they are."""
     n, m = matrix.shape
     last = basis.shape[0] - 1
+    largest = I4(0)
     for i in range(n):
         row = matrix[i]
+        if adds:
+            largest = max(largest, _accumulate(values[i], row))
         # Four vectors for each load of the row; the last ones stand in for those there are not.
         for c in range(0, last + 1, 4):
             c1, c2, c3 = min(c + 1, last), min(c + 2, last), min(c + 3, last)
@@ -50,6 +54,7 @@ def _project(matrix: Any, basis: Any, out: Any) -> None:
                 s2 += row[j] * b2[j]
                 s3 += row[j] * b3[j]
             out[c3, i], out[c2, i], out[c1, i], out[c, i] = s3, s2, s1, s0
+    return from_bits(largest)
 
 
 @kernel((_MATRIX, _MATRIX, _MATRIX), reorders_sums=True)
@@ -146,14 +151,28 @@ def accumulate(values: Sequence[Tensor], sums: Sequence[Tensor], largest: Tensor
         _accumulate(value.view(-1).numpy(), total.view(-1).numpy())
         for value, total in zip(values, sums, strict=True)
     ]
-    largest.copy_(torch.tensor(found))
-    for value, magnitude in zip(values, found, strict=True):
-        if not np.isfinite(magnitude):
+    largest.copy_(torch.tensor(found, dtype=torch.int32).view(torch.float32))
+    _take_out(values, largest)
+
+
+def accumulate_and_project(
+    values: Sequence[Tensor], matrices: Tensor, largest: Tensor, basis: Tensor, out: Tensor
+) -> None:
+    arrays = zip(values, matrices.numpy(), basis.numpy(), out.numpy(), strict=True)
+    largest.copy_(torch.tensor([_project(total, q, p, True, value.numpy()) for value, total, q, p in arrays]))
+    _take_out(values, largest)
+
+
+def _take_out(values: Sequence[Tensor], largest: Tensor) -> None:
+    """Set to zero what is not finite."""
+    if not bool(largest.isfinite().all()):
+        for value in values:
             value.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def project(matrices: Tensor, basis: Tensor, out: Tensor) -> None:
-    _each(_project, matrices, basis, out)
+    for matrix, q, p in zip(matrices.numpy(), basis.numpy(), out.numpy(), strict=True):
+        _project(matrix, q, p, False, matrix)
 
 
 def project_back(matrices: Tensor, basis: Tensor, out: Tensor) -> None:

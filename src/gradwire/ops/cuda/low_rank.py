@@ -11,9 +11,24 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.ops.reference import low_rank as reference
-from gradwire.ops.reference.low_rank import accumulate, multiply, project, project_back, subtract
+from gradwire.ops.reference.low_rank import (
+    accumulate,
+    accumulate_and_project,
+    multiply,
+    project,
+    project_back,
+    subtract,
+)
 
-__all__ = ["accumulate", "multiply", "orthogonalize", "project", "project_back", "subtract"]
+__all__ = [
+    "accumulate",
+    "accumulate_and_project",
+    "multiply",
+    "orthogonalize",
+    "project",
+    "project_back",
+    "subtract",
+]
 
 _NEGLIGIBLE = tl.constexpr(reference.NEGLIGIBLE[torch.float32])
 _INFINITY = tl.constexpr(0x7F800000)
@@ -40,7 +55,7 @@ def _direction(own, vectors, i, length, BLOCK: tl.constexpr):
     return rest / tl.where(remains == 0.0, 1.0, tl.sqrt(remains)), keeps, finite
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_vectors", "length"])
 def _orthogonalize(vectors, spare, num_vectors, length, HAS_SPARE: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     start = tl.program_id(0).to(tl.int64) * num_vectors * length

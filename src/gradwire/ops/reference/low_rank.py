@@ -24,6 +24,14 @@ def project(matrices: Tensor, basis: Tensor, out: Tensor) -> None:
     torch.bmm(basis, matrices.mT, out=out)
 
 
+def accumulate_and_project(
+    values: Sequence[Tensor], matrices: Tensor, largest: Tensor, basis: Tensor, out: Tensor
+) -> None:
+    """`accumulate` into the matrices, then `project`."""
+    accumulate(values, list(matrices), largest)
+    project(matrices, basis, out)
+
+
 def project_back(matrices: Tensor, basis: Tensor, out: Tensor) -> None:
     """``out[k] = basis[k] @ matrices[k]``."""
     torch.bmm(basis, matrices, out=out)

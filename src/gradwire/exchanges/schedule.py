@@ -1,0 +1,34 @@
+"""One exchange after another, by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradwire.exchanges.context import Context
+
+if TYPE_CHECKING:
+    from gradwire.exchanges import Exchange
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Each stage from its step on; steps are counted over the whole run, also when it is resumed."""
+
+    stages: tuple[tuple[int, Exchange], ...]
+    """First steps, ascending from 0, each with its exchange."""
+
+    @property
+    def communicates(self) -> bool:
+        return any(exchange.communicates for _, exchange in self.stages)
+
+    def run(self, flat: Tensor, context: Context) -> None:
+        exchange = next(each for start, each in reversed(self.stages) if start <= context.step)
+        exchange.run(flat, context)
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
+        """The bytes of the stage that sends most."""
+        return max(each.wire_bytes(numel, dtype, rank, world_size) for _, each in self.stages)

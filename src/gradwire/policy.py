@@ -1,0 +1,71 @@
+"""What is done about averaged gradients that are not finite."""
+
+from __future__ import annotations
+
+import typing
+import weakref
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.layout import canonical_name
+
+OnNonfinite = Literal["propagate", "skip", "raise"]
+
+
+def check_mode(mode: str) -> None:
+    """ValueError unless ``mode`` is one of the three."""
+    if mode not in typing.get_args(OnNonfinite):
+        raise ValueError(f"on_nonfinite must be 'propagate', 'skip' or 'raise', not {mode!r}")
+
+
+class NonfinitePolicy:
+    """Looks at a model's gradients after each backward pass that has averaged them.
+
+    Averaged gradients are the same on every rank, so each rank decides alone, and all decide alike.
+    """
+
+    def __init__(self, mode: OnNonfinite, ddp: DistributedDataParallel) -> None:
+        self.num_skipped = 0
+        self._mode = mode
+        self._ddp = weakref.ref(ddp)  # the model's hook holds this
+        self._pending: tuple[int, list[str], Tensor] | None = None
+
+    def look(self, step: int) -> None:
+        """Skip or raise if a gradient is not finite.
+
+        Skipping needs to know at once, so on CUDA it waits for the device. Raising does not: there, it
+        comes after the next backward pass.
+        """
+        ddp = self._ddp()
+        assert ddp is not None, "the model is gone"
+        named = [(name, p) for name, p in ddp.module.named_parameters() if p.grad is not None]
+        if not named:
+            return
+        grads = [p.grad for _, p in named]
+        values = [g.coalesce().values() if g.is_sparse else g for g in grads if g is not None]
+        # The largest magnitude: one pass over memory, and NaN where there is one.
+        is_finite = torch.stack([n.float() for n in torch._foreach_norm(values, ord=float("inf"))]).isfinite()
+        found = step, [canonical_name(name) for name, _ in named], is_finite
+        if self._mode == "skip":
+            if not bool(is_finite.all()):
+                self.num_skipped += 1
+                for _, parameter in named:
+                    parameter.grad = None
+            return
+        if is_finite.is_cuda:
+            found, self._pending = self._pending, found  # type: ignore[assignment]
+        if found is not None:
+            _raise_unless_finite(*found)
+
+
+def _raise_unless_finite(step: int, names: list[str], is_finite: Tensor) -> None:
+    bad = [name for name, good in zip(names, is_finite.tolist(), strict=True) if not good]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        raise FloatingPointError(
+            f"step {step}: the averaged gradient of {bad[0]}{more} is not finite, on every rank; "
+            "on_nonfinite='skip' leaves such steps out"
+        )

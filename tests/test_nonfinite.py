@@ -1,0 +1,64 @@
+"""What happens when a gradient is not finite."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+
+import gradwire
+from gradwire.testing import run_ranks
+from tests.test_bridge import small_model
+
+
+def backward(model, step, is_bad):
+    model.zero_grad()
+    torch.manual_seed(100 * dist.get_rank() + step)
+    (model(torch.randn(4, 10)).square().mean() * (float("nan") if is_bad else 1.0)).backward()
+
+
+def job_skip(rank, attached):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = dist.group.WORLD if callable(attached) else None
+    with gradwire.attach(model, attached, state=state, on_nonfinite="skip") as wire:
+        for step in range(6):
+            before = [p.detach().clone() for p in model.parameters()]
+            is_bad = step in (2, 4)
+            backward(model, step, is_bad and rank == 1)
+            assert all((p.grad is None) == is_bad for p in model.parameters())
+            optimizer.step()
+            after = list(model.parameters())
+            assert all(torch.equal(b, p) for b, p in zip(before, after, strict=True)) == is_bad
+        assert wire.stats().num_skipped == 2
+        with pytest.raises(ValueError, match="attached with on_nonfinite="):
+            gradwire.overlap_optimizer(wire, lambda params: torch.optim.SGD(params, lr=0.1))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def job_raise(rank):
+    model = small_model()
+    with gradwire.attach(model, "int4", on_nonfinite="raise") as wire:
+        backward(model, 0, False)
+        with pytest.raises(
+            FloatingPointError, match=r"step 1: the averaged gradient of 0.weight and \d more"
+        ):
+            backward(model, 1, rank == 1)
+        backward(model, 2, False)  # the wire itself has not failed
+        assert wire.failure is None
+
+    with pytest.raises(ValueError, match="'propagate', 'skip' or 'raise', not 'ignore'"):
+        gradwire.attach(model, "int4", on_nonfinite="ignore")
+    with pytest.raises(ValueError, match="ranks would not skip together"):
+        gradwire.attach(model, "noop", on_nonfinite="skip")
+    with pytest.raises(ValueError, match="on_nonfinite='skip'"):
+        gradwire.attach(model, "int4", on_nonfinite="skip" if rank else "propagate")
+
+
+def job_all(rank):
+    for attached in ("int4", "fp32", torch_hooks.allreduce_hook):
+        job_skip(rank, attached)
+    job_raise(rank)
+
+
+def test_a_step_that_is_not_finite_is_skipped_or_raised_for_on_every_rank():
+    run_ranks(job_all, 2)

@@ -1,0 +1,78 @@
+"""Recipes by parameter."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire
+from gradwire.testing import run_ranks
+from tests.test_bridge import backward, small_model
+from tests.test_swap import check_law
+
+
+def job_route(rank):
+    plain, model = small_model(), small_model()
+    chosen = gradwire.route({"*.bias": "fp32", "2.*": "bf16", "*": "int4"})
+    with gradwire.attach(model, chosen) as wire:
+        before = wire.plan()
+        assert [route.recipe for route in before.routes] == ["*.bias=fp32", "2.*=bf16", "*=int4"]
+        assert before.routes[1].parameters == ("2.weight",)
+        assert str(before.routes[0].bytes_sent) in str(before), "it prints"
+        for step in range(4):
+            backward(plain, step)
+            backward(model, step)
+            for (name, p), q in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+                error = (p.grad - q.grad).abs().max() / q.grad.abs().max()
+                bound = 1e-6 if name.endswith("bias") else 2**-7 if name.startswith("2.") else 1.0
+                assert error <= bound, name
+                mine = p.grad.clone()
+                dist.broadcast(mine, 0)
+                assert torch.equal(mine, p.grad), "ranks are the same, bit for bit"
+        assert any(
+            (p.grad - q.grad).any() for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+        sent = sum(bucket.bytes_sent for bucket in wire.stats().steps[-1].buckets)
+        assert wire.plan().bytes_sent == sent, "exact once the buckets are known"
+        assert abs(before.bytes_sent - sent) <= 8 * 64
+        (memory,) = wire.state_dict()["memory"].values()
+        assert set(memory["residual:float32"]) == {"0.weight", "4.weight", "5.weight"}
+
+        with pytest.raises(ValueError, match="no parameter goes by the route 'norm"):
+            wire.swap(gradwire.route({"norm*": "fp32", "*": "int4"}))
+        with pytest.raises(ValueError, match="no route fits parameter"):
+            wire.swap("route(*.bias=fp32)")
+
+    model = small_model()
+    with gradwire.attach(model, "int4") as wire:  # what int4 holds back goes its several ways
+        check_law(wire, model, {3: chosen, 6: "route(*.weight=fp32; *=int4)"})
+
+
+def test_parameters_go_by_their_routes_and_nothing_is_lost():
+    run_ranks(job_route, 2)
+
+
+def test_a_route_is_a_recipe_like_any_other():
+    chosen = gradwire.route({"*.norm*": "fp32", "*": "int4:block=64,feedback=false"})
+    assert gradwire.recipe(str(chosen)) == chosen == pickle.loads(pickle.dumps(chosen))
+    assert hash(gradwire.recipe(str(chosen))) == hash(chosen)
+    with pytest.raises(ValueError, match="depends on the parameters"):
+        chosen.wire_bytes(1024, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        ({}, "at least one pattern"),
+        ({"*": "fp61"}, "there is no recipe 'fp61'"),
+        ({"a": "fp32", "*": "fp16:reduction=sum"}, "must reduce alike"),
+        ({"*": "schedule(0=fp32)"}, "must be a plain one"),
+        ({"a=b": "fp32"}, "no '='"),
+    ],
+)
+def test_a_route_that_cannot_be_is_refused(routes, message):
+    with pytest.raises(ValueError, match=message):
+        gradwire.route(routes)
+    with pytest.raises(ValueError, match="plain recipes"):
+        gradwire.schedule({0: "route(*=fp32)"})

@@ -1,0 +1,107 @@
+"""Recipes that change while a run goes on: nothing that was held back is lost."""
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire
+from gradwire.testing import run_ranks
+from tests.test_bridge import backward, small_model
+
+NUM_STEPS = 9
+
+
+def check_law(wire, model, sequence):
+    """The sum of all results and of what is held back at the end is the sum of all means."""
+    plain = small_model()
+    sent, wanted = {}, {}
+    for step in range(NUM_STEPS):
+        if step in sequence:
+            wire.swap(sequence[step])
+        backward(plain, step)
+        backward(model, step)
+        for totals, each in ((sent, model), (wanted, plain)):
+            for name, p in each.module.named_parameters():
+                totals[name] = totals.get(name, 0) + p.grad.double()
+    (memory,) = wire.state_dict()["memory"].values()
+    for name, total in wanted.items():
+        held = torch.zeros_like(total)
+        for tensors in memory.values():
+            held += tensors[name].double() if name in tensors else 0
+        dist.all_reduce(held)
+        error = (sent[name] + held / dist.get_world_size() - total).abs().max() / total.abs().max()
+        assert error < (0.02 if any("bf16" in str(each) for each in sequence.values()) else 1e-5), name
+    return memory
+
+
+def job_swaps(rank):
+    model = small_model()
+    wire = gradwire.attach(model, "int4")
+    memory = check_law(wire, model, {3: "fp32", 6: "sign"})
+    assert set(memory) == {"residual:float32"}
+    wire.detach()
+
+    model = small_model()
+    with gradwire.attach(model, "sign") as wire:
+        assert check_law(wire, model, {4: "fp32"}) == {}, "everything has been sent"
+        assert wire.recipe == gradwire.fp32()
+
+    model = small_model()
+    with gradwire.attach(model, "int4") as wire:
+        memory = check_law(wire, model, {4: "int4:residual=bf16"})
+        assert set(memory) == {"residual:bfloat16"}
+
+    model = small_model()
+    plan = gradwire.schedule({0: "int4", 3: "fp32", 5: "int8:feedback=true"})
+    with gradwire.attach(model, plan) as wire:
+        check_law(wire, model, {})
+        assert "schedule(0=int4; 3=fp32; 5=int8:feedback=true)" in repr(wire)
+
+    model = small_model()
+    with gradwire.attach(model, "noop") as wire:  # has no lane yet
+        backward(model)
+        wire.swap("fp32")
+        backward(model)
+        assert wire.stats().bytes_sent > 0
+        before = wire.recipe
+        with pytest.raises(ValueError, match="ranks call Wire.swap with different things"):
+            wire.swap("int8" if rank else "int4")
+        with pytest.raises(ValueError, match="no recipe 'int5'"):
+            wire.swap("int5")
+        assert wire.recipe is before
+        backward(model)
+
+
+def test_nothing_is_lost_when_a_recipe_takes_over_from_another():
+    run_ranks(job_swaps, 2)
+
+
+def test_a_schedule_is_a_recipe_like_any_other():
+    plan = gradwire.schedule({1000: "int8", 0: "fp32", 5000: "int4:block=64,feedback=false"})
+    assert gradwire.recipe(str(plan)) == plan == pickle.loads(pickle.dumps(plan))
+    assert hash(gradwire.recipe(str(plan))) == hash(plan)
+    assert plan.wire_bytes(1024, world_size=2) == 4096, "what its largest stage sends"
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ({}, "a schedule begins with step 0"),
+        ({5: "fp32"}, "a schedule begins with step 0, not 5"),
+        ({0: "fp32", 5: "fp16:reduction=sum"}, "must reduce alike"),
+        ({0: "fp61"}, "there is no recipe 'fp61'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(stages, message):
+    with pytest.raises(ValueError, match=message):
+        gradwire.schedule(stages)
+
+
+@pytest.mark.parametrize(
+    "spec", ["schedule()", "schedule(fp32)", "schedule(0=fp32; 0=int8)", "schedule(x=fp32)"]
+)
+def test_a_schedules_text_that_cannot_be_is_refused(spec):
+    with pytest.raises(ValueError, match="schedule"):
+        gradwire.recipe(spec)
