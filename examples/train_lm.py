@@ -28,20 +28,11 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * ((step + 1) / warm_up if step < warm_up else cosine)
 
 
-def state_of(wire: gradwire.Wire) -> dict[str, object]:
-    """What this rank's wire holds back: as yet nothing, so that residuals start again at zero."""
-    return {}
-
-
-def restore(wire: gradwire.Wire, state: dict[str, object]) -> None:
-    """Go on from `state_of`."""
-
-
 def save(folder: Path, wire: gradwire.Wire, **shared: object) -> None:
     """Write what training goes on from: rank 0 what ranks share, and each what its wire holds back."""
     rank, new = dist.get_rank(), folder / f"new{dist.get_rank()}.pt"
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"wire": state_of(wire), **(shared if rank == 0 else {})}, new)
+    torch.save({"wire": wire.state_dict(), **(shared if rank == 0 else {})}, new)
     dist.barrier()  # every rank's file is whole before any takes the place of an old one
     new.rename(folder / f"rank{rank}.pt")
 
@@ -79,7 +70,7 @@ def main() -> None:
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         own = torch.load(options.checkpoint / f"rank{rank}.pt", map_location=device)
-        restore(wire, own["wire"])
+        wire.load_state_dict(own["wire"])
         first = saved["step"]
 
     def batch(source: Tensor, seed: int) -> tuple[Tensor, Tensor]:

@@ -38,11 +38,11 @@ def folder(convergence, tmp_path_factory):
 
 def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
     script = ROOT / "examples" / "train_lm.py"
-    options = ["--every", "2", "--width", "32", "--layers", "1", "--batch", "2", "--checkpoint", tmp_path]
+    options = ["--recipe", "int8:feedback=true", "--every", "2", "--width", "32", "--layers", "1"]
 
     def train(steps):
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
-        command = [*launch, *options, "--steps", str(steps)]
+        command = [*launch, *options, "--batch", "2", "--checkpoint", tmp_path, "--steps", str(steps)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         found = re.search(r"held-out loss (\S+) nats a byte, (\S+) MB sent by a rank", done.stdout)
@@ -51,8 +51,12 @@ def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
     loss, _ = train(2)
     later_loss, sent_mb = train(12)
     assert later_loss < loss
-    # Ten steps, not twelve: of 33504 fp32 values, each of two ranks sends one half twice.
-    assert sent_mb == pytest.approx(10 * 4 * 33504 / 1e6, abs=0.05)
+    # Ten steps, not twelve: of 33504 values in 8 bits, each of two ranks sends one half twice.
+    assert sent_mb == pytest.approx(10 * 33504 / 1e6, abs=0.05)
+    wire = torch.load(tmp_path / "rank1.pt")["wire"]
+    assert wire["step"] == 12, "its count went on where it was"
+    (residuals,) = wire["memory"]["rank1"].values()
+    assert all(residual.any() for residual in residuals.values()), "what was held back is saved"
     assert len(script.read_text().splitlines()) < 150
 
 
