@@ -482,6 +482,22 @@ def test_sparse_gradients_are_averaged(recipe):
     run_ranks(job_sparse, 3, args=(recipe,))
 
 
+def job_join_early(rank):
+    """A rank runs out of input while steps are still exchanged in the first buckets."""
+    for num_batches in ((1, 3), (1, 2), (2, 4)):
+        layers = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+        model = DistributedDataParallel(layers, bucket_cap_mb=0.005)
+        with gradwire.attach(model, "int4") as wire, model.join():
+            for _ in range(num_batches[rank]):
+                model.zero_grad()
+                model(torch.randn(3, 40)).square().sum().backward()
+        assert wire.stats().num_steps >= num_batches[rank]
+
+
+def test_a_rank_may_join_after_its_first_step():
+    run_ranks(job_join_early, 2)
+
+
 def job_join_divisor(rank):
     world_size = dist.get_world_size()
     for divide_by_initial, detached in itertools.product((True, False), (False, True)):

@@ -62,7 +62,9 @@ def job_parity(rank):
                 for make_hook in makers:
                     for shard_buckets in (False, True):
                         model, zero = train(rank, make_hook, inner, kind, options, with_groups, shard_buckets)
-                        torch.testing.assert_close(flat(model), expected, rtol=1e-6, atol=1e-7)
+                        # In bf16 a mean depends on who owns a value, and so on the buckets of its step.
+                        bounds = (1e-6, 1e-7) if recipe == "fp32" else (1e-2, 1e-3)
+                        torch.testing.assert_close(flat(model), expected, rtol=bounds[0], atol=bounds[1])
                         held = sum(len(state) > 0 for state in zero.optim.state.values())
                         assert held < len(list(model.parameters())), "state is shared out"
     expected, _ = expected_after(rank, torch.optim.SGD, sgd, "fp32", False)

@@ -23,7 +23,7 @@ class Bridge:
     the local gradients, and the error is raised by a callback of the autograd engine. DDP queues its own
     callback right after the last bucket's hook; ours, queued in that hook, queues a second one, which
     therefore runs when DDP has finished. Outside a backward pass (``join()``) there are no callbacks, and
-    the hook itself waits and raises.
+    the last bucket's hook itself waits and raises.
     """
 
     def __init__(self, runner: Runner, rank: int, policy: NonfinitePolicy | None = None) -> None:
@@ -32,6 +32,7 @@ class Bridge:
         self.num_steps = 0
         """How many steps the run has had, those before a resume included."""
         self._rank = rank
+        self._shadows: list[Future[Tensor]] = []
 
     def run(self, bucket: GradBucket) -> Future[Tensor]:
         """What DDP calls, once per bucket and in bucket order."""
@@ -50,8 +51,13 @@ class Bridge:
             self.runner.fail(locate(error, place))
             future = completed(local)
         if not in_backward:
-            future.wait()
-            self.raise_failure()
+            # Not before the last: a step may be exchanged in other buckets than those that arrive.
+            self._shadows.append(future)
+            if bucket.is_last():
+                shadows, self._shadows = self._shadows, []
+                for shadow in shadows:
+                    shadow.wait()
+                self.raise_failure()
         elif bucket.is_last():
             queue = Variable._execution_engine.queue_callback
             queue(functools.partial(queue, self._finish))

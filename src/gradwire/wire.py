@@ -380,7 +380,9 @@ def _check_routes(chosen: Recipe | Hook, ddp: DistributedDataParallel) -> None:
 
 
 def _num_transient(ddp: DistributedDataParallel) -> int:
-    """After how many steps DDP rebuilds its buckets; 0 if it never does."""
+    """After how many steps DDP rebuilds its buckets; 0 if never, or if buckets cannot wait for others."""
+    if ddp.mixed_precision is not None:
+        return 0  # its hook waits for one bucket before it takes the next
     if ddp.static_graph:
         return 2
     return 0 if ddp.find_unused_parameters else 1
