@@ -141,11 +141,18 @@ def test_a_block_that_is_not_finite_leaves_its_residual_alone(form):
     assert changed.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("form", NEAREST, ids=str)
-@pytest.mark.parametrize("value", [1e-30, -1e-30, 2.0**-126, 1.0, 3e38, -3e38])
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        (form, value)
+        for form in NEAREST
+        for value in (1e-30, -1e-30, 2.0**-126, 1.0, 3e38, -3e38)
+        # The mean of a block of the smallest number and zeros is no number of bf16.
+        if not (form.kind == "sign" and value == 2.0**-126)
+    ],
+    ids=str,
+)
 def test_the_largest_value_of_a_block_survives_whatever_its_magnitude(form, value):
-    if form.kind == "sign" and value == 2.0**-126:
-        pytest.skip("the mean of a block of the smallest number and zeros is no number of bf16")
     values = torch.zeros(form.block)
     values[3] = value
     row = new_row(form, form.block)
