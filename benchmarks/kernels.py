@@ -77,7 +77,7 @@ def main() -> None:
     device = options.device
     numel = options.numel or (1 << 24 if device == "cpu" else 1 << 27)
     torch.set_num_threads(1)
-    ops.warm_up(torch.device(device))
+    ops.warm_up(torch.device(device), ["blocks"])
     where = torch.cuda.get_device_name() if device == "cuda" else f"{Machine.here()}, one thread"
     print(f"{where}; {numel / 2**20:g} Mi fp32 values; torch {torch.__version__}")
 

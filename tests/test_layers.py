@@ -30,7 +30,9 @@ FLOORS = [
     "agreement",
     "checkpoint",
     "plan",
+    "models",
     "wire",
+    "attachment",
     "local_sgd",
     "overlap",
     "gradwire",  # the front door

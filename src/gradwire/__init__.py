@@ -1,12 +1,13 @@
 """gradwire: fast, small and correct gradient averaging for PyTorch data parallel."""
 
+from gradwire.attachment import attach
 from gradwire.checkpoint import merge_state_dicts
 from gradwire.errors import PeerError, WireError
 from gradwire.local_sgd import DiLoCo, LocalSGD, SlowMo
 from gradwire.overlap import OverlappedOptimizer, overlap_optimizer
 from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
 from gradwire.stats import BucketStats, StepStats, WireStats
-from gradwire.wire import Wire, attach
+from gradwire.wire import Wire
 
 __version__ = "0.1.0.dev0"
 

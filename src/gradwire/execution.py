@@ -241,6 +241,7 @@ def _end(core: _Core, thread: threading.Thread) -> None:
         core.ended = True
         core.jobs.put(None)
     # Before the end of the queue, so that what still stands in it is not begun; no peer is told.
+    core.failure.settle()
     core.failure.error = core.failure.error or WireError("this wire has been detached")
     core.group.close()
     if thread is not threading.current_thread():

@@ -35,8 +35,13 @@ class Failure:
             if self.error is not None:
                 return
             self.error = error
-        if not isinstance(error, PeerError) and self._users_store is not None:
-            self._post(str(error))
+            if not isinstance(error, PeerError) and self._users_store is not None:
+                self._post(str(error))
+
+    def settle(self) -> None:
+        """Wait until the text of a failure, if there is one, has been left for the other ranks."""
+        if self._lock.acquire(timeout=_STORE_TIMEOUT.total_seconds() * 2):
+            self._lock.release()
 
     def ask_peers(self) -> PeerError | None:
         """The failure that some rank has left, or None when there is none for a while."""

@@ -138,6 +138,7 @@ class _Core:
 
 
 def _end(core: _Core, threads: list[threading.Thread]) -> None:
+    core.failure.settle()
     core.close()
     for thread in threads:
         if thread is not threading.current_thread():

@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 
 from gradwire import checkpoint
 from gradwire.agreement import agree, next_meeting
+from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
 from gradwire.layout import Layouts
+from gradwire.models import device_of, unwrap
 from gradwire.recipes import Recipe, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner
 from gradwire.stats import WireStats
-from gradwire.wire import attach, device_of, unwrap
 
 # Small enough that one bucket travels while the next is prepared, large enough to amortise a round.
 _BUCKET_NUMEL = 8 << 20

@@ -1,48 +1,32 @@
-"""`attach` a recipe to a model; the `Wire` it returns is the handle to it."""
+"""The handle to what is attached to a model."""
 
 from __future__ import annotations
 
-import functools
-import logging
-import os
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import checkpoint
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.errors import WireError
-from gradwire.exchanges import Route
-from gradwire.execution import open_lane, timeout_of
-from gradwire.guard import Guard
-from gradwire.layout import BucketLayout, Layouts, canonical_name
-from gradwire.mixed_precision import has_events
+from gradwire.execution import open_lane
+from gradwire.layout import BucketLayout, Layouts
+from gradwire.models import device_of, fit, trained_names
 from gradwire.ops import warm_up
 from gradwire.plan import WirePlan, make_plan
-from gradwire.policy import NonfinitePolicy, OnNonfinite, check_mode
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.runners import HookRunner, RecipeRunner, Runner, hook_name
-from gradwire.slot import Slot, divides_by_active, free_slot
+from gradwire.runners import RecipeRunner, Runner, hook_name
+from gradwire.slot import Slot
 from gradwire.stats import WireStats
 
-log = logging.getLogger("gradwire")
-
 Hook = Callable[..., Any]
-
-# torch's hooks whose state is a process group.
-_TORCH_GROUP_HOOKS = {
-    f"torch.distributed.algorithms.ddp_comm_hooks.{name}_hooks" for name in ("default", "quantization")
-}
 
 
 class Wire:
@@ -165,8 +149,8 @@ class Wire:
             raise TypeError(f"this wire runs a hook, {self._name}; detach it, and attach the recipe")
         group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
         try:
-            chosen = parse_recipe(recipe).placed(_local_size(group))
-            _check_routes(chosen, self.model)
+            chosen = fit(parse_recipe(recipe), self.model)
+            warm_up(device_of(self.model), chosen.exchange.kernels)
         except Exception as error:
             agree(group, meeting, f"error: {error}", self._timeout, caller)
             raise
@@ -263,191 +247,3 @@ class Wire:
 
     def __repr__(self) -> str:
         return f"<Wire {self._name}, {'attached' if self.attached else 'detached'}>"
-
-
-def attach(
-    model: nn.Module,
-    recipe: str | Recipe | Hook = "fp32",
-    *,
-    state: object = None,
-    timeout: timedelta | None = None,
-    on_nonfinite: OnNonfinite = "propagate",
-) -> Wire:
-    """Average the model's gradients by ``recipe`` from the next backward pass on.
-
-    Collective: every rank of the model's process group calls it, with the same recipe.
-
-    Args:
-        model: a ``DistributedDataParallel``, or ``torch.compile`` of one.
-        recipe: a name (``"bf16"``), a name with options (``"fp16:reduction=sum"``), a `Recipe`, or any
-            DDP communication hook, in any form that can be called with ``(state, bucket)``.
-        state: the first argument of a hook; not for recipes.
-        timeout: how long to wait for the other ranks; by default the group's own timeout.
-        on_nonfinite: what to do when an averaged gradient is infinite or NaN: ``"propagate"`` it to every
-            rank, as DDP does; ``"skip"`` the step, that is set every ``.grad`` to None on every rank, so
-            that no optimizer moves, and count it in `Wire.stats`; or ``"raise"`` FloatingPointError from
-            ``backward()`` on every rank, on CUDA from the next one.
-
-    Raises:
-        TypeError: the model is not a ``DistributedDataParallel``, or the recipe is none.
-        ValueError: there is no such recipe or option, the model is attached already or has another
-            hook, or ranks attach different things.
-        RuntimeError: a rank did not attach in time.
-
-    The environment variable ``GRADWIRE_DISABLE=1`` makes it leave the model to DDP's own averaging.
-
-    Example::
-
-        model = DistributedDataParallel(net)
-        wire = gradwire.attach(model, "bf16")
-        ...  # train as before
-        print(wire.stats())
-    """
-    ddp = unwrap(model)
-    group = ddp.process_group
-    meeting = next_meeting(group)
-    timeout = timeout or timeout_of(group)
-    device = device_of(ddp)
-    disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
-    try:
-        check_mode(on_nonfinite)
-        slot, chosen, state = _prepare(ddp, recipe, state)
-        _check_routes(chosen, ddp)
-        if on_nonfinite != "propagate" and isinstance(chosen, Recipe) and not chosen.exchange.communicates:
-            raise ValueError(
-                f"{chosen} leaves every rank its own gradients, so ranks would not {on_nonfinite} together"
-            )
-        if not disabled:
-            warm_up(device)
-    except Exception as error:
-        agree(group, meeting, f"error: {error}", timeout)
-        raise
-    claim = repr(chosen) if isinstance(chosen, Recipe) else f"hook {hook_name(chosen)}"
-    if on_nonfinite != "propagate":
-        claim += f", on_nonfinite={on_nonfinite!r}"
-    agree(group, meeting, "GRADWIRE_DISABLE is set" if disabled else claim, timeout)
-    layouts = Layouts(ddp.module)
-    if disabled:
-        log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", chosen)
-        return Wire(slot, None, chosen, layouts, timeout)
-    runner: Runner
-    if isinstance(chosen, Recipe):
-        lane = open_lane(group, device, meeting) if chosen.exchange.communicates else None
-        # Nothing behind the model's hook may hold the model.
-        by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        may_skip = ddp.find_unused_parameters or ddp.static_graph
-        runner = RecipeRunner(
-            chosen, lane, layouts, by_active, may_skip=may_skip, num_transient=_num_transient(ddp)
-        )
-    else:
-        # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
-        runner = HookRunner(chosen, state, Guard(group, meeting) if device.type == "cpu" else None)
-    policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
-    bridge = Bridge(runner, group.rank(), policy)
-    slot.take(bridge)
-    return Wire(slot, bridge, chosen, layouts, timeout)
-
-
-def unwrap(model: nn.Module) -> DistributedDataParallel:
-    """The ``DistributedDataParallel`` that ``model`` is or compiles; TypeError if it is none."""
-    inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
-    if isinstance(inner, DistributedDataParallel):
-        return inner
-    hint = ""
-    if isinstance(getattr(inner, "module", None), DistributedDataParallel):
-        hint = "; its .module is one: attach to that"
-    elif isinstance(inner, nn.Module):
-        hint = "; wrap the model first"
-    raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{hint}")
-
-
-def device_of(ddp: DistributedDataParallel) -> torch.device:
-    """Where the model's gradients are."""
-    device: torch.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
-    return device
-
-
-def trained_names(ddp: DistributedDataParallel) -> frozenset[str]:
-    """The names of the parameters that lie in buckets."""
-    ignored = {canonical_name(name) for name in ddp.parameters_to_ignore}
-    named = ddp.module.named_parameters()
-    return frozenset(canonical_name(name) for name, p in named if p.requires_grad) - ignored
-
-
-def _check_routes(chosen: Recipe | Hook, ddp: DistributedDataParallel) -> None:
-    if isinstance(chosen, Recipe) and isinstance(chosen.exchange, Route):
-        chosen.exchange.check(trained_names(ddp))
-
-
-def _num_transient(ddp: DistributedDataParallel) -> int:
-    """After how many steps DDP rebuilds its buckets; 0 if never, or if buckets cannot wait for others."""
-    if ddp.mixed_precision is not None:
-        return 0  # its hook waits for one bucket before it takes the next
-    if ddp.static_graph:
-        return 2
-    return 0 if ddp.find_unused_parameters else 1
-
-
-def _prepare(
-    ddp: DistributedDataParallel, recipe: str | Recipe | Hook, state: object
-) -> tuple[Slot, Recipe | Hook, object]:
-    """Check all that this rank can check alone."""
-    chosen: Recipe | Hook
-    if isinstance(recipe, str | Recipe) or not callable(recipe):
-        chosen = parse_recipe(recipe)
-    else:
-        chosen = getattr(recipe, "gradwire_recipe", recipe)
-    if isinstance(state, dist.ProcessGroup) and state is not ddp.process_group:
-        raise ValueError(
-            "the state is a process group, but not the model's own; gradients of a model are averaged "
-            "over the group its DistributedDataParallel was made with: leave state out"
-        )
-    if isinstance(chosen, Recipe):
-        chosen = chosen.placed(_local_size(ddp.process_group))
-        if ddp.process_group.size() % (chosen.local_size or 1):
-            raise ValueError(
-                f"recipe {chosen}: {ddp.process_group.size()} ranks cannot be nodes of {chosen.local_size}"
-            )
-        if state is not None and not isinstance(state, dist.ProcessGroup):
-            raise TypeError(f"recipe {chosen} takes no state; state= goes with a hook of your own")
-    elif state is None and _takes_group(chosen):
-        # They would take None for the world, whatever the model's group is.
-        state = ddp.process_group
-    if ddp._use_python_reducer:
-        raise ValueError(
-            "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
-            "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
-        )
-    if hasattr(state, "gradwire_bind"):
-        state.gradwire_bind(ddp)
-    if hasattr(chosen, "gradwire_prepare"):
-        chosen.gradwire_prepare(ddp)
-    elif any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
-        raise ValueError(
-            "this model's parameters have optimizers that run in backward, on gradients that are not yet "
-            "averaged; leave _apply_optimizer_in_backward out and use gradwire.overlap_optimizer"
-        )
-    if ddp.mixed_precision is not None and not has_events():
-        raise ValueError(
-            "this model was made with mixed_precision=, whose forward pass needs an accelerator's events; "
-            "on CPU leave it out and use torch.autocast"
-        )
-    return free_slot(ddp), chosen, state
-
-
-def _local_size(group: dist.ProcessGroup) -> int:
-    """How many ranks a node has, if the launcher says so and all ranks of the world are in the group."""
-    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
-    size, world_size = int(said), group.size()
-    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", world_size // size))
-    is_even = num_nodes > 1 and size * num_nodes == world_size == dist.get_world_size()
-    # Ranks of a node must be neighbours.
-    is_in_place = int(os.environ.get("LOCAL_RANK", group.rank() % size)) == group.rank() % size
-    return size if is_even and is_in_place else 1
-
-
-def _takes_group(hook: Hook) -> bool:
-    """Whether the hook is one of ours or torch's whose state is a process group, wrapped or not."""
-    while isinstance(hook, functools.partial) or hasattr(hook, "gradwire_wraps"):
-        hook = hook.func if isinstance(hook, functools.partial) else hook.gradwire_wraps
-    return hasattr(hook, "gradwire_recipe") or getattr(hook, "__module__", "") in _TORCH_GROUP_HOOKS

@@ -11,7 +11,7 @@ from gradwire.codecs.affine import Affine
 from gradwire.codecs.blocks import Blocks
 from gradwire.codecs.cast import Cast
 from gradwire.codecs.raw import Raw
-from gradwire.ops import Scale, Seed
+from gradwire.ops import Family, Scale, Seed
 
 __all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw"]
 
@@ -37,6 +37,11 @@ class Codec(Protocol):
     @property
     def stochastic(self) -> bool:
         """Whether it rounds by chance, and so needs a seed for each row."""
+        ...
+
+    @property
+    def kernels(self) -> frozenset[Family]:
+        """What it computes with, to be compiled before the first backward pass."""
         ...
 
     def resolve(self, dtype: torch.dtype) -> Codec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Affine:
     works_in = torch.float32
     keeps_residual = False
     stochastic = False
+    kernels: ClassVar[frozenset[ops.Family]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.block is not None and self.block < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Blocks:
     in_place = False
     works_in = torch.float32
     keeps_residual = True
+    kernels: ClassVar[frozenset[ops.Family]] = frozenset({"blocks"})
 
     def __post_init__(self) -> None:
         self.format  # noqa: B018  # raises for what cannot be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Cast:
     works_in = None
     keeps_residual = False
     stochastic = False
+    kernels: ClassVar[frozenset[ops.Family]] = frozenset({"casts"})
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float16, torch.bfloat16):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class Raw:
     works_in = None
     keeps_residual = False
     stochastic = False
+    kernels: ClassVar[frozenset[ops.Family]] = frozenset({"casts"})
 
     def resolve(self, dtype: torch.dtype) -> Raw:
         return Raw(dtype)

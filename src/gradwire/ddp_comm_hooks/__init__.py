@@ -8,11 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.attachment import attach
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
 from gradwire.ddp_comm_hooks import powerSGD_hook as powerSGD
 from gradwire.ddp_comm_hooks import quantization_hooks as quantization
-from gradwire.wire import attach
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 

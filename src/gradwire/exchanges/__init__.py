@@ -16,6 +16,7 @@ from gradwire.exchanges.schedule import Schedule
 from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.sparse import average_sparse
 from gradwire.exchanges.two_shot import TwoShot
+from gradwire.ops import Family
 
 __all__ = [
     "Context",
@@ -37,6 +38,11 @@ class Exchange(Protocol):
     @property
     def communicates(self) -> bool:
         """Whether `run` needs its group at all."""
+        ...
+
+    @property
+    def kernels(self) -> frozenset[Family]:
+        """What it computes with, to be compiled before the first backward pass."""
         ...
 
     def run(self, flat: Tensor, context: Context) -> None:

@@ -11,6 +11,7 @@ from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.two_shot import TwoShot, average_alone, bounds_of, gather_rows, scatter_reduce
+from gradwire.ops import Family
 from gradwire.transport import Subgroup
 
 
@@ -28,6 +29,10 @@ class Hierarchical:
     local_size: int
 
     communicates = True
+
+    @property
+    def kernels(self) -> frozenset[Family]:
+        return self.between.kernels | Raw.kernels
 
     def __post_init__(self) -> None:
         if self.local_size < 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class LowRank:
     num_rounds: Literal[1, 2] = 2
 
     communicates = True
+    kernels: ClassVar[frozenset[ops.Family]] = frozenset({"casts", "low_rank"})
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start", 0), ("min_compression_rate", 0)):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradwire.exchanges.context import Context
 from gradwire.layout import BucketLayout, Slot
+from gradwire.ops import Family
 
 if TYPE_CHECKING:
     from gradwire.exchanges import Exchange
@@ -30,6 +31,10 @@ class Route:
     @property
     def communicates(self) -> bool:
         return any(exchange.communicates for _, exchange in self.routes)
+
+    @property
+    def kernels(self) -> frozenset[Family]:
+        return frozenset().union(*(exchange.kernels for _, exchange in self.routes))
 
     def check(self, names: Iterable[str]) -> None:
         """ValueError for a pattern that no parameter goes by, or a parameter without a pattern."""

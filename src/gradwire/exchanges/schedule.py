@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.ops import Family
 
 if TYPE_CHECKING:
     from gradwire.exchanges import Exchange
@@ -24,6 +25,10 @@ class Schedule:
     @property
     def communicates(self) -> bool:
         return any(exchange.communicates for _, exchange in self.stages)
+
+    @property
+    def kernels(self) -> frozenset[Family]:
+        return frozenset().union(*(exchange.kernels for _, exchange in self.stages))
 
     def run(self, flat: Tensor, context: Context) -> None:
         exchange = next(each for start, each in reversed(self.stages) if start <= context.step)

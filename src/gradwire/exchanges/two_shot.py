@@ -16,7 +16,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.skipped import skipped_parameters
-from gradwire.ops import Seed
+from gradwire.ops import Family, Seed
 from gradwire.transport import Group
 
 # Chunks and rows start at multiples of this many values and bytes, for the sake of vector loads.
@@ -49,6 +49,10 @@ class TwoShot:
     """Where stochastic rounding starts."""
 
     communicates = True
+
+    @property
+    def kernels(self) -> frozenset[Family]:
+        return self.codec.kernels
 
     def __post_init__(self) -> None:
         if self.feedback is not None and not self.codec.keeps_residual:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from gradwire.ops.reference import low_rank as reference_low_rank
 
 __all__ = [
     "BlockFormat",
+    "Family",
     "Kind",
     "Scale",
     "Seed",
@@ -35,6 +37,9 @@ __all__ = [
 ]
 
 Scale = float | Tensor
+
+Family = Literal["casts", "blocks", "low_rank"]
+"""Kernels that are compiled together."""
 
 # What the numba kernels read from a row.
 _ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -120,12 +125,11 @@ def low_rank(values: Tensor, work: Tensor) -> ModuleType:
     return _cuda_low_rank() if work.is_cuda and _has_triton() else reference_low_rank
 
 
-def warm_up(device: torch.device) -> None:
-    """Compile the kernels for ``device``, or read them from the cache, before they are needed."""
-    if device.type == "cpu":
-        _cpu_casts()
-        _cpu_blocks()
-        _cpu_low_rank()
+def warm_up(device: torch.device, families: Iterable[Family]) -> None:
+    """Compile kernels for ``device``, or read them from the cache, before they are needed."""
+    load = {"casts": _cpu_casts, "blocks": _cpu_blocks, "low_rank": _cpu_low_rank}
+    for family in families if device.type == "cpu" else ():
+        load[family]()
 
 
 def _fast(*tensors: Tensor) -> bool:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.attachment import attach
 from gradwire.recipes import Recipe
 from gradwire.runners import hook_name
-from gradwire.wire import attach
 
 if TYPE_CHECKING:
     from gradwire.testing.matrix import Case

@@ -1,0 +1,167 @@
+"""`attach`: a recipe, or a hook, and a model become a `Wire`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import weakref
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.agreement import agree, next_meeting
+from gradwire.bridge import Bridge
+from gradwire.execution import open_lane, timeout_of
+from gradwire.guard import Guard
+from gradwire.layout import Layouts
+from gradwire.mixed_precision import has_events
+from gradwire.models import device_of, fit, num_transient, unwrap
+from gradwire.ops import warm_up
+from gradwire.policy import NonfinitePolicy, OnNonfinite, check_mode
+from gradwire.recipes import Recipe
+from gradwire.recipes import recipe as parse_recipe
+from gradwire.runners import HookRunner, RecipeRunner, Runner, hook_name
+from gradwire.slot import Slot, divides_by_active, free_slot
+from gradwire.wire import Hook, Wire
+
+log = logging.getLogger("gradwire")
+
+# torch's hooks whose state is a process group.
+_TORCH_GROUP_HOOKS = {
+    f"torch.distributed.algorithms.ddp_comm_hooks.{name}_hooks" for name in ("default", "quantization")
+}
+
+
+def attach(
+    model: nn.Module,
+    recipe: str | Recipe | Hook = "fp32",
+    *,
+    state: object = None,
+    timeout: timedelta | None = None,
+    on_nonfinite: OnNonfinite = "propagate",
+) -> Wire:
+    """Average the model's gradients by ``recipe`` from the next backward pass on.
+
+    Collective: every rank of the model's process group calls it, with the same recipe.
+
+    Args:
+        model: a ``DistributedDataParallel``, or ``torch.compile`` of one.
+        recipe: a name (``"bf16"``), a name with options (``"fp16:reduction=sum"``), a `Recipe`, or any
+            DDP communication hook, in any form that can be called with ``(state, bucket)``.
+        state: the first argument of a hook; not for recipes.
+        timeout: how long to wait for the other ranks; by default the group's own timeout.
+        on_nonfinite: what to do when an averaged gradient is infinite or NaN: ``"propagate"`` it to every
+            rank, as DDP does; ``"skip"`` the step, that is set every ``.grad`` to None on every rank, so
+            that no optimizer moves, and count it in `Wire.stats`; or ``"raise"`` FloatingPointError from
+            ``backward()`` on every rank, on CUDA from the next one.
+
+    Raises:
+        TypeError: the model is not a ``DistributedDataParallel``, or the recipe is none.
+        ValueError: there is no such recipe or option, the model is attached already or has another
+            hook, or ranks attach different things.
+        RuntimeError: a rank did not attach in time.
+
+    The environment variable ``GRADWIRE_DISABLE=1`` makes it leave the model to DDP's own averaging.
+
+    Example::
+
+        model = DistributedDataParallel(net)
+        wire = gradwire.attach(model, "bf16")
+        ...  # train as before
+        print(wire.stats())
+    """
+    ddp = unwrap(model)
+    group = ddp.process_group
+    meeting = next_meeting(group)
+    timeout = timeout or timeout_of(group)
+    device = device_of(ddp)
+    disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
+    try:
+        check_mode(on_nonfinite)
+        slot, chosen, state = _prepare(ddp, recipe, state)
+        if on_nonfinite != "propagate" and isinstance(chosen, Recipe) and not chosen.exchange.communicates:
+            raise ValueError(
+                f"{chosen} leaves every rank its own gradients, so ranks would not {on_nonfinite} together"
+            )
+        if not disabled and isinstance(chosen, Recipe):
+            warm_up(device, chosen.exchange.kernels)
+    except Exception as error:
+        agree(group, meeting, f"error: {error}", timeout)
+        raise
+    claim = repr(chosen) if isinstance(chosen, Recipe) else f"hook {hook_name(chosen)}"
+    if on_nonfinite != "propagate":
+        claim += f", on_nonfinite={on_nonfinite!r}"
+    agree(group, meeting, "GRADWIRE_DISABLE is set" if disabled else claim, timeout)
+    layouts = Layouts(ddp.module)
+    if disabled:
+        log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", chosen)
+        return Wire(slot, None, chosen, layouts, timeout)
+    runner: Runner
+    if isinstance(chosen, Recipe):
+        lane = open_lane(group, device, meeting) if chosen.exchange.communicates else None
+        # Nothing behind the model's hook may hold the model.
+        by_active = functools.partial(divides_by_active, weakref.ref(ddp))
+        may_skip = ddp.find_unused_parameters or ddp.static_graph
+        runner = RecipeRunner(
+            chosen, lane, layouts, by_active, may_skip=may_skip, num_transient=num_transient(ddp)
+        )
+    else:
+        # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
+        runner = HookRunner(chosen, state, Guard(group, meeting) if device.type == "cpu" else None)
+    policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
+    bridge = Bridge(runner, group.rank(), policy)
+    slot.take(bridge)
+    return Wire(slot, bridge, chosen, layouts, timeout)
+
+
+def _prepare(
+    ddp: DistributedDataParallel, recipe: str | Recipe | Hook, state: object
+) -> tuple[Slot, Recipe | Hook, object]:
+    """Check all that this rank can check alone."""
+    chosen: Recipe | Hook
+    if isinstance(recipe, str | Recipe) or not callable(recipe):
+        chosen = parse_recipe(recipe)
+    else:
+        chosen = getattr(recipe, "gradwire_recipe", recipe)
+    if isinstance(state, dist.ProcessGroup) and state is not ddp.process_group:
+        raise ValueError(
+            "the state is a process group, but not the model's own; gradients of a model are averaged "
+            "over the group its DistributedDataParallel was made with: leave state out"
+        )
+    if isinstance(chosen, Recipe):
+        chosen = fit(chosen, ddp)
+        if state is not None and not isinstance(state, dist.ProcessGroup):
+            raise TypeError(f"recipe {chosen} takes no state; state= goes with a hook of your own")
+    elif state is None and _takes_group(chosen):
+        # They would take None for the world, whatever the model's group is.
+        state = ddp.process_group
+    if ddp._use_python_reducer:
+        raise ValueError(
+            "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
+            "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
+        )
+    if hasattr(state, "gradwire_bind"):
+        state.gradwire_bind(ddp)
+    if hasattr(chosen, "gradwire_prepare"):
+        chosen.gradwire_prepare(ddp)
+    elif any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
+        raise ValueError(
+            "this model's parameters have optimizers that run in backward, on gradients that are not yet "
+            "averaged; leave _apply_optimizer_in_backward out and use gradwire.overlap_optimizer"
+        )
+    if ddp.mixed_precision is not None and not has_events():
+        raise ValueError(
+            "this model was made with mixed_precision=, whose forward pass needs an accelerator's events; "
+            "on CPU leave it out and use torch.autocast"
+        )
+    return free_slot(ddp), chosen, state
+
+
+def _takes_group(hook: Hook) -> bool:
+    """Whether the hook is one of ours or torch's whose state is a process group, wrapped or not."""
+    while isinstance(hook, functools.partial) or hasattr(hook, "gradwire_wraps"):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.gradwire_wraps
+    return hasattr(hook, "gradwire_recipe") or getattr(hook, "__module__", "") in _TORCH_GROUP_HOOKS

@@ -1,0 +1,71 @@
+"""What has to be known of a model before its gradients can be averaged."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.exchanges import Route
+from gradwire.layout import canonical_name
+from gradwire.recipes import Recipe
+
+
+def unwrap(model: nn.Module) -> DistributedDataParallel:
+    """The ``DistributedDataParallel`` that ``model`` is or compiles; TypeError if it is none."""
+    inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    hint = ""
+    if isinstance(getattr(inner, "module", None), DistributedDataParallel):
+        hint = "; its .module is one: attach to that"
+    elif isinstance(inner, nn.Module):
+        hint = "; wrap the model first"
+    raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{hint}")
+
+
+def device_of(ddp: DistributedDataParallel) -> torch.device:
+    """Where the model's gradients are."""
+    device: torch.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
+    return device
+
+
+def trained_names(ddp: DistributedDataParallel) -> frozenset[str]:
+    """The names of the parameters that lie in buckets."""
+    ignored = {canonical_name(name) for name in ddp.parameters_to_ignore}
+    named = ddp.module.named_parameters()
+    return frozenset(canonical_name(name) for name, p in named if p.requires_grad) - ignored
+
+
+def num_transient(ddp: DistributedDataParallel) -> int:
+    """After how many steps DDP rebuilds its buckets; 0 if never, or if buckets cannot wait for others."""
+    if ddp.mixed_precision is not None:
+        return 0  # its hook waits for one bucket before it takes the next
+    if ddp.static_graph:
+        return 2
+    return 0 if ddp.find_unused_parameters else 1
+
+
+def _local_size(group: dist.ProcessGroup) -> int:
+    """How many ranks a node has, if the launcher says so and all ranks of the world are in the group."""
+    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
+    size, world_size = int(said), group.size()
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", world_size // size))
+    is_even = num_nodes > 1 and size * num_nodes == world_size == dist.get_world_size()
+    # Ranks of a node must be neighbours.
+    is_in_place = int(os.environ.get("LOCAL_RANK", group.rank() % size)) == group.rank() % size
+    return size if is_even and is_in_place else 1
+
+
+def fit(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
+    """``recipe`` as this model and its ranks take it; ValueError if they cannot."""
+    group = ddp.process_group
+    fitted = recipe.placed(_local_size(group))
+    if group.size() % (fitted.local_size or 1):
+        raise ValueError(f"recipe {fitted}: {group.size()} ranks cannot be nodes of {fitted.local_size}")
+    if isinstance(fitted.exchange, Route):
+        fitted.exchange.check(trained_names(ddp))
+    return fitted
