@@ -245,6 +245,7 @@ def test_a_failure_reaches_ranks_that_are_not_neighbours():
 
 class BrokenExchange:
     communicates = True
+    kernels = frozenset()
 
     def __init__(self, bad_rank, action, error=None):
         self.error = error

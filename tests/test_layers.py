@@ -8,6 +8,7 @@ import gradwire
 ROOT = Path(gradwire.__file__).parent
 # From the ground up; a room may import those above it in this list, and itself.
 FLOORS = [
+    "version",
     "errors",
     "ops",
     "codecs",
@@ -15,9 +16,14 @@ FLOORS = [
     "layout",
     "memory",
     "policy",
+    "verification",
     "exchanges",
     "recipes",
+    "agreement",
+    "fingerprint",
+    "board",
     "failure",
+    "watch",
     "execution",
     "guard",
     "stats",
@@ -27,7 +33,6 @@ FLOORS = [
     "bridge",
     "mixed_precision",
     "slot",
-    "agreement",
     "checkpoint",
     "plan",
     "models",

@@ -7,9 +7,8 @@ from gradwire.local_sgd import DiLoCo, LocalSGD, SlowMo
 from gradwire.overlap import OverlappedOptimizer, overlap_optimizer
 from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
 from gradwire.stats import BucketStats, StepStats, WireStats
+from gradwire.version import __version__
 from gradwire.wire import Wire
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "RECIPES",

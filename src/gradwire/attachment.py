@@ -14,17 +14,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
-from gradwire.execution import open_lane, timeout_of
+from gradwire.execution import backend_name, open_lane, timeout_of
 from gradwire.guard import Guard
 from gradwire.layout import Layouts
 from gradwire.mixed_precision import has_events
-from gradwire.models import device_of, fit, num_transient, unwrap
+from gradwire.models import claim_of, device_of, fit, num_transient, require_averaging, unwrap
 from gradwire.ops import warm_up
 from gradwire.policy import NonfinitePolicy, OnNonfinite, check_mode
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.runners import HookRunner, RecipeRunner, Runner, hook_name
+from gradwire.runners import HookRunner, RecipeRunner, Runner
 from gradwire.slot import Slot, divides_by_active, free_slot
+from gradwire.transport import NcclGroup
+from gradwire.verification import Verification, check_interval
 from gradwire.wire import Hook, Wire
 
 log = logging.getLogger("gradwire")
@@ -42,6 +44,7 @@ def attach(
     state: object = None,
     timeout: timedelta | None = None,
     on_nonfinite: OnNonfinite = "propagate",
+    verify_every: int = 0,
 ) -> Wire:
     """Average the model's gradients by ``recipe`` from the next backward pass on.
 
@@ -57,11 +60,15 @@ def attach(
             rank, as DDP does; ``"skip"`` the step, that is set every ``.grad`` to None on every rank, so
             that no optimizer moves, and count it in `Wire.stats`; or ``"raise"`` FloatingPointError from
             ``backward()`` on every rank, on CUDA from the next one.
+        verify_every: every so many steps compare the averaged gradients over the ranks, bit for bit, and
+            raise `WireError` from ``backward()`` on every rank if they differ, with the step, the ranks and
+            the first parameter; 0, the default, for never. On CUDA such a step waits for the device.
 
     Raises:
         TypeError: the model is not a ``DistributedDataParallel``, or the recipe is none.
         ValueError: there is no such recipe or option, the model is attached already or has another
-            hook, or ranks attach different things.
+            hook, or ranks differ in gradwire's version, the recipe, the options or the parameters; the
+            text says which rank in what.
         RuntimeError: a rank did not attach in time.
 
     The environment variable ``GRADWIRE_DISABLE=1`` makes it leave the model to DDP's own averaging.
@@ -81,20 +88,25 @@ def attach(
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     try:
         check_mode(on_nonfinite)
+        check_interval(verify_every)
         slot, chosen, state = _prepare(ddp, recipe, state)
-        if on_nonfinite != "propagate" and isinstance(chosen, Recipe) and not chosen.exchange.communicates:
-            raise ValueError(
-                f"{chosen} leaves every rank its own gradients, so ranks would not {on_nonfinite} together"
-            )
+        if isinstance(chosen, Recipe):
+            if on_nonfinite != "propagate":
+                require_averaging(chosen, f"ranks would not {on_nonfinite} together")
+            if verify_every:
+                require_averaging(chosen, "verify_every would find them to differ")
         if not disabled and isinstance(chosen, Recipe):
             warm_up(device, chosen.exchange.kernels)
     except Exception as error:
-        agree(group, meeting, f"error: {error}", timeout)
+        agree(group, meeting, error, timeout)
         raise
-    claim = repr(chosen) if isinstance(chosen, Recipe) else f"hook {hook_name(chosen)}"
-    if on_nonfinite != "propagate":
-        claim += f", on_nonfinite={on_nonfinite!r}"
-    agree(group, meeting, "GRADWIRE_DISABLE is set" if disabled else claim, timeout)
+    claim = {
+        "GRADWIRE_DISABLE": "set" if disabled else "not set",
+        "on_nonfinite": on_nonfinite,
+        "verify_every": str(verify_every),
+        **claim_of(ddp, chosen),
+    }
+    agree(group, meeting, claim, timeout)
     layouts = Layouts(ddp.module)
     if disabled:
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", chosen)
@@ -110,9 +122,14 @@ def attach(
         )
     else:
         # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
-        runner = HookRunner(chosen, state, Guard(group, meeting) if device.type == "cpu" else None)
+        guard = Guard(group, meeting) if device.type == "cpu" else None
+        peers = NcclGroup(group) if guard is None and backend_name(group, device) == "nccl" else None
+        if verify_every and guard is None and peers is None:
+            raise ValueError("verify_every= with a hook needs a model on CPU, or NCCL")
+        runner = HookRunner(chosen, state, guard, layouts, peers)
     policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
-    bridge = Bridge(runner, group.rank(), policy)
+    verification = Verification(verify_every, ddp) if verify_every else None
+    bridge = Bridge(runner, group.rank(), policy, verification)
     slot.take(bridge)
     return Wire(slot, bridge, chosen, layouts, timeout)
 

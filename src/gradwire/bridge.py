@@ -13,6 +13,8 @@ from torch.futures import Future
 from gradwire.errors import Place, locate
 from gradwire.policy import NonfinitePolicy
 from gradwire.runners import Runner, completed, note_use
+from gradwire.transport import Group
+from gradwire.verification import Verification, compare
 
 
 class Bridge:
@@ -26,9 +28,16 @@ class Bridge:
     the last bucket's hook itself waits and raises.
     """
 
-    def __init__(self, runner: Runner, rank: int, policy: NonfinitePolicy | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        rank: int,
+        policy: NonfinitePolicy | None = None,
+        verification: Verification | None = None,
+    ) -> None:
         self.runner = runner
         self.policy = policy
+        self.verification = verification
         self.num_steps = 0
         """How many steps the run has had, those before a resume included."""
         self._rank = rank
@@ -58,16 +67,32 @@ class Bridge:
                 for shadow in shadows:
                     shadow.wait()
                 self.raise_failure()
+                self._verify(place, local.device, shadow=True)
         elif bucket.is_last():
             queue = Variable._execution_engine.queue_callback
-            queue(functools.partial(queue, self._finish))
+            queue(functools.partial(queue, functools.partial(self._finish, place, local.device)))
         return future
 
-    def _finish(self) -> None:
+    def _finish(self, place: Place, device: torch.device) -> None:
         """What remains when DDP has finished a backward pass."""
         self.raise_failure()
+        self._verify(place, device, shadow=False)
         if self.policy is not None:
             self.policy.look(self.num_steps - 1)
+
+    def _verify(self, place: Place, device: torch.device, *, shadow: bool) -> None:
+        """Compare the gradients with those of the other ranks, if it is time."""
+        verification = self.verification
+        if verification is None or not verification.is_due(place.step):
+            return
+        own, everyone = verification.hashes(shadow=shadow), []
+
+        def talk(group: Group, device: torch.device) -> None:
+            everyone.extend(compare(own, group, device))
+
+        self.runner.confer(talk, place, device)
+        self.raise_failure()
+        verification.conclude(place.step, place.rank, everyone)
 
     def raise_failure(self) -> None:
         """Raise the first failure of any rank, if there is one."""

@@ -20,7 +20,7 @@ from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
 from gradwire.layout import Layouts
-from gradwire.models import device_of, unwrap
+from gradwire.models import claim_of, device_of, unwrap
 from gradwire.recipes import Recipe, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner
@@ -141,9 +141,10 @@ class LocalSGD:
             self._gradient_recipe = self.recipe if gradient_recipe is None else parse_recipe(gradient_recipe)
             parameters = self._parameters()
         except Exception as error:
-            agree(self._group, meeting, f"error: {error}", self._timeout, "gradwire.LocalSGD")
+            agree(self._group, meeting, error, self._timeout, "gradwire.LocalSGD")
             raise
-        claim = f"period={period}, warmup_steps={warmup_steps}, {self.recipe!r}, outer={outer!r}"
+        options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
+        claim = {**options, **claim_of(ddp, self.recipe)}
         agree(self._group, meeting, claim, self._timeout, "gradwire.LocalSGD")
 
         self._num_steps = self._num_averages = 0

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from gradwire import fingerprint
+from gradwire.agreement import require_same
 from gradwire.errors import Place, WireError, locate, original
 from gradwire.exchanges import Context, Scratch, average_sparse
-from gradwire.execution import Lane, Task, future_for
+from gradwire.execution import Lane, Task, future_for, report_nothing
 from gradwire.guard import Guard
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.memory import Memory
@@ -24,7 +26,10 @@ from gradwire.ops import Scale
 from gradwire.recipes import Recipe
 from gradwire.regroup import Regrouping, Timeline, grouping_of
 from gradwire.stats import StatsBook
-from gradwire.transport import Group, Traffic, gather
+from gradwire.transport import ClosedGroup, Group, Traffic, gather
+
+Talk = Callable[[Group, torch.device], None]
+"""Messages among the ranks that belong to no bucket, with tensors on the given device."""
 
 
 class Runner(Protocol):
@@ -40,6 +45,13 @@ class Runner(Protocol):
 
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
         """Begin to average; ``shadow`` says that ``join()`` feeds zeros for a rank without input."""
+        ...
+
+    def confer(self, talk: Talk, place: Place, device: torch.device) -> None:
+        """Run ``talk`` on every rank after what was started before it, and return when it is over.
+
+        What it raises is a failure, as one of a bucket on ``device`` would be.
+        """
         ...
 
     def fail(self, error: WireError) -> None: ...
@@ -76,6 +88,7 @@ class RecipeRunner:
         self.memory = Memory() if memory is None else memory
         self.timeline = Timeline(num_transient)
         self._regrouping = Regrouping()
+        self._agreed: dict[int, tuple[Recipe, BucketLayout]] = {}
 
     @property
     def name(self) -> str:
@@ -110,8 +123,25 @@ class RecipeRunner:
         self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place
     ) -> Future[Tensor]:
         assert self._lane is not None
+        if self._agreed.get(layout.index) != (self._recipe, layout):
+            # Ranks that would send messages of different sizes must not begin. Nobody waits for this: if it
+            # fails, the lane runs nothing more.
+            self._agreed[layout.index] = self._recipe, layout
+            claim = {**fingerprint.of_recipe(self._recipe), **fingerprint.of_bucket(layout)}
+            self._start_talk(functools.partial(require_same, claim), place, flat.device)
         run = functools.partial(self._average, active, layout, place.step)
         return self._lane.submit(Task(flat, run, place, self._record))
+
+    def confer(self, talk: Talk, place: Place, device: torch.device) -> None:
+        self._start_talk(talk, place, device).wait()
+
+    def _start_talk(self, talk: Talk, place: Place, device: torch.device) -> Future[Tensor]:
+        def run(flat: Tensor, group: Group, scratch: Scratch) -> Tensor:
+            talk(group, flat.device)
+            return flat
+
+        assert self._lane is not None
+        return self._lane.submit(Task(torch.empty(0, device=device), run, place, report_nothing))
 
     def _average(
         self,
@@ -148,13 +178,26 @@ class RecipeRunner:
 class HookRunner:
     """Runs a hook of the user's or of torch's, and checks what it returns."""
 
-    def __init__(self, hook: Callable[..., Any], state: object, guard: Guard | None) -> None:
-        """Without a guard, nobody ends the waiting for peers that have failed."""
+    def __init__(
+        self,
+        hook: Callable[..., Any],
+        state: object,
+        guard: Guard | None,
+        layouts: Layouts | None = None,
+        peers: Group | None = None,
+    ) -> None:
+        """Without a guard, nobody ends the waiting for peers that have failed.
+
+        ``peers`` are the ranks to compare new ``layouts`` with, the guard's if there is one.
+        """
         self.name = hook_name(hook)
         self.stats = StatsBook()
         self._hook = hook
         self._state = state
         self._guard = guard
+        self._layouts = layouts
+        self._peers = guard.group if guard is not None else peers
+        self._agreed: dict[int, BucketLayout] = {}
         self._failure: WireError | None = None
 
     @property
@@ -162,7 +205,11 @@ class HookRunner:
         return self._failure if self._guard is None else self._guard.failure
 
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
-        local, begin = bucket.buffer(), time.perf_counter()
+        local = bucket.buffer()
+        self._agree(bucket, place)
+        if self.failure is not None:
+            return completed(local)
+        begin = time.perf_counter()
         with _noting() as used:
             answer = require_future(self.name, self._hook(self._state, bucket))
         work_s, called = time.perf_counter() - begin, time.perf_counter()
@@ -192,6 +239,26 @@ class HookRunner:
             self._guard.watch(answer, place, lambda: settle(local))
         answer.add_done_callback(take)
         return outer
+
+    def _agree(self, bucket: GradBucket, place: Place) -> None:
+        if self._layouts is None or self._peers is None:
+            return
+        layout = self._layouts.of(bucket)
+        if self._agreed.get(layout.index) != layout:
+            self._agreed[layout.index] = layout
+            talk = functools.partial(require_same, fingerprint.of_bucket(layout))
+            self.confer(talk, place, bucket.buffer().device)
+
+    def confer(self, talk: Talk, place: Place, device: torch.device) -> None:
+        assert self._peers is not None
+        try:
+            talk(self._peers, torch.device("cpu") if self._guard is not None else device)
+        except ClosedGroup as closed:
+            if self._guard is None:
+                raise
+            self._guard.explain(place, closed)
+        except Exception as error:
+            self.fail(locate(error, place))
 
     def fail(self, error: WireError) -> None:
         if self._guard is None:
