@@ -62,7 +62,8 @@ def attach(
             ``backward()`` on every rank, on CUDA from the next one.
         verify_every: every so many steps compare the averaged gradients over the ranks, bit for bit, and
             raise `WireError` from ``backward()`` on every rank if they differ, with the step, the ranks and
-            the first parameter; 0, the default, for never. On CUDA such a step waits for the device.
+            the first parameter; 0, the default, for never. On CUDA such a step waits for the device. Not
+            done inside ``join()`` of a model with ``find_unused_parameters``.
 
     Raises:
         TypeError: the model is not a ``DistributedDataParallel``, or the recipe is none.

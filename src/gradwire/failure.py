@@ -93,7 +93,8 @@ class Failure:
                 f"{waiting}Furthest behind is rank {who}, which says nothing: it left, died, is stopped or "
                 "stuck; its own output says why. Raise the timeout of init_process_group if it is only slow"
             )
-        last = min(standings, key=lambda rank: standings[rank].order)
+        order = min(standing.order for standing in standings.values())
+        last = ", ".join(str(rank) for rank, standing in standings.items() if standing.order == order)
         return (
             f"{waiting}Furthest behind is rank {last}; see what it does there. Raise the timeout of "
             "init_process_group if it is only slow"

@@ -61,6 +61,11 @@ class Guard:
         """The ranks of the wire, to compare notes with before a hook is called."""
         return self._core.ring
 
+    def add_who_is_last(self, error: WireError, place: Place, waited_s: float) -> None:
+        """If a hook failed after a long wait, its own timeout has struck: say for whom it waited."""
+        if waited_s > self._core.timeout_s / 2:
+            error.text += f". {self._core.who(place)}"
+
     def explain(self, place: Place, closed: ClosedGroup) -> None:
         """Give up because the ring has closed while this rank waited in it."""
         self._core.fail(self._core.failure.explain(place, closed, self._core.ring.close))
@@ -150,9 +155,9 @@ class _Core:
                 if self._broken
                 else f"the hook's future was not completed within {self.timeout_s:g} s"
             )
-            self.fail(WireError(f"{place}: {reason}. {self._who(place)}"))
+            self.fail(WireError(f"{place}: {reason}. {self.who(place)}"))
 
-    def _who(self, place: Place | None) -> str:
+    def who(self, place: Place | None) -> str:
         """Who is furthest behind, by what each rank says; whom a hook waits for is not known."""
         if place is not None and self.failure.board is not None:
             self.failure.board.post_standing(Standing(place.step, place.bucket))

@@ -227,7 +227,10 @@ class HookRunner:
                 for failure in filter(None, (runner.failure for runner in used)):
                     raise failure
             except Exception as error:
-                self.fail(locate(original(error), place))
+                located = locate(original(error), place)
+                if self._guard is not None:
+                    self._guard.add_who_is_last(located, place, time.perf_counter() - called)
+                self.fail(located)
                 value = local
             else:
                 waited_s = time.perf_counter() - called

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -129,8 +130,8 @@ class _SubgroupMessages:
 class ClosedGroup(Exception):
     """A peer could not be reached: it closed, died or took longer than the timeout."""
 
-    def __init__(self, peer: int, reason: str, what: str = "no message from") -> None:
-        super().__init__(f"{what} rank {peer}: {reason}")
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(f"no message from rank {peer}: {reason}")
         self.peer = peer
 
 
@@ -166,11 +167,9 @@ class GlooGroup:
 
     def watch(self, peer: int) -> None:
         """Block until ``peer`` closes the group or dies; nothing is ever sent for it."""
-        try:
+        with _closing(peer):
             # For as long as the run lasts, whatever the group's own timeout is.
             self.raw.recv([torch.zeros(1)], peer, _WATCHING_TAG).wait(timedelta(days=365))
-        except RuntimeError as error:
-            raise ClosedGroup(peer, str(error)) from error
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -189,17 +188,18 @@ class _GlooMessages:
         self._owner = owner
         self._group = group
         self._number = number
-        self._receives = {
-            peer: group.recv([row], peer, _tag(number, row))
-            for peer, row in enumerate(rows)
-            if peer != owner.rank and row.numel()
-        }
+        self._receives: dict[int, dist.Work] = {}
         self._sends: dict[int, dist.Work] = {}
+        for peer, row in enumerate(rows):
+            if peer != owner.rank and row.numel():
+                with _closing(peer):
+                    self._receives[peer] = group.recv([row], peer, _tag(number, row))
 
     def send(self, peer: int, row: Tensor) -> None:
         if row.numel() == 0:
             return
-        self._sends[peer] = self._group.send([row], peer, _tag(self._number, row))
+        with _closing(peer):
+            self._sends[peer] = self._group.send([row], peer, _tag(self._number, row))
         self._owner.traffic.bytes_sent += row.numel() * row.element_size()
         self._owner.traffic.num_messages += 1
 
@@ -216,13 +216,21 @@ class _GlooMessages:
         if work is None:
             return
         begin, self._owner.waits_for = time.perf_counter(), peer
-        try:
+        with _closing(peer):
             work.wait()
-        except RuntimeError as error:
-            what = "no message from" if works is self._receives else "no message taken by"
-            raise ClosedGroup(peer, str(error), what) from error
         self._owner.waits_for = None
         self._owner.traffic.wait_s += time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def _closing(peer: int) -> Iterator[None]:
+    """Make Gloo's error, which any call on a closed connection raises, one about ``peer``."""
+    try:
+        yield
+    except RuntimeError as error:
+        # "[file.cc:553] Connection closed by peer [127.0.0.1]:80. This is typically caused by ..."
+        reason = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". This is typically")[0]
+        raise ClosedGroup(peer, reason) from error
 
 
 def _tag(number: int, row: Tensor) -> int:

@@ -14,7 +14,8 @@ from gradwire.layout import canonical_name
 from gradwire.transport import Group, gather
 
 _CHUNK = 1 << 20
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# 64-bit values in halves: of two sign bits in bit 63, the changes would cancel out.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # Weights 1 + n * _STRIDE are odd, and so is _CARRY: no change of a single value is lost modulo 2**64.
 _STRIDE, _CARRY = 0x1E3779B97F4A7C14, 0x1F123BB5159A55E5
 
@@ -35,7 +36,11 @@ class Verification:
         self._ddp = weakref.ref(ddp)  # the model's hook holds this
 
     def is_due(self, step: int) -> bool:
-        return step % self._every == 0
+        ddp = self._ddp()
+        assert ddp is not None, "the model is gone"
+        # There, DDP asks all ranks which parameters they used, on some before this and on others after it.
+        may_not = ddp.find_unused_parameters and ddp._join_config.enable
+        return step % self._every == 0 and not may_not
 
     def hashes(self, *, shadow: bool) -> Tensor:
         """This rank's, led by a 1; a rank that ``join()`` keeps in step has none, and leads with 0."""
