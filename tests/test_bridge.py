@@ -408,3 +408,30 @@ def job_lifetime(rank):
 
 def test_hook_state_and_lane_end_with_the_model():
     run_ranks(job_lifetime, 2, timeout=30)
+
+
+def job_group_ends_with_the_model(rank):
+    import gc
+
+    set_result = Future.set_result
+
+    def linger(future, value):
+        set_result(future, value)
+        time.sleep(0.3)  # the group's thread is still in our callback when all else is gone
+
+    group = dist.new_group()
+    model = small_model(process_group=group)
+    wire = gradwire.attach(model, torch_hooks.allreduce_hook)
+    backward(model)
+    Future.set_result = linger
+    backward(model)
+    Future.set_result = set_result
+    wire.detach()
+    dist.destroy_process_group(group)
+    del model, wire, group
+    gc.collect()
+    dist.barrier()
+
+
+def test_a_group_is_not_ended_by_a_thread_of_its_own():
+    run_ranks(job_group_ends_with_the_model, 2, timeout=30)

@@ -220,28 +220,45 @@ class HookRunner:
                 if not outer.done():
                     outer.set_result(value)
 
+        held = [self]
+
         def take(done: Future[Any]) -> None:
-            # torch would only log what is raised here, and DDP would wait for ever.
-            try:
-                value = check_result(self.name, done.value(), local)
-                for failure in filter(None, (runner.failure for runner in used)):
-                    raise failure
-            except Exception as error:
-                located = locate(original(error), place)
-                if self._guard is not None:
-                    self._guard.add_who_is_last(located, place, time.perf_counter() - called)
-                self.fail(located)
-                value = local
-            else:
-                waited_s = time.perf_counter() - called
-                times = (None, None) if local.is_cuda else (waited_s, work_s)
-                self.stats.record(place, None, None, *times)
+            # A thread of the hook's group runs this, and may still be here when the model and the runner are
+            # gone. It must not be the one to drop the group: a thread that joins itself aborts the process.
+            value = held.pop()._check(done, local, place, used, called, work_s)
+            used.clear()
             settle(value)
 
         if self._guard is not None:
             self._guard.watch(answer, place, lambda: settle(local))
         answer.add_done_callback(take)
         return outer
+
+    def _check(
+        self,
+        done: Future[Any],
+        local: Tensor,
+        place: Place,
+        used: list[Runner],
+        called: float,
+        work_s: float,
+    ) -> Tensor:
+        """What the hook has made of a bucket, or the bucket as it was, and the wire has failed."""
+        # torch would only log what is raised here, and DDP would wait for ever.
+        try:
+            value = check_result(self.name, done.value(), local)
+            for failure in filter(None, (runner.failure for runner in used)):
+                raise failure
+        except Exception as error:
+            located = locate(original(error), place)
+            if self._guard is not None:
+                self._guard.add_who_is_last(located, place, time.perf_counter() - called)
+            self.fail(located)
+            return local
+        waited_s = time.perf_counter() - called
+        times = (None, None) if local.is_cuda else (waited_s, work_s)
+        self.stats.record(place, None, None, *times)
+        return value
 
     def _agree(self, bucket: GradBucket, place: Place) -> None:
         if self._layouts is None or self._peers is None:
