@@ -2,8 +2,8 @@
 
 Our own exchanges wait in groups of their own and learn of a failure when those close. A user's hook waits
 in a group that we must not touch. So the ranks of a wire that runs such a hook also form a ring in which
-nothing is ever sent: each waits for its successor, and when that one closes, closes too. A failure goes
-round the ring in milliseconds, and costs nothing until then.
+nothing is sent but what ranks must agree on: each waits for its successor, and when that one closes, closes
+too. A failure goes round the ring in milliseconds, and costs nothing until then.
 """
 
 from __future__ import annotations
