@@ -19,9 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import fingerprint
 from gradwire.agreement import differences
+from gradwire.board import Standing
+from gradwire.errors import Place
+from gradwire.execution import _look_at_stream, _Mark
+from gradwire.failure import Failure
 from gradwire.testing import RanksFailed, run_ranks, send_message
 from gradwire.verification import _hash as hash_of
 from gradwire.verification import check_interval
+from gradwire.watch import Progress, Watch
 
 TIMEOUT_S = 3.0
 FAULTY_STEP = 3  # DDP has rebuilt its buckets, and every step is exchanged as it arrives
@@ -205,6 +210,76 @@ def test_when_the_timeout_strikes_the_rank_furthest_behind_is_named(faults):
                     f"Rank {faulty} has averaged step {FAULTY_STEP - 1}, bucket 1 and brought no bucket since"
                 )
                 assert last in text
+
+
+class Events:
+    """A stand-in for a CUDA event that is reached, or not."""
+
+    def __init__(self, *, reached):
+        self.query = lambda: reached
+
+
+class Posted:
+    """A stand-in for the board of a rank 0 of two."""
+
+    rank, size, answers = 0, 2, True
+
+    def __init__(self, others):
+        self.standings = {1: others}
+        self.text = None
+
+    def failure(self):
+        return self.text
+
+    def standing(self, rank):
+        return self.standings.get(rank)
+
+    def post_standing(self, standing):
+        self.standings[0] = standing
+
+    def withdraw_standing(self):
+        self.standings.pop(0, None)
+
+
+def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(caplog):
+    failure = Failure(None, "")
+    failure.board = board = Posted(Standing(6, 2, is_done=True))
+    watch = Watch(failure, 1000, lambda: None, "test")
+    watch.end()
+    place, now = Place(0, 7, 1, "int8"), time.monotonic()
+    try:
+        watch._act(Progress(place, False, now - 400))
+        assert 0 not in board.standings, "nothing is posted while all goes well"
+        watch._act(Progress(place, False, now - 600, waits_for=1))
+        assert board.standings[0] == Standing(7, 1, waits_for=1)
+        assert not caplog.records
+        for _ in range(2):
+            watch._act(Progress(place, False, now - 800, waits_for=1))
+        (record,) = caplog.records  # once
+        assert record.getMessage() == (
+            "rank 0, step 7, bucket 1, hook int8: no progress for 800 s. Rank 1 has averaged step 6, bucket 2 "
+            "and brought no bucket since. Furthest behind is rank 1; see what it does there. Raise the timeout "
+            "of init_process_group if it is only slow"
+        )
+        watch._act(Progress(place, True, now))
+        assert 0 not in board.standings, "what is not true any more is withdrawn"
+        watch._act(Progress(place, True, now - 900))
+        assert len(caplog.records) == 1, "a rank may rest as long as it likes"
+        board.text = "rank 1, step 7, bucket 1, hook int8: KeyError: 'lost'"
+        watch._act(Progress(place, False, now - 800))
+        assert caplog.records[1].getMessage().endswith("no progress for 800 s. " + board.text)
+    finally:
+        watch.end()
+
+
+def test_the_oldest_bucket_that_the_device_has_not_finished_is_the_one_that_is_told():
+    assert _look_at_stream([], 5.0) == Progress(None, True, 5.0)
+    marks = [
+        _Mark(Place(0, 3, bucket, "int8"), Events(reached=bucket < 2), since=10.0 + bucket)
+        for bucket in range(4)
+    ]
+    assert _look_at_stream(marks, 5.0) == Progress(marks[2].place, False, 12.0)
+    assert _look_at_stream(marks[:2], 5.0) == Progress(marks[1].place, True, 11.0)
 
 
 # --- ranks that raise ---

@@ -8,6 +8,7 @@ import os
 import weakref
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -96,6 +97,8 @@ def attach(
                 require_averaging(chosen, f"ranks would not {on_nonfinite} together")
             if verify_every:
                 require_averaging(chosen, "verify_every would find them to differ")
+        elif verify_every and device.type != "cpu" and not _is_nccl(group, device):
+            raise ValueError(f"verify_every= with a hook on {device.type} needs NCCL")
         if not disabled and isinstance(chosen, Recipe):
             warm_up(device, chosen.exchange.kernels)
     except Exception as error:
@@ -124,15 +127,17 @@ def attach(
     else:
         # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
         guard = Guard(group, meeting) if device.type == "cpu" else None
-        peers = NcclGroup(group) if guard is None and backend_name(group, device) == "nccl" else None
-        if verify_every and guard is None and peers is None:
-            raise ValueError("verify_every= with a hook needs a model on CPU, or NCCL")
+        peers = NcclGroup(group) if _is_nccl(group, device) else None
         runner = HookRunner(chosen, state, guard, layouts, peers)
     policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
     verification = Verification(verify_every, ddp) if verify_every else None
     bridge = Bridge(runner, group.rank(), policy, verification)
     slot.take(bridge)
     return Wire(slot, bridge, chosen, layouts, timeout)
+
+
+def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return device.type == "cuda" and backend_name(group, device) == "nccl"
 
 
 def _prepare(

@@ -35,7 +35,7 @@ class Watch:
     """A thread that looks at a lane a few times in each timeout of the group, and mostly finds it well.
 
     After half the timeout without progress it posts where this rank stands; after three quarters inside
-    a bucket it logs that, and who is furthest behind: NCCL may end the process at the timeout.
+    a bucket it logs that, and why, as far as others have told: NCCL may end the process at the timeout.
     """
 
     def __init__(self, failure: Failure, timeout_s: float, look: Callable[[], Progress], name: str) -> None:
@@ -73,5 +73,5 @@ class Watch:
             board.post_standing(self._posted)
         if not progress.is_done and not self._logged and stalled_s > 0.75 * self._timeout_s:
             self._logged = True
-            last = self._failure.name_the_last(progress.waits_for)
-            log.error("%s: no progress for %.0f s. %s", progress.place, stalled_s, last)
+            why = board.failure() or self._failure.name_the_last(progress.waits_for)
+            log.error("%s: no progress for %.0f s. %s", progress.place, stalled_s, why)
