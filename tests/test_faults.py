@@ -257,9 +257,9 @@ def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(ca
             watch._act(Progress(place, False, now - 800, waits_for=1))
         (record,) = caplog.records  # once
         assert record.getMessage() == (
-            "rank 0, step 7, bucket 1, hook int8: no progress for 800 s. Rank 1 has averaged step 6, bucket 2 "
-            "and brought no bucket since. Furthest behind is rank 1; see what it does there. Raise the timeout "
-            "of init_process_group if it is only slow"
+            "rank 0, step 7, bucket 1, hook int8: no progress for 800 s. Rank 1 has averaged step 6, bucket "
+            "2 and brought no bucket since. Furthest behind is rank 1; see what it does there. Raise the "
+            "timeout of init_process_group if it is only slow"
         )
         watch._act(Progress(place, True, now))
         assert 0 not in board.standings, "what is not true any more is withdrawn"
