@@ -29,6 +29,7 @@ FLOORS = [
     "stats",
     "regroup",
     "runners",
+    "hook_runner",
     "stepping",
     "bridge",
     "mixed_precision",

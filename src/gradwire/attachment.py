@@ -17,6 +17,7 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.execution import backend_name, open_lane, timeout_of
 from gradwire.guard import Guard
+from gradwire.hook_runner import HookRunner
 from gradwire.layout import Layouts
 from gradwire.mixed_precision import has_events
 from gradwire.models import claim_of, device_of, fit, num_transient, require_averaging, unwrap
@@ -24,7 +25,7 @@ from gradwire.ops import warm_up
 from gradwire.policy import NonfinitePolicy, OnNonfinite, check_mode
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.runners import HookRunner, RecipeRunner, Runner
+from gradwire.runners import RecipeRunner, Runner
 from gradwire.slot import Slot, divides_by_active, free_slot
 from gradwire.transport import NcclGroup
 from gradwire.verification import Verification, check_interval

@@ -11,8 +11,9 @@ from torch.autograd import Variable
 from torch.futures import Future
 
 from gradwire.errors import Place, locate
+from gradwire.hook_runner import note_use
 from gradwire.policy import NonfinitePolicy
-from gradwire.runners import Runner, completed, note_use
+from gradwire.runners import Runner, completed
 from gradwire.transport import Group
 from gradwire.verification import Verification, compare
 

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import fingerprint
 from gradwire.exchanges import Route, Schedule
+from gradwire.hook_runner import hook_name
 from gradwire.layout import canonical_name
 from gradwire.recipes import Recipe
-from gradwire.runners import hook_name
 
 
 def unwrap(model: nn.Module) -> DistributedDataParallel:

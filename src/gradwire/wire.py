@@ -16,13 +16,14 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.errors import WireError
 from gradwire.execution import open_lane
+from gradwire.hook_runner import hook_name
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.models import claim_of, device_of, fit, require_averaging, trained_names
 from gradwire.ops import warm_up
 from gradwire.plan import WirePlan, make_plan
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.runners import RecipeRunner, Runner, hook_name
+from gradwire.runners import RecipeRunner, Runner
 from gradwire.slot import Slot
 from gradwire.stats import WireStats
 
