@@ -24,6 +24,7 @@ from gradwire.errors import Place
 from gradwire.execution import _look_at_stream, _Mark
 from gradwire.failure import Failure
 from gradwire.testing import RanksFailed, run_ranks, send_message
+from gradwire.transport import ClosedGroup, GlooGroup, gather
 from gradwire.verification import _hash as hash_of
 from gradwire.verification import check_interval
 from gradwire.watch import Progress, Watch
@@ -493,6 +494,26 @@ def job_other_buckets(rank):
         assert " parameters on rank(s) 1, shape (92,), float32 of 3 parameters on rank(s) 0, 2; " in text, (
             text
         )
+
+    # Ranks that disagree without knowing it do not end the process, as Gloo would.
+    group = GlooGroup(dist.group.WORLD.get_group_store(), "sizes", rank, 3, timedelta(seconds=1))
+    rows = [torch.zeros(100 if rank == 1 else 8, dtype=torch.uint8) for _ in range(3)]
+    with pytest.raises(ClosedGroup, match="no message from rank"):
+        gather(rows, group)
+    group.close()
+
+    # Once all have agreed, nothing is sent but gradients.
+    model = model_of()
+    with gradwire.attach(model, "fp32") as wire:
+        traffic = wire._bridge.runner._lane._core.group.traffic
+        sent = []
+        for step in range(5):
+            before = traffic.num_messages
+            backward(model, step)
+            sent.append(traffic.num_messages - before)
+        expected = [sum(b.num_messages for b in step.buckets) for step in wire.stats().steps]
+    assert sent[-2:] == expected[-2:]
+    assert sent[0] == expected[0] + 2, "one message to each other rank, for one bucket"
 
 
 def test_ranks_with_different_buckets_are_told_so_before_anything_is_sent():
