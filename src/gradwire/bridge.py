@@ -9,10 +9,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.futures import Future
+from torch.profiler import record_function
 
 from gradwire.errors import Place, locate
 from gradwire.policy import NonfinitePolicy
 from gradwire.runners import Runner, completed, note_use
+from gradwire.telemetry import Recorder
 
 
 class Bridge:
@@ -26,9 +28,16 @@ class Bridge:
     the last bucket's hook itself waits and raises.
     """
 
-    def __init__(self, runner: Runner, rank: int, policy: NonfinitePolicy | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        rank: int,
+        policy: NonfinitePolicy | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.runner = runner
         self.policy = policy
+        self.recorder = recorder
         self.num_steps = 0
         """How many steps the run has had, those before a resume included."""
         self._rank = rank
@@ -44,7 +53,7 @@ class Bridge:
         local = bucket.buffer()  # before the hook, which may set another one
         try:
             if self.runner.failure is None:
-                future = self.runner.start(bucket, place, shadow=not in_backward)
+                future = self._start(bucket, place, shadow=not in_backward)
             else:
                 future = completed(local)
         except Exception as error:
@@ -63,13 +72,32 @@ class Bridge:
             queue(functools.partial(queue, self._finish))
         return future
 
+    def _start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
+        if not torch._C._autograd._profiler_enabled():
+            return self.runner.start(bucket, place, shadow=shadow)
+        # The lane's thread is unknown to a profiler that was started after it, so this one records it.
+        with record_function(f"gradwire::{place.hook} bucket {place.bucket}") as recorded:
+            future = self.runner.start(bucket, place, shadow=shadow)
+            recorded._call_end_callbacks_on_future(future)
+        return future
+
     def _finish(self) -> None:
         """What remains when DDP has finished a backward pass."""
         self.raise_failure()
-        if self.policy is not None:
-            self.policy.look(self.num_steps - 1)
+        step, policy, recorder = self.num_steps - 1, self.policy, self.recorder
+        try:
+            if policy is not None:
+                policy.look(step)
+        except FloatingPointError as error:
+            if recorder is not None:
+                recorder.tell_failure(step, error)
+            raise
+        if recorder is not None:
+            recorder.end_step(step, self.runner.stats, 0 if policy is None else policy.num_skipped)
 
     def raise_failure(self) -> None:
         """Raise the first failure of any rank, if there is one."""
         if self.runner.failure is not None:
+            if self.recorder is not None:
+                self.recorder.tell_failure(self.num_steps - 1, self.runner.failure)
             raise self.runner.failure.with_traceback(None)

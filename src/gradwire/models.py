@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.exchanges import Route
-from gradwire.layout import canonical_name
+from gradwire.layout import Layouts, canonical_name
 from gradwire.recipes import Recipe
 
 
@@ -67,5 +67,9 @@ def fit(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
     if group.size() % (fitted.local_size or 1):
         raise ValueError(f"recipe {fitted}: {group.size()} ranks cannot be nodes of {fitted.local_size}")
     if isinstance(fitted.exchange, Route):
-        fitted.exchange.check(trained_names(ddp))
+        trained = trained_names(ddp)
+        named = ddp.module.named_parameters()
+        parameters = [p for name, p in named if canonical_name(name) in trained]
+        for_want_of_buckets = Layouts(ddp.module).guess(parameters)
+        fitted.exchange.check(slot for layout in for_want_of_buckets for slot in layout.slots)
     return fitted
