@@ -10,7 +10,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.profiler import profile
 
 import gradwire
-from gradwire.ddp_comm_hooks import debugging_hooks
 from gradwire.testing import run_ranks
 from tests.test_bridge import backward, small_model
 
@@ -23,6 +22,14 @@ class Writer:
 
     def add_scalar(self, tag, scalar_value, global_step):
         self.scalars[tag, global_step] = scalar_value
+
+
+class BrokenWriter:
+    num_calls = 0
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        self.num_calls += 1
+        raise OSError("no space left")
 
 
 def events_of(path):
@@ -99,9 +106,7 @@ def job_events(rank, folder):
     assert told[3]["num_skipped"] == 1
 
     def failing(state, bucket):
-        if rank == 1:
-            raise KeyError("broken")
-        return debugging_hooks.noop_hook(None, bucket)
+        raise KeyError("broken")
 
     broken = small_model()
     with gradwire.attach(broken, failing, telemetry=every_rank):
@@ -110,7 +115,7 @@ def job_events(rank, folder):
                 backward(broken)
     told = events_of(folder / f"rank{rank}.jsonl")[6:]
     assert [event["event"] for event in told] == ["attach", "failure", "detach"], "once"
-    assert "rank 1, step 0, bucket 0" in told[1]["text"]
+    assert ", step 0, bucket 0, hook" in told[1]["text"]
 
     # A gradient that is not finite has figures that are not known, and no NaN in the file.
     with gradwire.attach(model, "int4", telemetry=gradwire.Telemetry(jsonl=folder / "nan.jsonl")) as wire:
@@ -118,6 +123,15 @@ def job_events(rank, folder):
         assert all(each.relative_error is None for each in wire.stats().parameters)
     if rank == 0:
         assert events_of(folder / "nan.jsonl")[1]["parameters"]["0.weight"]["cosine"] is None
+
+    # A disk that is full ends the telling, on one rank, and not the run.
+    for jsonl, writer in (("/dev/full", None), (None, BrokenWriter())):
+        telemetry = gradwire.Telemetry(every=1, jsonl=jsonl, writer=writer if rank == 0 else None)
+        with gradwire.attach(model, "int4", telemetry=telemetry) as wire:
+            for step in range(3):
+                backward(model, step)
+            assert wire.failure is None
+        assert writer is None or writer.num_calls == (rank == 0), "once is enough"
 
     with pytest.raises((ValueError, RuntimeError), match="No such file"):
         gradwire.attach(model, "int4", telemetry=gradwire.Telemetry(jsonl=folder / "nowhere" / "a"))

@@ -32,6 +32,7 @@ class Meter:
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self._step = -1
         self._found: list[tuple[BucketLayout, Tensor]] = []
 
     def is_due(self, step: int) -> bool:
@@ -42,7 +43,8 @@ class Meter:
         self, lane: Lane, task: Task, layout: BucketLayout, memory: Memory, scale_of: ScaleOf
     ) -> Future[Tensor]:
         """Run a bucket's task between an exact exchange and a comparison, which its figures leave out."""
-        if layout.index == 0:
+        if self._step != task.place.step:
+            self._step = task.place.step
             self._found.clear()
         comparison = _Comparison(layout, memory, scale_of, self._found)
         lane.submit(replace(task, run=comparison.average_exactly, report=_report_nothing))

@@ -20,7 +20,7 @@ from gradwire.execution import Lane, Task, future_for
 from gradwire.guard import Guard
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.loss_scale import LossScale
-from gradwire.measuring import Meter
+from gradwire.measuring import Meter, ScaleOf
 from gradwire.memory import Memory
 from gradwire.ops import Scale
 from gradwire.recipes import Recipe
@@ -126,7 +126,7 @@ class RecipeRunner:
 
     def _average(
         self,
-        scale_of: Callable[[Tensor, Group], Scale],
+        scale_of: ScaleOf,
         layout: BucketLayout,
         step: int,
         flat: Tensor,

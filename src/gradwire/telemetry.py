@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -11,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from gradwire.errors import describe
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.measuring import Meter
 from gradwire.stats import ParameterStats, StatsBook
+
+log = logging.getLogger("gradwire")
 
 
 class ScalarWriter(Protocol):
@@ -78,7 +82,8 @@ class Recorder:
     ) -> None:
         """Take figures of parameters from ``meter``, if there is one; ``file`` is the recorder's to close."""
         self.parameters: tuple[ParameterStats, ...] = ()
-        self._telemetry = telemetry
+        self._every = telemetry.every
+        self._writer = telemetry.writer
         self._rank = rank
         self._layouts = layouts
         self._meter = meter
@@ -89,9 +94,15 @@ class Recorder:
 
     def tell(self, event: str, step: int, **details: Any) -> None:
         """Write one event; numbers that are not finite become null."""
-        if self._file is not None:
-            told = {"event": event, "time": time.time(), "rank": self._rank, "step": step, **details}
+        if self._file is None:
+            return
+        told = {"event": event, "time": time.time(), "rank": self._rank, "step": step, **details}
+        try:
             self._file.write(json.dumps({key: _finite(value) for key, value in told.items()}) + "\n")
+        except OSError as error:
+            # A full disk is no reason to end a run, least of all on one rank.
+            log.warning("rank %d: no more events are written to %s: %s", self._rank, self._file.name, error)
+            self._file = None
 
     def tell_failure(self, step: int, error: Exception) -> None:
         """Write an error, once, however often it is raised."""
@@ -108,28 +119,34 @@ class Recorder:
         if num_skipped != self._num_skipped:
             self._num_skipped = num_skipped
             self.tell("skip", step, num_skipped=num_skipped)
-        if step % self._telemetry.every == 0:
+        if step % self._every == 0:
             self._tell_figures(step, book)
 
     def _tell_figures(self, step: int, book: StatsBook) -> None:
         figures = book.of_step(step)
         parameters: dict[str, dict[str, float | None]] = {}
-        if self._meter is not None:
-            self.parameters = self._meter.read()
+        if self._meter is not None and (found := self._meter.read()):
+            self.parameters = found
             figures |= _together(self.parameters)
             parameters = {
                 each.name: {figure: getattr(each, figure) for figure in _PER_PARAMETER}
                 for each in self.parameters
             }
         self.tell("step", step, **figures, parameters=parameters)
-        if (writer := self._telemetry.writer) is None:
-            return
         scalars = {f"gradwire/{figure}": value for figure, value in figures.items()}
         for name, own in parameters.items():
             scalars |= {f"gradwire/{figure}/{name}": value for figure, value in own.items()}
         for tag, value in scalars.items():
-            if value is not None:
-                writer.add_scalar(tag, value, step)
+            if value is not None and self._writer is not None:
+                self._write_scalar(tag, value, step)
+
+    def _write_scalar(self, tag: str, value: float, step: int) -> None:
+        assert self._writer is not None
+        try:
+            self._writer.add_scalar(tag, value, step)
+        except Exception as error:  # the user's own, and no reason to end a run either
+            log.warning("rank %d: no more scalars are written: %s", self._rank, describe(error))
+            self._writer = None
 
     def close(self) -> None:
         """Close the file; what is told afterwards is lost."""
