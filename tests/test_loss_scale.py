@@ -47,8 +47,9 @@ def unscaled_run(spec, scaler, bad_ranks, resume_at=None):
         is_bad = step == BAD_STEP and rank in bad_ranks
         scaler.scale(loss * (float("inf") if is_bad else 1.0)).backward()
         gradients.append({n: p.grad.clone() / scales[-1] for n, p in model.module.named_parameters()})
-        scaler.step(optimizer)
-        scaler.update()
+        if scaler.is_enabled():  # else nobody skips the bad step
+            scaler.step(optimizer)
+            scaler.update()
         (memory,) = wire.state_dict()["memory"].values()
         held.append({n: torch.zeros_like(p, dtype=torch.float64) for n, p in model.module.named_parameters()})
         for key, tensors in memory.items():

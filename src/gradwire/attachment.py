@@ -71,6 +71,7 @@ def attach(
             is not what it should be.
         ValueError: there is no such recipe or option, the model is attached already or has another
             hook, or ranks attach different things.
+        OSError: the file of ``telemetry`` cannot be written.
         RuntimeError: a rank did not attach in time.
 
     The environment variable ``GRADWIRE_DISABLE=1`` makes it leave the model to DDP's own averaging.
