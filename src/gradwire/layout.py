@@ -192,6 +192,10 @@ class NamedState:
         """Whether any of a bucket's parameters has a state."""
         return any(slot.name in self._holders for slot in layout.slots)
 
+    def flats(self) -> list[Tensor]:
+        """Every flat tensor, once; it may also hold values of parameters that have moved elsewhere."""
+        return list({id(holder): holder.flat for holder in self._holders.values()}.values())
+
     def named(self) -> dict[str, Tensor]:
         """Every parameter's state, by name, as views."""
         return {name: holder.view(name) for name, holder in self._holders.items()}

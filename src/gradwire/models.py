@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire import fingerprint
 from gradwire.exchanges import Route, Schedule
 from gradwire.hook_runner import hook_name
-from gradwire.layout import canonical_name
+from gradwire.layout import Layouts, canonical_name
 from gradwire.recipes import Recipe
 
 
@@ -94,5 +94,9 @@ def fit(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
     if group.size() % (fitted.local_size or 1):
         raise ValueError(f"recipe {fitted}: {group.size()} ranks cannot be nodes of {fitted.local_size}")
     if isinstance(fitted.exchange, Route):
-        fitted.exchange.check(trained_names(ddp))
+        trained = trained_names(ddp)
+        named = ddp.module.named_parameters()
+        parameters = [p for name, p in named if canonical_name(name) in trained]
+        for_want_of_buckets = Layouts(ddp.module).guess(parameters)
+        fitted.exchange.check(slot for layout in for_want_of_buckets for slot in layout.slots)
     return fitted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from gradwire.codecs import Blocks, Cast, Codec, Raw
-from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Route, Schedule, TwoShot
+from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Route, Schedule, Selector, TwoShot
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -210,37 +211,39 @@ def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
 
 
 def route(routes: Mapping[str, str | Recipe]) -> Recipe:
-    """Each parameter by the recipe of the first pattern that fits its name, as ``fnmatch`` has it.
+    """Each parameter by the recipe of the first key that fits it.
 
-    A pattern by which no parameter goes, and a parameter without a pattern, are errors of `attach`. As
-    text: ``"route(*.norm*=fp32; *=int4)"``. Raises ValueError for recipes of which some average and some
-    sum, and for schedules and routes inside.
+    A key is a pattern of names as ``fnmatch`` has it (``"*.norm*"``), a bound on a figure (``"ndim<2"``,
+    ``"numel>=65536"``), a shape (``"(50257, *)"``), or several of these with ``&`` between them
+    (``"embed.* & numel>65536"``). A key by which no parameter goes, and a parameter without a key, are
+    errors of `attach`. As text: ``"route(*.norm*=fp32; numel<=1024=fp32; *=int4)"``. Raises ValueError for
+    keys that are none of these, recipes of which some average and some sum, and schedules and routes
+    inside.
 
-    >>> print(route({"*.norm*": "fp32", "embed.*": "int8", "*": "int4"}))
-    route(*.norm*=fp32; embed.*=int8; *=int4)
+    >>> print(route({"*.norm*": "fp32", "ndim<2": "fp32", "embed.* & numel>65536": "int8", "*": "int4"}))
+    route(*.norm*=fp32; ndim<2=fp32; embed.* & numel>65536=int8; *=int4)
     """
-    chosen = {pattern: recipe(each) for pattern, each in routes.items()}
+    chosen = {Selector(key): recipe(each) for key, each in routes.items()}
     if not chosen:
         raise ValueError("a route needs at least one pattern, such as '*'")
-    for pattern, each in chosen.items():
+    for selector, each in chosen.items():
         if isinstance(each.exchange, Route | Schedule):
-            raise ValueError(f"the recipe of route {pattern!r} must be a plain one, not {each}")
-        if "=" in pattern or ";" in pattern:
-            raise ValueError(f"a route's pattern has no '=' and no ';', unlike {pattern!r}")
+            raise ValueError(f"the recipe of route {str(selector)!r} must be a plain one, not {each}")
     if len(reductions := {each.reduction for each in chosen.values()}) > 1:
         raise ValueError("the recipes of a route must reduce alike, and of these some average and some sum")
-    name = f"route({'; '.join(f'{pattern}={each}' for pattern, each in chosen.items())})"
-    exchange = Route(tuple((pattern, each.exchange) for pattern, each in chosen.items()))
+    name = f"route({'; '.join(f'{selector}={each}' for selector, each in chosen.items())})"
+    exchange = Route(tuple((selector, each.exchange) for selector, each in chosen.items()))
     return Recipe(name, exchange, reductions.pop())
 
 
 def _parse_route(spec: str) -> Recipe:
     routes: dict[str, str | Recipe] = {}
     for item in spec.removeprefix("route(").removesuffix(")").split(";"):
-        pattern, equals, each = (part.strip() for part in item.partition("="))
-        if not equals or pattern in routes:
+        # At the first '=' that is no part of '<=' or '>='.
+        key, *rest = (part.strip() for part in re.split("(?<![<>])=", item, maxsplit=1))
+        if not rest or key in routes:
             raise ValueError(f"a route is pattern=recipe, each pattern once, not {item.strip()!r}")
-        routes[pattern] = each
+        routes[key] = rest[0]
     return route(routes)
 
 

@@ -17,6 +17,8 @@ from gradwire.errors import Place, WireError
 from gradwire.exchanges import Context, Scratch, average_sparse
 from gradwire.execution import Lane, Task, future_for, report_nothing
 from gradwire.layout import BucketLayout, Layouts
+from gradwire.loss_scale import LossScale
+from gradwire.measuring import Meter, ScaleOf
 from gradwire.memory import Memory
 from gradwire.ops import Scale
 from gradwire.recipes import Recipe
@@ -68,11 +70,14 @@ class RecipeRunner:
         may_skip: bool = False,
         memory: Memory | None = None,
         num_transient: int = 0,
+        loss_scale: LossScale | None = None,
+        meter: Meter | None = None,
     ) -> None:
         """Run on ``lane``, which a recipe that does not communicate may do without.
 
         ``may_skip`` says that a parameter may have no gradient on any rank in a step; ``memory`` is what
-        there is to remember already; after ``num_transient`` steps the reducer rebuilds its buckets.
+        there is to remember already; after ``num_transient`` steps the reducer rebuilds its buckets;
+        ``loss_scale`` is what residuals follow, and ``meter`` compares averages with exact ones.
         """
         assert lane is not None or not recipe.exchange.communicates
         self.stats = StatsBook()
@@ -83,6 +88,8 @@ class RecipeRunner:
         self._may_skip = may_skip
         self.memory = Memory() if memory is None else memory
         self.timeline = Timeline(num_transient)
+        self.loss_scale = loss_scale
+        self._meter = meter
         self._regrouping = Regrouping()
         self._agreed: dict[int, tuple[Recipe, BucketLayout]] = {}
 
@@ -125,8 +132,12 @@ class RecipeRunner:
             self._agreed[layout.index] = self._recipe, layout
             claim = {**fingerprint.of_recipe(self._recipe), **fingerprint.of_bucket(layout)}
             self._start_talk(functools.partial(require_same, claim), place, flat.device)
-        run = functools.partial(self._average, active, layout, place.step)
-        return self._lane.submit(Task(flat, run, place, self._record))
+        scale_of = functools.partial(self._scale, active)
+        run = functools.partial(self._average, scale_of, layout, place.step)
+        task = Task(flat, run, place, self._record)
+        if self._meter is not None and self._meter.is_due(place.step) and not flat.is_sparse:
+            return self._meter.submit(self._lane, task, layout, self.memory, scale_of)
+        return self._lane.submit(task)
 
     def confer(self, talk: Talk, place: Place, device: torch.device) -> None:
         self._start_talk(talk, place, device).wait()
@@ -141,21 +152,26 @@ class RecipeRunner:
 
     def _average(
         self,
-        active: bool | None,
+        scale_of: ScaleOf,
         layout: BucketLayout,
         step: int,
         flat: Tensor,
         group: Group,
         scratch: Scratch,
     ) -> Tensor:
-        scale: Scale = 1.0 if self._recipe.reduction == "sum" else 1 / group.size
-        if active is not None:
-            scale = 1 / _count_active(active, flat.device, group)
+        if layout.index == 0 and self.loss_scale is not None:
+            self.loss_scale.follow(self.memory)
+        scale = scale_of(flat, group)
         if flat.is_sparse:
             return average_sparse(flat, group, scale)
         context = Context(group, scratch, scale, layout, self.memory, step, self._may_skip)
         self._recipe.exchange.run(flat, context)
         return flat
+
+    def _scale(self, active: bool | None, flat: Tensor, group: Group) -> Scale:
+        if active is not None:
+            return 1 / _count_active(active, flat.device, group)
+        return 1.0 if self._recipe.reduction == "sum" else 1 / group.size
 
     def _record(self, place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
         wait_s = None if elapsed_s is None else traffic.wait_s
