@@ -9,6 +9,7 @@ from rich.console import Console
 
 FAILED = 1
 WRONG_ARGUMENTS = 2
+INTERRUPTED = 130
 
 
 def stop(command: str, text: str, code: int) -> NoReturn:

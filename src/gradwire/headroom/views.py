@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from rich import box
+from rich.console import Group
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from gradwire.headroom.records import NOOP, Record, Row
 
 
-def step_table(record: Record) -> Table:
+def step_table(record: Record) -> Group:
     """A row per recipe: step time, spread, bytes, gain over plain DDP, share of communication."""
-    table = Table(
-        title=escape(_title(record)), caption=_caption(record), box=box.SIMPLE, title_justify="left"
-    )
-    table.caption_justify = "left"
+    table = Table(box=box.SIMPLE)
     table.add_column("recipe", no_wrap=True)
-    table.add_column("step ms", justify="right")
-    table.add_column("p10-p90", justify="right")
-    table.add_column("sent/step", justify="right")
-    table.add_column("gain", justify="right")
-    table.add_column("comm.", justify="right")
+    for title in ("step ms", "p10-p90", "sent/step", "gain", "comm.", "error"):
+        table.add_column(title, justify="right", no_wrap=True)
     for row in record.rows:
         cells = map(escape, _cells(record, row))
         table.add_row(*cells, style="dim" if row.recipe == NOOP else None)
-    return table
+    return Group(Text(_title(record)), table, Text(_caption(record), style="dim"))
 
 
 def _cells(record: Record, row: Row) -> tuple[str, ...]:
@@ -37,6 +33,7 @@ def _cells(record: Record, row: Row) -> tuple[str, ...]:
         "unknown" if row.bytes_per_step is None else decimal(row.bytes_per_step),
         f"{record.gain(row):.2f}x",
         "-" if row.recipe == NOOP else f"{record.communication_share(row):.0%}",
+        "-" if row.recipe == NOOP or row.gradient_error is None else f"{row.gradient_error:.1g}",
     )
 
 
@@ -57,6 +54,7 @@ def _caption(record: Record) -> str:
         f"Step: {what}, median of {len(record.allreduce.samples_ms)}, the slowest rank's time.",
         "Gain: over allreduce (plain DDP). Comm.: the part that noop does without.",
         "Sent: by one rank; counted, for allreduce computed (what a ring sends).",
+        "Error: of a step's averaged gradient, relative to plain DDP's.",
     ]
     if not record.interleaved:
         notes.append("Rows ran one after the other, so a slow minute may have hit one of them alone.")
