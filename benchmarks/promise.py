@@ -1,11 +1,11 @@
 """Whether the verdict of `gradwire headroom` comes true in a script that knows nothing of gradwire.
 
-python benchmarks/promise.py                   # root and iproute2; two hosts on links of 100 Mbit/s, two minutes
+python benchmarks/promise.py                   # root and iproute2; two minutes
 python benchmarks/promise.py --link 300mbit
 
 1. `gradwire headroom --link 100mbit -- examples/train.py` says what to use, and what that gains.
-2. `gradwire lab --rate 100mbit -- …` runs the script to its end, as it is and by `gradwire run` with that recipe;
-   the script times itself.
+2. In `gradwire lab --rate 100mbit` the script runs to its end, as it is and by `gradwire run`
+   with that recipe; it times itself.
 Ends with 1 if nothing was recommended, or if the gain is more than 15 % off.
 """
 

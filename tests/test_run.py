@@ -106,6 +106,7 @@ def test_the_exit_code_is_the_scripts(runs):
         (["--recipe", "bf61", __file__], "did you mean 'bf16'"),
         (["no-such-script.py"], "there is no script no-such-script.py"),
         ([], "which script?"),
+        (["-m", "no.such.module"], "there is no module no.such.module"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

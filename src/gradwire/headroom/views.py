@@ -14,7 +14,7 @@ from gradwire.headroom.records import NOOP, Record, Row
 
 def step_table(record: Record) -> Group:
     """A row per recipe: step time, spread, bytes, gain over plain DDP, share of communication."""
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("recipe", no_wrap=True)
     for title in ("step ms", "p10-p90", "sent/step", "gain", "comm.", "error"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -28,13 +28,17 @@ def _cells(record: Record, row: Row) -> tuple[str, ...]:
     low, high = row.spread_ms
     return (
         record.label(row),
-        f"{row.step_ms:.1f}",
-        f"{low:.1f}-{high:.1f}",
+        _ms(row.step_ms),
+        f"{_ms(low)}-{_ms(high)}",
         "unknown" if row.bytes_per_step is None else decimal(row.bytes_per_step),
         f"{record.gain(row):.2f}x",
         "-" if row.recipe == NOOP else f"{record.communication_share(row):.0%}",
-        "-" if row.recipe == NOOP or row.gradient_error is None else f"{row.gradient_error:.1g}",
+        "-" if row.recipe == NOOP or row.gradient_error is None else f"{100 * row.gradient_error:.2g}%",
     )
+
+
+def _ms(time: float) -> str:
+    return f"{time:.1f}" if time < 1000 else f"{time:.0f}"
 
 
 def _title(record: Record) -> str:

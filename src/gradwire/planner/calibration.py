@@ -66,7 +66,7 @@ def calibrate(
         if on_progress is not None:
             on_progress(num_done, 1 + len(chosen))
 
-    found = run_ranks(_measure, 2, _TIMEOUT_S, args=((None, *chosen),), on_message=on_message)
+    found = run_ranks(_measure, 2, _TIMEOUT_S, args=((None, *chosen), _NUM_STEPS), on_message=on_message)
     names = [ALLREDUCE, *map(str, chosen)]
     costs = {name: _mean(list(ranks)) for name, *ranks in zip(names, *found, strict=True)}
     return Calibration(str(Machine.here()), torch.__version__, costs)
@@ -91,10 +91,12 @@ class _Matrices(nn.Module):
         return torch.stack(products).sum()
 
 
-def _measure(rank: int, recipes: Sequence[gradwire.Recipe | None]) -> list[Costs]:
+def _measure(
+    rank: int, recipes: Sequence[gradwire.Recipe | None], num_steps: dict[tuple[int, int], int]
+) -> list[Costs]:
     costs = []
     for number, recipe in enumerate(recipes):
-        large, small = (_exchange(recipe, size) for size in (_LARGE, _SMALL))
+        large, small = (_exchange(recipe, size, num_steps[size]) for size in (_LARGE, _SMALL))
         rounds = small.num_messages  # to the one peer
         moving_ms = max(0.0, large.wait_ms - small.elapsed_ms)
         costs.append(
@@ -124,10 +126,10 @@ class _Averaging:
         return self.work_ms + self.wait_ms
 
 
-def _exchange(recipe: gradwire.Recipe | None, size: tuple[int, int]) -> _Averaging:
+def _exchange(recipe: gradwire.Recipe | None, size: tuple[int, int], num_steps: int) -> _Averaging:
     """Medians over a few averagings of one bucket."""
     count, side = size
-    num_steps, numel = _NUM_STEPS[size], count * side**2
+    numel = count * side**2
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(count, side, side)
     if recipe is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -14,19 +15,24 @@ _BYTES_PER_VALUE = 4
 
 
 def typical_shapes(num_parameters: int) -> list[Shape]:
-    """The shapes of a transformer with about as many parameters, and a vector for what is left.
+    """The shapes of a transformer with that many parameters.
 
     Its width is chosen as models of that size have it, one layer for each 64 of width; a layer has four
-    matrices of width x width, three of them in one, and two of four times that.
+    matrices of width x width, three of them in one, and two of four times that. The last one is cut short.
 
     >>> typical_shapes(19_000_000)[:4]
-    [(1398, 466), (466, 466), (1864, 466), (466, 1864)]
+    [(1398, 466), (466, 466), (1864, 466), (1864, 466)]
     """
     width = max(1, round((num_parameters * 64 / 12) ** (1 / 3)))
-    layer: list[Shape] = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-    shapes = layer * (num_parameters // sum(map(math.prod, layer)))
-    rest = num_parameters - sum(map(math.prod, shapes))
-    return [*shapes, (rest,)] if rest else shapes
+    shapes: list[Shape] = []
+    left = num_parameters
+    for rows in itertools.cycle((3 * width, width, 4 * width, 4 * width)):
+        if left < rows * width:
+            break
+        shapes.append((rows, width))
+        left -= rows * width
+    rows, rest = divmod(left, width)
+    return shapes + ([(rows, width)] if rows else []) + ([(rest,)] if rest else [])
 
 
 def ddp_buckets(shapes: Sequence[Shape], bucket_mb: float | None = None) -> list[list[Shape]]:

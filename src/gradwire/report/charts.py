@@ -19,12 +19,16 @@ Chart = dict[str, Any]
 _COMPUTE, _EXPOSED, _OVERHEAD = "#8da9c4", "#e07a5f", "#f2cc8f"
 _INK, _GRID = "#24292f", "#e6e9ec"
 # One for each row, the same in all charts.
-_LINES = ("#24292f", "#1b6ca8", "#2a9d8f", "#e07a5f", "#8f5fbf", "#d4a017", "#c2185b", "#5b8c2a", "#7f6a5d")
+_LINES = (
+    *("#24292f", "#1b6ca8", "#2a9d8f", "#e07a5f", "#8f5fbf", "#d4a017"),
+    *("#c2185b", "#5b8c2a", "#7f6a5d", "#00a3c4", "#9aa5b1"),
+)
 _RATES = [10.0**exponent for exponent in (7, 7.5, 8, 8.5, 9, 9.5, 10, 10.5, 11)]
 _NO_LIMIT = 10.0**11.5
 """Where links without a limit stand on the axis of rates."""
 _WORKERS = [2**k for k in range(1, 13)]
 _OTHER_RATES = (1e8, 1e9, 1e10)
+_DECADES = {"dtick": 1, "minor": {"dtick": "D1", "showgrid": True, "gridcolor": "#f3f4f6"}}
 
 
 def plain(text: str) -> str:
@@ -84,10 +88,10 @@ def error_chart(record: Record) -> Chart | None:
             "name": plain(record.label(row)),
             "x": [row.bytes_per_step],
             # Zero has no place on a logarithmic axis.
-            "y": [max(row.gradient_error or 0.0, 1e-9)],
+            "y": [max(row.gradient_error or 0.0, 1e-8)],
             "text": [plain(record.label(row))],
             # Recipes with the same number of bytes stand close together.
-            "textposition": "middle left" if index % 2 else "middle right",
+            "textposition": "bottom center" if index % 2 else "top center",
             "marker": {"size": 12, "color": colors[row.recipe]},
             "hovertemplate": f"{plain(record.label(row))}: %{{x:.3s}}B a step, relative error %{{y:.2g}}"
             "<extra></extra>",
@@ -98,8 +102,8 @@ def error_chart(record: Record) -> Chart | None:
         "What is sent, and how far off a step's gradient is", "bytes sent per step and rank", "relative error"
     )
     layout.update(showlegend=False)
-    layout["xaxis"].update(type="log", exponentformat="SI", ticksuffix="B", dtick="D2")
-    layout["yaxis"].update(type="log", exponentformat="power", dtick=1)
+    layout["xaxis"].update(type="log", exponentformat="SI", ticksuffix="B", **_DECADES)
+    layout["yaxis"].update(type="log", exponentformat="power", dtick=2, range=[-9, 0.6])
     return {"data": points, "layout": layout}
 
 
@@ -114,13 +118,13 @@ def link_chart(records: Sequence[Record]) -> Chart | None:
         if (record.workload, record.world_size) == (base.workload, base.world_size):
             lines += _measured(record, bits_per_s(record) or _NO_LIMIT)
     title = f"Predicted over link speed, {base.world_size} workers; diamonds were measured"
-    layout = _layout(title, "each worker's link", "step, ms")
+    layout = _layout(title, "each worker's link", "a step")
     layout["xaxis"].update(
         type="log",
         tickvals=[*_RATES[::2], _NO_LIMIT],
         ticktext=[*(format_rate(rate) for rate in _RATES[::2]), "no limit"],
     )
-    layout["yaxis"].update(type="log", dtick="D2")
+    layout["yaxis"].update(type="log", ticksuffix=" ms", **_DECADES)
     return {"data": lines, "layout": layout}
 
 
@@ -139,7 +143,7 @@ def worker_chart(records: Sequence[Record]) -> Chart | None:
                 lines += _measured(record, record.world_size)
         shown.append([False] * len(traces) + [True] * len(lines))
         traces += [{**line, "visible": rate == rates[0]} for line in lines]
-    layout = _layout("Predicted over workers; diamonds were measured", "workers", "step, ms")
+    layout = _layout("Predicted over workers; diamonds were measured", "workers", "a step")
     layout["updatemenus"] = [
         {
             "buttons": [
@@ -157,7 +161,7 @@ def worker_chart(records: Sequence[Record]) -> Chart | None:
         }
     ]
     layout["xaxis"].update(type="log", tickvals=_WORKERS, ticktext=[str(n) for n in _WORKERS])
-    layout["yaxis"].update(type="log", dtick="D2")
+    layout["yaxis"].update(type="log", ticksuffix=" ms", **_DECADES)
     return {"data": traces, "layout": layout}
 
 
@@ -246,7 +250,7 @@ def _layout(title: str, x: str | None, y: str | None) -> dict[str, Any]:
         "plot_bgcolor": "white",
         "xaxis": {"title": {"text": x or ""}, **axis},
         "yaxis": {"title": {"text": y or ""}, **axis},
-        "legend": {"orientation": "h", "y": -0.2},
+        "legend": {"orientation": "h", "y": -0.25},
         "margin": {"t": 60, "l": 20, "r": 20, "b": 60},
         "hoverlabel": {"font": {"size": 13}},
     }

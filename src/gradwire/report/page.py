@@ -36,9 +36,10 @@ _FORECAST = (
     "<code>gradwire plan</code>, with one worker on each node. A click on a recipe hides it."
 )
 _DRAW = """
+const options = {responsive: true, displayModeBar: false};
 for (const source of document.querySelectorAll("script.figure")) {
   const figure = JSON.parse(source.textContent);
-  Plotly.newPlot(source.dataset.target, figure.data, figure.layout, {responsive: true, displaylogo: false});
+  Plotly.newPlot(source.dataset.target, figure.data, figure.layout, options);
 }
 """
 
