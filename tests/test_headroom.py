@@ -212,12 +212,12 @@ def test_a_failed_measurement_ends_with_1_and_the_ranks_errors(monkeypatch):
     monkeypatch.setattr("gradwire.cli.headroom.measure_steps", fail_on_ranks)
     result = run("headroom", *TINY)
     assert result.exit_code == 1
-    assert "the measurement failed: 1 of 1 ranks" in result.stderr
-    assert "the memory is full" in result.stderr
+    assert "the measurement failed on ranks 0, 1:\nTraceback" in result.stderr
+    assert result.stderr.count("MemoryError: the memory is full") == 1
 
 
 def fail_on_ranks(*arguments, **options):
-    return run_ranks(run_out_of_memory, 1)
+    return run_ranks(run_out_of_memory, 2)
 
 
 def run_out_of_memory(rank):

@@ -111,7 +111,7 @@ def test_a_coarse_recipe_is_named_but_not_recommended():
     assert recommend(found).recipe == "int4"
     said = give_verdict(found)
     assert "int4, the best measured, makes it 2.00x as fast: use it: gradwire.attach(model, 'int4')." in said
-    assert "acp is faster still, 5.00x, but coarse (what it makes of a step's gradient is 95% off)" in said
+    assert "acp is faster still, 5.00x, but coarse (what it makes of a gradient is 95% off)" in said
     only = with_error(record(allreduce=100, acp=20, noop=10), acp=0.95)
     assert recommend(only) is None
     assert "acp makes it 5.00x as fast, but coarse" in give_verdict(only)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
+from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop, why_ranks_failed
 from gradwire.cli.options import ALL_RECIPES, Html, Model, Recipes, check_positive, check_writable
 from gradwire.cli.progress import show_progress
 from gradwire.headroom import (
@@ -167,7 +167,9 @@ def headroom(
         outputs.write(records)
     except (ValueError, ReportUnavailable) as error:
         stop("headroom", str(error), WRONG_ARGUMENTS)
-    except (RanksFailed, ScriptFailed, LabUnavailable, OSError) as error:
+    except RanksFailed as error:
+        stop("headroom", f"the measurement failed {why_ranks_failed(error)}", FAILED)
+    except (ScriptFailed, LabUnavailable, OSError) as error:
         stop("headroom", f"the measurement failed: {error}", FAILED)
     except KeyboardInterrupt:
         stop("headroom", "interrupted; every rank is ended", INTERRUPTED)

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import gradwire
-from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
+from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop, why_ranks_failed
 from gradwire.cli.options import ALL_RECIPES, Model, Recipes, check_positive
 from gradwire.cli.progress import show_progress
 from gradwire.headroom import ModelFactory
@@ -102,7 +102,9 @@ def plan(
         ]
     except (ValueError, TypeError, OSError) as error:
         stop("plan", str(error), WRONG_ARGUMENTS)
-    except (RanksFailed, LabUnavailable) as error:
+    except RanksFailed as error:
+        stop("plan", f"the measurement failed {why_ranks_failed(error)}", FAILED)
+    except LabUnavailable as error:
         stop("plan", str(error), FAILED)
     except KeyboardInterrupt:
         stop("plan", "interrupted", INTERRUPTED)

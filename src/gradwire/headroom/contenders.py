@@ -59,8 +59,8 @@ class _Contender:
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - begin
 
-    def conclude(self, plain: _Contender) -> Found:
-        """Add to the times what the wire counted, and how far its average is from that of plain DDP."""
+    def conclude(self) -> Found:
+        """Add to the times what the wire counted."""
         if self.wire is not None:
             steps = self.wire.stats().steps
             # Of the two last, as recipes may send one thing in even steps and another in odd ones.
@@ -70,12 +70,11 @@ class _Contender:
             self.found.num_messages = None if messages is None else messages // len(steps[-2:])
             self.found.wait_ms = _typical([_total([b.wait_ms for b in s.buckets]) for s in steps[2:]])
             self.found.work_ms = _typical([_total([b.work_ms for b in s.buckets]) for s in steps[2:]])
-            self.found.gradient_error = _relative_error(self.model, plain.model)
             self.wire.detach()
         return self.found
 
 
-class _Paddock:
+class _Arena:
     """Makes contenders that differ in nothing but their entries."""
 
     def __init__(self, contest: Contest) -> None:
@@ -96,7 +95,7 @@ class _Paddock:
     def describe(self, rows: list[_Contender]) -> Outcome:
         is_cuda = self._device.type == "cuda"
         return Outcome(
-            rows=[row.conclude(rows[0]) for row in rows],
+            rows=[row.conclude() for row in rows],
             num_threads=torch.get_num_threads(),
             backend=dist.get_backend(self._group),
             device=torch.cuda.get_device_name(self._device) if is_cuda else self._device.type,
@@ -107,8 +106,8 @@ class _Paddock:
 def measure(contest: Contest, on_progress: Callable[[int, int], None]) -> Outcome:
     """Time the contest's rows, taking turns; on every rank of the default group at once."""
     with time_limit(TURN_LIMIT_S):
-        paddock = _Paddock(contest)
-        rows = [paddock.make(Entry(recipe, contest.bucket_mb)) for recipe in contest.rows]
+        arena = _Arena(contest)
+        rows = [arena.make(Entry(recipe, contest.bucket_mb)) for recipe in contest.rows]
     num_done = 0
     num_in_all = 0
 
@@ -125,11 +124,15 @@ def measure(contest: Contest, on_progress: Callable[[int, int], None]) -> Outcom
 
     def warm_up(row: _Contender) -> float:
         # Of the slowest rank, so that all ranks draw the same conclusions.
-        best_s = torch.tensor(min(take_turn(row, _NUM_WARM_UP_STEPS, 0)[1:]), dtype=torch.float64)
+        best_s = torch.tensor(min(take_turn(row, _NUM_WARM_UP_STEPS - 1, 0)), dtype=torch.float64)
         dist.all_reduce(best_s := best_s.to(_group_device()), dist.ReduceOp.MAX)
         return float(best_s)
 
     num_in_all = len(rows) * (_NUM_WARM_UP_STEPS + (contest.num_steps or _MAX_STEPS))
+    for row in rows:
+        take_turn(row, 1, 0)
+        # Plain DDP comes first, and waits with its gradients for the others.
+        row.found.gradient_error = _relative_error(row.model, rows[0].model)
     costs_s = [warm_up(row) for row in rows]
     small_mb = contest.small_bucket_mb
     if (
@@ -140,7 +143,11 @@ def measure(contest: Contest, on_progress: Callable[[int, int], None]) -> Outcom
         for recipe in (None, _best(contest.rows, costs_s)):
             entry = Entry(recipe, small_mb)
             if entry not in [row.found.entry for row in rows]:
-                rows.append(paddock.make(entry))
+                rows.append(arena.make(entry))
+                take_turn(rows[-1], 1, 0)
+                # What it sends is the same, but for where blocks begin.
+                (same,) = [row for row in rows[:-1] if row.found.entry.recipe == recipe]
+                rows[-1].found.gradient_error = same.found.gradient_error
                 costs_s.append(warm_up(rows[-1]))
     num_steps = contest.num_steps or max(_MIN_STEPS, min(_MAX_STEPS, int(contest.seconds / sum(costs_s))))
     num_in_all = len(rows) * (_NUM_WARM_UP_STEPS + num_steps)
@@ -150,7 +157,7 @@ def measure(contest: Contest, on_progress: Callable[[int, int], None]) -> Outcom
             row.found.times_s += take_turn(row, min(_STEPS_PER_TURN, num_steps - start), turn)
     with time_limit(TURN_LIMIT_S):
         dist.barrier()
-        return paddock.describe(rows)
+        return arena.describe(rows)
 
 
 def _relative_error(model: nn.Module, exact: nn.Module) -> float | None:

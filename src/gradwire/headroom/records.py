@@ -34,7 +34,7 @@ class Row:
     work_ms: float | None = None
     """A step's encoding, summing and decoding, most of it beside the backward pass."""
     gradient_error: float | None = None
-    """Of the averaged gradient, relative, in the 2-norm."""
+    """Of the first step's averaged gradient, relative, in the 2-norm."""
 
     def __post_init__(self) -> None:
         if not self.samples_ms:

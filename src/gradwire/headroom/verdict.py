@@ -115,7 +115,7 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
         return ""
     off = ""
     if fastest.gradient_error is not None:
-        off = f" (what it makes of a step's gradient is {fastest.gradient_error:.0%} off)"
+        off = f" (what it makes of a gradient is {fastest.gradient_error:.0%} off)"
     gain = f"{record.gain(fastest):.2f}x"
     how = f"makes it {gain} as fast" if best is None else f"is faster still, {gain}"
     return f"{_what(record, fastest)} {how}, but coarse{off}: see first that your model learns with it."

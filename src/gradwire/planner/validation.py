@@ -19,7 +19,7 @@ Case = tuple[int, str]
 CASES: tuple[Case, ...] = ((2, "100mbit"), (2, "1gbit"), (3, "500mbit"), (4, "200mbit"), (8, "200mbit"))
 # Small enough that eight ranks of it train on two cores.
 _WORKLOAD = Workload(width=256, num_layers=4, batch=2, sequence=32)
-_NUM_STEPS = 8
+_NUM_STEPS = 6
 _BUCKET_MB = 4.0
 # Between namespaces of one machine.
 _LATENCY_S = 30e-6

@@ -7,10 +7,9 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from rich.filesize import decimal
-
 from gradwire.headroom.records import Record
 from gradwire.headroom.verdict import give_verdict, recommend
+from gradwire.headroom.views import COLUMNS, cells_of, notes_on
 from gradwire.report.charts import Chart, comparison_chart, error_chart, link_chart, step_chart, worker_chart
 
 _STYLE = """
@@ -108,31 +107,20 @@ def _section(index: int, name: str, record: Record) -> list[str]:
 
 def _conditions(record: Record) -> str:
     link = "" if record.link is None else f", links of {record.link}"
-    how = "taking turns" if record.interleaved else "one after the other"
     return (
         f"{record.workload}; {record.world_size} ranks over {record.backend} on {record.device}{link}; "
-        f"{record.machine}; torch {record.torch_version}, gradwire {record.gradwire_version}; {record.date}; "
-        f"median of {len(record.allreduce.samples_ms)} steps, {how}"
+        f"{record.machine}; torch {record.torch_version}, gradwire {record.gradwire_version}; {record.date}"
     )
 
 
 def _table(record: Record) -> list[str]:
-    titles = ("recipe", "step ms", "p10-p90", "sent per step", "gain", "gradient error")
-    lines = ["<table><tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
+    lines = ["<table><tr>" + "".join(f"<th>{title}</th>" for title in COLUMNS) + "</tr>"]
     use = recommend(record)
     for row in record.rows:
-        low, high = row.spread_ms
-        cells = (
-            record.label(row),
-            f"{row.step_ms:.1f}",
-            f"{low:.1f}-{high:.1f}",
-            "unknown" if row.bytes_per_step is None else decimal(row.bytes_per_step),
-            f"{record.gain(row):.2f}x",
-            "" if row.gradient_error is None else f"{row.gradient_error:.1e}",
-        )
         kind = ' class="recommended"' if row == use else ""
-        lines.append(f"<tr{kind}>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    return [*lines, "</table>"]
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in cells_of(record, row))
+        lines.append(f"<tr{kind}>{cells}</tr>")
+    return [*lines, "</table>", f'<p class="notes">{"<br>".join(map(escape, notes_on(record)))}</p>']
 
 
 def _figure(name: str, chart: Chart) -> list[str]:
