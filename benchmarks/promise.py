@@ -3,7 +3,7 @@
 python benchmarks/promise.py                   # root and iproute2; two minutes
 python benchmarks/promise.py --link 300mbit
 
-1. `gradwire headroom --link 100mbit -- examples/train.py` says what to use, and what that gains.
+1. `gradwire headroom --link 100mbit … -- examples/train.py` says what to use, and what that gains.
 2. In `gradwire lab --rate 100mbit` the script runs to its end, as it is and by `gradwire run`
    with that recipe; it times itself.
 Ends with 1 if nothing was recommended, or if the gain is more than 15 % off.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 SCRIPT = str(Path(__file__).parent.parent / "examples" / "train.py")
 GRADWIRE = [sys.executable, "-m", "gradwire"]
+RECIPES = ("bf16", "int8", "int4")
 WITHIN = 0.15
 
 
@@ -29,7 +30,8 @@ def say(command: list[str]) -> None:
 
 def ask(link: str) -> tuple[str, float]:
     """The recipe that is recommended, and how many times as fast it is said to be."""
-    command = [*GRADWIRE, "headroom", "--link", link, "--steps", "8", "--json", "-", "--", SCRIPT]
+    recipes = [word for recipe in RECIPES for word in ("--recipe", recipe)]
+    command = [*GRADWIRE, "headroom", "--link", link, *recipes, "--steps", "8", "--json", "-", "--", SCRIPT]
     say(command)
     record = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     if record["recommended"] is None:
