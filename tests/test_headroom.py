@@ -271,7 +271,7 @@ print("the script's own end")
 
 def test_a_script_that_ends_too_early_is_explained(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = run("headroom", "--steps", "8", "--", str(tmp_path / "train.py"), "5")
+    result = run("headroom", "--ranks", "1", "--steps", "8", "--", str(tmp_path / "train.py"), "5")
     assert result.exit_code == 1
     assert "ended after 4 optimizer steps with allreduce; 11 are needed" in result.stderr
 
@@ -351,13 +351,26 @@ def test_torchrun_gives_the_ranks_it_has(tmp_path):
     assert measured.rows[1].bytes_per_step == pytest.approx(measured.gradient_bytes / 2, rel=0.01)
 
 
-def test_a_script_is_measured_as_it_is_and_ended_at_the_same_step(tmp_path):
+def test_a_script_is_measured_as_it_is_and_ended_at_the_same_step(tmp_path, capfd):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ["--recipe", "noop", "--steps", "2", "--json", "-"]
+    result = run("headroom", *options, "--", str(tmp_path / "train.py"), "100000")
+    assert result.exit_code == 0, result.output
+    (measured,) = read_records(result.stdout)
+    assert "Rows ran one after the other" in result.stderr
+    assert "the script's own end" not in capfd.readouterr().out
+    assert [row.recipe for row in measured.rows] == ["allreduce", "noop"]
+    assert {len(row.samples_ms) for row in measured.rows} == {2}
+    assert [row.bytes_per_step for row in measured.rows] == [4 * 15050, 0]
+    assert (measured.world_size, measured.backend, measured.interleaved) == (2, "gloo", False)
+
+
+@pytest.mark.full
+def test_a_script_is_measured_under_torchrun(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     measured, shown = torchrun(tmp_path, "--", "train.py", "100000")
-    assert "Rows ran one after the other" in shown
     assert "the script's own end" not in shown
     assert [row.recipe for row in measured.rows] == ["allreduce", "bf16", "noop"]
-    assert {len(row.samples_ms) for row in measured.rows} == {8}
     assert measured.gradient_bytes == 4 * 15050
     assert [row.bytes_per_step for row in measured.rows] == [4 * 15050, 2 * 15050, 0]
     assert (measured.world_size, measured.backend, measured.interleaved) == (2, "gloo", False)
