@@ -9,6 +9,7 @@ closest to them all.
 
 import dataclasses
 import math
+import os
 
 from gradwire.headroom import Record, Row
 from gradwire.planner import Calibration, calibrate
@@ -26,6 +27,8 @@ def off(record: Record, row: Row, speeds: Calibration, part: float) -> float:
 
 def main() -> None:
     assert not set(FITTED_ON) & set(CASES)
+    # Of torch in the ranks, which would warn that hosts of a lab have no names.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     speeds = calibrate(["fp32"])
     found: list[tuple[Record, Row]] = []
     for case in FITTED_ON:

@@ -317,8 +317,6 @@ def test_ranks_on_gpus_know_theirs_and_say_so_when_they_share_one(monkeypatch):
     assert local_gpu(6, world_size=8) == torch.device("cuda", 0)
     assert "NCCL_HOSTID" not in os.environ
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    monkeypatch.setenv("NCCL_HOSTID", "")
-    monkeypatch.delenv("NCCL_HOSTID")
     assert local_gpu(3, world_size=4) == torch.device("cuda", 1)
     assert (os.environ.pop("NCCL_HOSTID"), os.environ.pop("NCCL_SOCKET_IFNAME")) == ("3", "lo")
 
