@@ -115,11 +115,11 @@ def headroom(
 ) -> None:
     """Is communication my bottleneck? Measure it, on your model and your network.
 
-    Trains with plain DDP, with each recipe and without any communication, compares
-    the step times, and says what to use. It starts the ranks itself; under torchrun
-    it uses those. A script of yours is run once for each row of the table, and
-    ended after --steps steps: what it does on the way (checkpoints, logs) it does
-    each time.
+    Trains with plain DDP, with each recipe and without any communication,
+    compares the step times, and says what to use. It starts the ranks itself;
+    under torchrun it uses those. A script of yours is run once for each row of
+    the table, and ended after --steps steps: what it does on the way
+    (checkpoints, logs) it does each time.
 
     Examples: a built-in model, your own model, your own script, on slow links,
     on a cluster:

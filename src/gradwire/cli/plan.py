@@ -68,9 +68,10 @@ def plan(
 ) -> None:
     """Predict step times, scaling efficiency and bytes of each recipe, for up to thousands of workers.
 
-    From each recipe's own bytes and messages, the link, and kernel speeds that are
-    measured on this machine first (a second or two for each recipe). --parameters
-    stands for a transformer of that size; --model has its own shapes.
+    From each recipe's own bytes and messages, the link, and kernel speeds that
+    are measured on this machine first (a second or two for each recipe).
+    --parameters stands for a transformer of that size; --model has shapes of
+    its own, which low rank depends on.
 
     Examples: 350 M parameters with 400 ms of compute; your own model:
 
@@ -78,8 +79,8 @@ def plan(
 
         gradwire plan --model mymodels.gpt:make --compute-ms 85 --link 1gbit
 
-    Exit codes: 0; 2 wrong arguments; 130 interrupted; 1 the calibration failed, or
-    --validate found a prediction that is more than 15 % off.
+    Exit codes: 0; 2 wrong arguments; 130 interrupted; 1 the calibration failed,
+    or --validate found a prediction that is more than 15 % off.
     """
     errors = Console(stderr=True, highlight=False)
     try:

@@ -45,7 +45,7 @@ def run(
 
         gradwire run --ranks 2 --recipe int4 -- train.py --lr 0.1
 
-        torchrun --nproc-per-node 2 -m gradwire.run --recipe int4 train.py --lr 0.1
+        torchrun --nproc-per-node 2 -m gradwire.run --recipe int4 train.py
 
         gradwire lab --rate 100mbit -- gradwire run --recipe int4 -- train.py
 

@@ -15,7 +15,7 @@ _AS_GOOD = 0.03
 _RUNS_PER_CHANCE = 100
 # What a step's gradient may be off, relatively, for a recipe to be recommended: four bits are 0.1 to 0.2 off
 # and train as fp32 does; one bit and low rank are 0.7 and more off, and do not always (docs/fidelity.md).
-_MAX_ERROR = 0.3
+MAX_ERROR = 0.3
 # Where that was not measured, the part of plain DDP's bytes that is sent: four bits are an eighth.
 _MIN_BYTES = 0.1
 
@@ -67,7 +67,7 @@ def _keeps_gradients(record: Record, row: Row) -> bool:
     if row.recipe == ALLREDUCE:
         return True
     if row.gradient_error is not None:
-        return row.gradient_error <= _MAX_ERROR
+        return row.gradient_error <= MAX_ERROR
     return row.bytes_per_step is None or row.bytes_per_step >= _MIN_BYTES * (
         record.allreduce.bytes_per_step or 0
     )
