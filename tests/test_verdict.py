@@ -117,11 +117,16 @@ def test_a_coarse_recipe_is_named_but_not_recommended():
     assert "acp makes it 5.00x as fast, but coarse" in give_verdict(only)
 
 
-def test_where_errors_are_unknown_a_recipe_is_coarse_if_it_sends_next_to_nothing():
+def test_a_recipe_that_sends_next_to_nothing_is_coarse_whatever_its_error():
     plain = record(allreduce=100, int4=50, acp=20, noop=10)
     sent = {"int4": 130_000, "acp": 10_000}
     rows = [dataclasses.replace(r, bytes_per_step=sent.get(r.recipe, r.bytes_per_step)) for r in plain.rows]
-    assert recommend(dataclasses.replace(plain, rows=tuple(rows))).recipe == "int4"
+    unknown = dataclasses.replace(plain, rows=tuple(rows))
+    assert recommend(unknown).recipe == "int4"
+    assert recommend(with_error(unknown, int4=0.1, acp=0.1)).recipe == "int4"
+    assert give_verdict(unknown).endswith(
+        "acp is faster still, 5.00x, but coarse: see first that your model learns with it."
+    )
 
 
 def test_of_recipes_that_are_equally_fast_the_one_that_changes_least_is_recommended():

@@ -97,7 +97,7 @@ def headroom(
     ] = None,
     seconds: Annotated[
         float, typer.Option(metavar="S", help="How long to time steps, about; of a script it is --steps.")
-    ] = 40.0,
+    ] = 30.0,
     bucket_mb: Annotated[
         float | None,
         typer.Option(

@@ -32,7 +32,7 @@ class Contest:
     workload: Buildable = field(default_factory=Workload)
     num_steps: int | None = None
     """Timed steps of each row; None for as many as `seconds` allow, from 8 to 24."""
-    seconds: float = 40.0
+    seconds: float = 30.0
     """How long to measure, about; warming up comes on top."""
     bucket_mb: float | None = None
     """DDP's ``bucket_cap_mb``; None for DDP's own default."""

@@ -13,10 +13,10 @@ _AS_GOOD = 0.03
 # A result counts if chance gives it less than once in so many runs. Not the usual 20, as the best of a
 # few recipes is looked at.
 _RUNS_PER_CHANCE = 100
-# What a step's gradient may be off, relatively, for a recipe to be recommended: four bits are 0.1 to 0.2 off
-# and train as fp32 does; one bit and low rank are 0.7 and more off, and do not always (docs/fidelity.md).
-MAX_ERROR = 0.3
-# Where that was not measured, the part of plain DDP's bytes that is sent: four bits are an eighth.
+# What a gradient may be off, relatively, and the least part of plain DDP's bytes, for a recipe to be
+# recommended. Four bits are 0.1 off, send an eighth, and train as fp32 does; one bit and low rank do not
+# always (docs/fidelity.md), however close they come to the gradients of one batch.
+MAX_ERROR = 0.2
 _MIN_BYTES = 0.1
 
 
@@ -66,11 +66,9 @@ def _best(record: Record) -> Row | None:
 def _keeps_gradients(record: Record, row: Row) -> bool:
     if row.recipe == ALLREDUCE:
         return True
-    if row.gradient_error is not None:
-        return row.gradient_error <= MAX_ERROR
-    return row.bytes_per_step is None or row.bytes_per_step >= _MIN_BYTES * (
-        record.allreduce.bytes_per_step or 0
-    )
+    plain_bytes = record.allreduce.bytes_per_step or 0
+    sends_enough = row.bytes_per_step is None or row.bytes_per_step >= _MIN_BYTES * plain_bytes
+    return sends_enough and (row.gradient_error or 0.0) <= MAX_ERROR
 
 
 def _error(row: Row) -> float:
