@@ -26,9 +26,6 @@ _BURST_S = 0.004
 _MIN_BURST_BYTES = 1 << 16
 # How long a packet may queue before it is dropped.
 _QUEUE_S = 0.1
-# Of the host alone; cubic is what most kernels begin with. Behind such a link bbr sent 260 segments again
-# where cubic sent 3, and steps took 5 to 15 % longer.
-_CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 # Once one host's command has failed, the others get this long to end by themselves.
 _GRACE_S = 5.0
 
@@ -200,8 +197,6 @@ class Lab:
         for host, namespace in enumerate(self._hosts):
             address = [f"address add {self.address(host)}/16 dev {INTERFACE}"]
             _batch(ip, [*address, f"link set {INTERFACE} up", "link set lo up"], namespace)
-            with namespace.inside(), contextlib.suppress(OSError):  # where /proc/sys is read-only
-                Path(_CONGESTION_CONTROL).write_text("cubic")
         if self.bits_per_s is not None:
             burst = max(_MIN_BURST_BYTES, int(_BURST_S * self.bits_per_s / 8))
             shape = f"root tbf rate {self.bits_per_s:.0f}bit burst {burst} latency {_QUEUE_S * 1e3:.0f}ms"
