@@ -13,6 +13,8 @@ _AS_GOOD = 0.03
 # A result counts if chance gives it less than once in so many runs. Not the usual 20, as the best of a
 # few recipes is looked at.
 _RUNS_PER_CHANCE = 100
+# More steps than these are as good as sure, and take long to count.
+_MAX_PAIRS = 100
 # What a gradient may be off, relatively, and the least part of plain DDP's bytes, for a recipe to be
 # recommended. Four bits are 0.1 off, send an eighth, and train as fp32 does; one bit and low rank do not
 # always (docs/fidelity.md), however close they come to the gradients of one batch.
@@ -128,21 +130,28 @@ def _what(record: Record, row: Row) -> str:
     return name if row.bucket_mb == record.bucket_mb else f"{name} with buckets of {row.bucket_mb:g} MB"
 
 
-def _num_wins(record: Record, row: Row) -> int:
-    """In how many steps a row was faster than plain DDP was at the same time."""
-    pairs = zip(row.samples_ms, record.allreduce.samples_ms, strict=True)
-    return sum(ours < plain for ours, plain in pairs)
-
-
 def _wins(record: Record, row: Row) -> str:
     """How often a row was faster, for one that may owe that to chance."""
-    num_wins, num_pairs = _num_wins(record, row), len(row.samples_ms)
+    gained_ms = _gained_ms(record, row)
     how = "taken side by side" if record.interleaved else "compared one by one"
-    return f"was faster in {num_wins} of {num_pairs} {how}, too few to be sure"
+    num_wins = sum(ms > 0 for ms in gained_ms)
+    return f"was faster in {num_wins} of {len(gained_ms)} {how}, too few to be sure"
+
+
+def _gained_ms(record: Record, row: Row) -> list[float]:
+    """Step by step, by how much a row was faster than plain DDP was at the same time."""
+    pairs = zip(row.samples_ms, record.allreduce.samples_ms, strict=True)
+    return [plain - ours for ours, plain in pairs]
 
 
 def _may_be_chance(record: Record, row: Row) -> bool:
-    """Whether so many wins or more are to be expected of two rows that do not differ (a sign test)."""
-    num_pairs, num_wins = len(row.samples_ms), _num_wins(record, row)
-    num_ways = sum(math.comb(num_pairs, wins) for wins in range(num_wins, num_pairs + 1))
-    return num_ways * _RUNS_PER_CHANCE > 1 << num_pairs
+    """Whether as much is to be expected of two rows that do not differ (Wilcoxon's signed-rank test)."""
+    gained_ms = sorted(_gained_ms(record, row)[:_MAX_PAIRS], key=abs)
+    n = len(gained_ms)
+    score = sum(rank for rank, ms in enumerate(gained_ms, start=1) if ms > 0)
+    # In how many of 2**n ways to set the signs the ranks of the gains add up to each number.
+    num_ways = [1] + [0] * (n * (n + 1) // 2)
+    for rank in range(1, n + 1):
+        for total in range(len(num_ways) - 1, rank - 1, -1):
+            num_ways[total] += num_ways[total - rank]
+    return sum(num_ways[score:]) * _RUNS_PER_CHANCE > 1 << n
