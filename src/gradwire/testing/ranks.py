@@ -84,7 +84,7 @@ def run_ranks(
     if sys.platform != "win32":
         # The server imports torch once; a rank is then forked in milliseconds instead of seconds.
         context.set_forkserver_preload([*_PRELOAD, *{"pytest", "hypothesis"}.intersection(sys.modules)])
-    with contextlib.nullcontext() if lab is None else lab.inside(0):
+    with contextlib.nullcontext() if lab is None else _on_first_host(lab):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = "127.0.0.1" if lab is None else lab.address(0)
     with tempfile.TemporaryDirectory(prefix="gradwire-ranks-") as folder:
@@ -105,6 +105,20 @@ def run_ranks(
             header = f"{len(errors)} of {world_size} ranks of {fn.__qualname__} failed"
             raise RanksFailed("\n\n".join([header, *lines]), errors)
         return [r.result for r in ranks]
+
+
+@contextlib.contextmanager
+def _on_first_host(lab: Lab) -> Iterator[None]:
+    """Inside the lab, without torch's warning, written by C++, that hosts there have no names."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    try:
+        with lab.inside(0), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 @contextlib.contextmanager
