@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.packing import pack_bytes, pack_nibbles, pack_signs
-from gradwire.ops.cpu.scalars import F4, I4, I8, U1, U2, bf16_to_f32, f32_to_bf16, helper, kernel
+from gradwire.ops.cpu.scalars import F4, I4, I8, U1, U2, bf16_to_f32, f32_to_bf16
 from gradwire.ops.cpu.unpacking import FP8, INT4, SIGN, unpack
-from gradwire.ops.cpu.vectors import LINE, LINE_BYTES, fence, part, write
+from gradwire.ops.cpu.vectors import LINE, fence, part, streams_to, write
 from gradwire.ops.formats import KINDS, LIMITS, BlockFormat, Seed
 
 # At least one block. Values, residuals and sums, and those to come, take 20 KiB.
 _TILE = 1024
+# Larger, for what is only written: 16 KiB, and never less than a block.
+_STREAM_TILE = 4096
 # What a tile has room for behind its values, see `packing`.
 _SPARE = 8
-_SINGLE = np.float32
-# From here on what is decoded goes past the caches: 1 MiB, about as much as a core's second-level cache.
-_STREAMED = 1 << 18
 
 
 @helper
@@ -66,6 +66,7 @@ def _add_both(values: Any, residual: Any, factor: Any, total: Any, first: Any) -
         *(I8, I8, I8, F4, numba.boolean),
         *(U1[::1], U2[::1], I8, I8, I8, F4[::1], I8, F4, F4),
         *(F4[::1], U2[::1], numba.boolean, U1[::1], U2[::1], I4, I4),
+        *(F4[::1], U1[::1]),
     )
 )
 def _reduce(
@@ -90,11 +91,15 @@ def _reduce(
     halves: Any,
     low: Any,
     high: Any,
+    scratch: Any,
+    nibbles: Any,
 ) -> None:
     length = max(block, _TILE)
-    x, y, z = np.empty(length + _SPARE, _SINGLE), np.empty(length + _SPARE, _SINGLE), np.empty(length, _SINGLE)
-    nibbles, lanes = np.empty(length + _SPARE, np.uint8), np.empty(max(block // 8, LINE), _SINGLE)
+    padded = length + _SPARE
+    x, y, z = part(scratch, 0, padded), part(scratch, padded, padded), part(scratch, 2 * padded, padded)
+    lanes = part(scratch, 3 * padded, max(block // 8, LINE))
     is_single, is_half = residual.size > 0, residual_halves.size > 0
+    keeps = is_single or is_half
     for start in range(0, own.size, length):
         size, first, at = min(length, own.size - start), start // block, start // per_byte
         num_codes = min(length // per_byte, codes.size - at)
@@ -107,6 +112,9 @@ def _reduce(
         next_ = start + size
         coming = part(own, next_, own.size - next_)
         coming_kept = part(residual, next_, residual.size - next_ if is_single else 0)
+        # One term that is only read needs no sum; the last tile does, for the sake of what lies behind it.
+        as_it_is = num_rows == 1 and not keeps and size == length
+        values = part(own if as_it_is else x, start if as_it_is else 0, size)
         if is_half:
             _widen(part(residual_halves, start, size), left)
         for r in range(num_rows):
@@ -114,21 +122,21 @@ def _reduce(
                 row_scales = part(row_halves, r * (stride // 2) + first_scale + first, num_scales)
                 unpack(kind, part(rows, r * stride + at, num_codes), size, block, row_scales, y)
                 _add(part(y, 0, size), factor, x, r == 0)
-            elif is_single or is_half:
+            elif keeps:
                 _add_both(tile, left, factor, x, r == 0)
-            else:
+            elif not as_it_is:
                 _add(tile, factor, x, r == 0)
         for i in range(_SPARE):
             x[size + i] = 0
             nibbles[size + i] = 0
         if kind == SIGN:
             pack_signs(
-                x, size, block, lanes, tile_codes, tile_halves, sent, left, inverse, coming, coming_kept
+                values, size, block, lanes, tile_codes, tile_halves, sent, left, inverse, coming, coming_kept
             )
         else:
             wide = part(nibbles if kind == INT4 else codes, 0 if kind == INT4 else at, size)
             pack_bytes(
-                kind == FP8, x, size, block, limit, wide, tile_halves, sent, left, inverse,
+                kind == FP8, values, size, block, limit, wide, tile_halves, sent, left, inverse,
                 coming, coming_kept, dithered, start, low, high,
             )  # fmt: skip
             if kind == INT4:
@@ -137,12 +145,11 @@ def _reduce(
             _narrow(left, part(residual_halves, start, size))
 
 
-@kernel((I8, I8, I8, U1[::1], U2[::1], F4[::1], numba.boolean))
+@kernel((I8, I8, I8, U1[::1], U2[::1], F4[::1], numba.boolean, F4[::1]))
 def _decode(
-    kind: Any, block: Any, per_byte: Any, codes: Any, halves: Any, values: Any, streams: Any
+    kind: Any, block: Any, per_byte: Any, codes: Any, halves: Any, values: Any, streams: Any, y: Any
 ) -> None:
-    length = max(block, _TILE)
-    y = np.empty(length + _SPARE, np.float32)
+    length = _STREAM_TILE
     for start in range(0, values.size, length):
         size, first, at = min(length, values.size - start), start // block, start // per_byte
         tile_halves = part(halves, first, min(length // block, halves.size - first))
@@ -164,8 +171,8 @@ def encode(form: BlockFormat, values: Tensor, residual: Tensor | None, row: Tens
 
 def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
     codes, scales = form.split(row, values.numel())
-    streams = values.numel() >= _STREAMED and values.data_ptr() % LINE_BYTES == 0
-    _decode(*_numbers(form)[:3], codes.numpy(), _halves(scales), values.numpy(), streams)
+    y = np.empty(_STREAM_TILE + _SPARE, np.float32)
+    _decode(*_numbers(form)[:3], codes.numpy(), _halves(scales), values.numpy(), streams_to(values), y)
 
 
 def reduce(
@@ -216,12 +223,19 @@ def _run(
         codes.numpy(),
         _halves(scales),
         *_words(seed),
+        *_scratch(form),
     )
 
 
 def _numbers(form: BlockFormat) -> tuple[Any, ...]:
     limit = np.float32(LIMITS.get(form.kind, 0.0))
     return KINDS[form.kind], form.block, form.values_per_byte, limit, form.stochastic
+
+
+def _scratch(form: BlockFormat) -> tuple[Any, Any]:
+    """Room for three tiles and the sums of a block, and for a tile of bytes."""
+    length = max(form.block, _TILE) + _SPARE
+    return np.empty(3 * length + max(form.block // 8, LINE), np.float32), np.empty(length, np.uint8)
 
 
 def _halves(values: Tensor) -> Any:

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from gradwire.ops.cpu.compiling import helper
 from gradwire.ops.cpu.scalars import (
     bf16_to_f32,
     bits,
     f32_to_bf16,
     from_bits,
     from_fp8,
-    helper,
     larger,
     low_byte,
     noise,
@@ -71,7 +71,12 @@ def _mean_of(x: Any, at: Any, m: Any, lanes: Any) -> Any:
     share = _ONE / np.float32(m)
     p0, p1, p2, p3 = part(x, at, h), part(x, at + h, h), part(x, at + 2 * h, h), part(x, at + 3 * h, h)
     rest = at + 4 * h
-    p4, p5, p6, p7 = part(x, rest, h), part(x, rest + h, h), part(x, rest + 2 * h, h), part(x, rest + 3 * h, h)
+    p4, p5, p6, p7 = (
+        part(x, rest, h),
+        part(x, rest + h, h),
+        part(x, rest + 2 * h, h),
+        part(x, rest + 3 * h, h),
+    )
     for j in range(h):
         total = abs(p0[j]) * share + abs(p1[j]) * share
         total = total + abs(p2[j]) * share + abs(p3[j]) * share
@@ -184,7 +189,12 @@ def pack_signs(
         h = (m + 7) // 8
         out, rest = part(codes, b * (block // 8), h), at + 4 * h
         p0, p1, p2, p3 = part(x, at, h), part(x, at + h, h), part(x, at + 2 * h, h), part(x, at + 3 * h, h)
-        p4, p5, p6, p7 = part(x, rest, h), part(x, rest + h, h), part(x, rest + 2 * h, h), part(x, rest + 3 * h, h)
+        p4, p5, p6, p7 = (
+            part(x, rest, h),
+            part(x, rest + h, h),
+            part(x, rest + 2 * h, h),
+            part(x, rest + 3 * h, h),
+        )
         for j in range(h):
             out[j] = signs(p0[j], p1[j], p2[j], p3[j], p4[j], p5[j], p6[j], p7[j], mask)
         values, sent_, left_ = part(x, at, m), part(sent, at, m), part(left, at, m)

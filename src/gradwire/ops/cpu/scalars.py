@@ -6,7 +6,6 @@ function here is a few instructions of LLVM, inlined and vectorised with the loo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -17,32 +16,6 @@ I4, I8, F4, U1, U2 = numba.int32, numba.int64, numba.float32, numba.uint8, numba
 
 _WORD = ir.IntType(32)
 _ABS = 0x7FFFFFFF
-
-
-def kernel(
-    *signature: Any, reorders_sums: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile at once, without the GIL, from numba's cache on disk if a folder for it can be written.
-
-    ``reorders_sums`` lets a sum be taken in as many parts as a vector has, the same ones each time.
-    """
-
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-        if reorders_sums:
-            options["fastmath"] = {"reassoc", "contract", "nsz"}
-        try:
-            return numba.njit(*signature, cache=True, **options)(function)  # type: ignore[no-any-return]
-        except RuntimeError:  # no folder to cache in can be written
-            return numba.njit(*signature, **options)(function)  # type: ignore[no-any-return]
-
-    return compiled
-
-
-def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A part of kernels, compiled as part of each: it cannot be called from Python."""
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return numba.njit(nogil=True, error_model="numpy", **options)(function)  # type: ignore[no-any-return]
 
 
 def _word(value: int) -> ir.Constant:
@@ -158,7 +131,7 @@ def with_sign(typing_context: Any, value: Any, byte: Any, position: Any) -> Any:
 
 @intrinsic
 def with_sign_of(typing_context: Any, magnitude: Any, value: Any, mask: Any) -> Any:
-    """``magnitude``, which is not negative, with the sign of ``value`` if ``mask`` is -1; without if it is 0."""
+    """``magnitude``, which is not negative, with the sign of ``value``; without if ``mask`` is 0, not -1."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         sign = builder.and_(builder.bitcast(args[1], _WORD), _word(-0x80000000))
@@ -269,16 +242,22 @@ def f32_to_bf16(typing_context: Any, value: Any) -> Any:
 
 
 @intrinsic
-def f16_to_f32(typing_context: Any, half: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+def half_to_f32(typing_context: Any, half: Any, is_bf16: Any) -> Any:
+    """From the bits of a bf16 or an fp16."""
 
-    return F4(U2), generate
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from_f16 = builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        return builder.select(args[1], _widen_bf16(builder, args[0]), from_f16)
+
+    return F4(U2, numba.boolean), generate
 
 
 @intrinsic
-def f32_to_f16(typing_context: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+def f32_to_half(typing_context: Any, value: Any, is_bf16: Any) -> Any:
+    """To the bits of a bf16 or an fp16."""
 
-    return U2(F4), generate
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to_f16 = builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+        return builder.select(args[1], _narrow_bf16(builder, args[0]), to_f16)
+
+    return U2(F4, numba.boolean), generate

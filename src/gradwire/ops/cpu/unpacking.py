@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from gradwire.ops.cpu.scalars import bf16_to_f32, from_fp8, helper, nibble, signed_byte, with_sign
+from gradwire.ops.cpu.compiling import helper
+from gradwire.ops.cpu.scalars import bf16_to_f32, from_fp8, nibble, signed_byte, with_sign
 from gradwire.ops.cpu.vectors import part
 from gradwire.ops.formats import KINDS
 

@@ -8,12 +8,17 @@ import numba
 from llvmlite import ir
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
+from torch import Tensor
 
-from gradwire.ops.cpu.scalars import F4, I8, helper
+from gradwire.ops.cpu.compiling import helper
+from gradwire.ops.cpu.scalars import F4, I8
 
 # What one store past the caches writes: a cache line of fp32.
 LINE = 16
 LINE_BYTES = 64
+
+# From here on what is decoded goes past the caches: 1 MiB, about as much as a core's second-level cache.
+_STREAMED = 1 << 18
 
 _VECTOR = ir.VectorType(ir.FloatType(), LINE)
 
@@ -113,6 +118,14 @@ def fetch(array: Any, start: Any, length: Any) -> None:
     """Begin to read what will be needed soon, if there is so much."""
     for i in range(start, min(start + length, array.size), LINE):
         _prefetch(array, i)
+
+
+def streams_to(values: Tensor) -> bool:
+    """Whether fp32 values are so many that they are better written past the caches, and can be.
+
+    A line that is written whole need not be read first: a third less traffic than an ordinary copy.
+    """
+    return values.numel() >= _STREAMED and values.data_ptr() % LINE_BYTES == 0
 
 
 @helper
