@@ -3,13 +3,15 @@
     python benchmarks/soak.py                                  all recipes, 10,000 steps each, two ranks
     python benchmarks/soak.py --recipes int4 sign --steps 2000 --json soak.json
 
-A small model is trained on ranks of this machine. Every hundredth of the steps, each rank notes its resident
-memory, and ranks compare hashes of all parameters. The slope is that of a line through the memory of the
-later four fifths of the run, on the rank where it is steepest. Exit code 1 if ranks ever differ, a parameter
-is not finite, or memory grows by more than a page (4 KiB) in a hundred steps.
+A small model is trained on ranks of this machine, also with plain DDP ("DDP"), for comparison. Every
+hundredth of the steps, each rank notes its resident memory, and ranks compare hashes of all parameters. The
+slope is that of a line through the memory of the later four fifths of the run, on the rank where it is
+steepest. Exit code 1 if ranks ever differ, a parameter is not finite, or memory grows by more than a page
+(4 KiB) in a hundred steps.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -34,7 +36,8 @@ import gradwire
 from gradwire.headroom import Machine
 from gradwire.testing import run_ranks, send_message
 
-RECIPES = [name for name in gradwire.RECIPES if name != "noop"]  # whose ranks are not the same
+PLAIN = "DDP"  # without a wire: what torch itself does to memory
+RECIPES = [PLAIN, *(name for name in gradwire.RECIPES if name != "noop")]  # whose ranks are not the same
 NUM_SAMPLES = 100
 MAX_SLOPE = 4096 / 100  # bytes a step
 _WARM_UP = NUM_SAMPLES // 5
@@ -99,7 +102,7 @@ def soak(rank: int, recipe: str, num_steps: int) -> tuple[list[int], int, float]
     period = max(num_steps // NUM_SAMPLES, 1)
     samples, num_different = [], 0
     begin = time.perf_counter()
-    with gradwire.attach(model, recipe):
+    with contextlib.nullcontext() if recipe == PLAIN else gradwire.attach(model, recipe):
         for step in range(num_steps):
             x = torch.randn(8, 32, generator=generator)
             optimizer.zero_grad()
@@ -151,7 +154,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     options = parser.parse_args()
     try:
-        recipes = [str(gradwire.recipe(spec)) for spec in options.recipes]
+        recipes = [spec if spec == PLAIN else str(gradwire.recipe(spec)) for spec in options.recipes]
     except ValueError as error:
         parser.error(str(error))
     machine = Machine.here()
