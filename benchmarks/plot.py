@@ -7,7 +7,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from gradwire.headroom import Record
+from gradwire.headroom import Record, read_records
 
 WIDTH, BAR, GAP, LEFT, RIGHT, TOP = 760, 22, 12, 110, 150, 84
 INK, COMPUTE, COMMUNICATION = "#24292f", "#8da9c4", "#e07a5f"
@@ -55,4 +55,5 @@ def draw(record: Record) -> str:
 
 if __name__ == "__main__":
     source, target = map(Path, sys.argv[1:])
-    target.write_text(draw(Record.from_json(source.read_text())))
+    (record,) = read_records(source.read_text())
+    target.write_text(draw(record))

@@ -5,6 +5,7 @@ gradwire lab --rate 100mbit -- gradwire run --recipe bf16 -- examples/train.py -
 """
 
 import argparse
+import statistics
 import time
 
 import torch
@@ -36,7 +37,7 @@ def main() -> None:
         optimizer.step()
         times.append(time.perf_counter() - begin)
     if dist.get_rank() == 0:
-        median = sorted(times[3:])[len(times[3:]) // 2]
+        median = statistics.median(times[3:] or times)
         print(f"{options.steps} steps, {1e3 * median:.1f} ms each")
     dist.destroy_process_group()
 

@@ -97,7 +97,7 @@ def test_a_command_that_does_not_end_is_ended_at_the_timeout():
 @needs_lab
 def test_headroom_sweeps_over_links(tmp_path):
     path = tmp_path / "sweep.json"
-    sizes = ["--width", "64", "--layers", "1", "--sequence", "4", "--steps", "8", "--recipe", "bf16"]
+    sizes = ["--width", "64", "--layers", "1", "--sequence", "4", "--steps", "2", "--recipe", "bf16"]
     result = run("headroom", *sizes, "--link", "10mbit,1gbit", "--json", str(path))
     assert result.exit_code == 0, result.output
     slow, fast = read_records(path.read_text())
@@ -128,22 +128,30 @@ def wait_until(condition, seconds=60):
 
 
 @needs_lab
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_survives_the_end_of_the_lab_however_it_ends(how):
-    marker = f"60{os.getpid()}{how.value}"  # seconds that nobody else sleeps
+def test_nothing_survives_the_end_of_the_lab_however_it_ends():
+    ways = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+    markers = [f"60{os.getpid()}{how.value}" for how in ways]  # seconds that nobody else sleeps
+    parents = [start_sleepers(marker) for marker in markers]
+    try:
+        for marker in markers:
+            wait_until(lambda marker=marker: len(sleepers(marker)) == 4)
+        for parent, how in zip(parents, ways, strict=True):
+            parent.send_signal(how)
+        wait_until(lambda: not any(map(sleepers, markers)))
+        assert all(parent.wait(30) != 0 for parent in parents)
+    finally:
+        for parent in parents:
+            parent.kill()
+
+
+def start_sleepers(marker):
+    """A program with a lab of two hosts, on each of which two sleep, one in a session of its own."""
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from gradwire.lab import Lab\n"
         f"with Lab(2) as lab: lab.run(['sh', '-c', 'sleep {marker} & setsid sleep {marker}; wait'])"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: len(sleepers(marker)) == 4)
-        parent.send_signal(how)
-        wait_until(lambda: not sleepers(marker))
-        assert parent.wait(30) != 0
-    finally:
-        parent.kill()
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
 
 
 def test_without_iproute2_the_error_says_what_to_install(monkeypatch):

@@ -248,6 +248,18 @@ def job_laws(rank):
                 assert torch.allclose(have, total[0], atol=1e-5), "what is not compressed is exact"
 
 
+def job_large_factors(rank):
+    """Factors of 25 kB and more go in two rounds instead of one."""
+    one = outer(1, 3000, 8)
+    for spec in ("powersgd:min_compression_rate=0", "acp:min_compression_rate=0"):
+        seen = train(spec, [[one * (rank + 1)] for _ in range(4)])
+        assert torch.allclose(seen[-1][0], 2 * one, rtol=1e-3, atol=1e-4 * float(one.abs().max())), spec
+
+
+def test_large_factors_of_three_ranks_are_summed_in_two_rounds():
+    run_ranks(job_large_factors, 3)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_is_sent_and_what_is_kept_make_up_what_there_was(world_size):
     run_ranks(job_laws, world_size)

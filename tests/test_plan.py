@@ -1,6 +1,7 @@
 """The cost model, its laws, and `gradwire plan`."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -9,17 +10,33 @@ from typer.testing import CliRunner
 
 import gradwire
 from gradwire.cli import app
-from gradwire.planner import Calibration, Cluster, Costs, Wire, calibrate, predict, predict_step, wire_of
-from gradwire.planner.cost import even_buckets
+from gradwire.planner import (
+    Bucket,
+    Calibration,
+    Cluster,
+    Costs,
+    Wire,
+    calibrate,
+    predict,
+    predict_step,
+    typical_shapes,
+    wire_of,
+)
 
 FREE = Costs(0.0, 0.0, 2, 0.0)
 NAMES = [name for name in gradwire.RECIPES if name != "noop"]
 SPEEDS = Calibration("a machine", "2.13", {name: Costs(1.0, 0.5, 2, 0.1) for name in ("allreduce", *NAMES)})
+SHAPES = typical_shapes(10_000_000)
+
+
+def bucket(num_values=1_000_000, num_bytes=4_000_000):
+    return Bucket(num_values, num_bytes, num_bytes, 2, 2)
 
 
 def step(num_nodes=2, rate=1e9, costs=FREE, wire=None, compute_s=0.1, **more):
-    wire = wire or Wire((1_000_000,), (4_000_000,))
-    return predict_step(compute_s, wire, costs, Cluster(num_nodes, bits_per_s=rate, **more)).step_s
+    return predict_step(
+        compute_s, wire or Wire((bucket(),)), costs, Cluster(num_nodes, bits_per_s=rate, **more)
+    ).step_s
 
 
 def test_one_worker_only_computes():
@@ -33,42 +50,68 @@ def test_a_bucket_that_is_ready_at_the_end_adds_the_time_of_its_bytes():
 
 
 def test_buckets_that_are_ready_early_travel_beside_the_backward():
-    split = Wire((500_000, 500_000), (2_000_000, 2_000_000))
+    split = Wire((bucket(500_000, 2_000_000), bucket(500_000, 2_000_000)))
     # The first, after two thirds of the step, is through before the second is ready.
     assert step(latency_s=0, wire=split) == pytest.approx(0.1 + 0.016 * 1514 / 1448)
 
 
-def test_workers_of_a_node_share_its_link():
-    alone = step(num_nodes=8, latency_s=0) - 0.1
-    shared = predict_step(0.1, Wire((1_000_000,), (4_000_000,)), FREE, Cluster(4, 2, 1e9, 0.0)).step_s - 0.1
-    assert shared == pytest.approx(2 * alone * 6 / 7)
-
-
 def test_more_of_anything_never_makes_a_step_shorter():
     base = Costs(1.0, 0.5, 2, 0.1)
-    worse = [
-        Costs(2.0, 0.5, 2, 0.1),
-        Costs(1.0, 5000, 2, 0.1),
-        Costs(1.0, 0.5, 4, 0.1),
-        Costs(1.0, 0.5, 2, 1),
-    ]
+    worse = [Costs(2.0, 0.5, 2, 0.1), Costs(1.0, 5000, 2, 0.1), Costs(1.0, 0.5, 2, 1)]
     assert all(step(costs=costs) > step(costs=base) for costs in worse)
     assert step(costs=base, rate=1e8) > step(costs=base, rate=1e9) > step(costs=base, rate=1e10)
     assert step(costs=base, cores_per_worker=0.5) > step(costs=base, cores_per_worker=1)
     assert step(costs=base, latency_s=1e-2) > step(costs=base, latency_s=1e-5)
+    met = Wire((bucket(),), messages_meet=True)
+    assert step(wire=met) > step()
 
 
-@pytest.mark.parametrize("name", NAMES)
+def sent(recipe, shapes, cluster, **more):
+    return sum(b.worker_bytes for b in wire_of(recipe, shapes, cluster, **more).buckets)
+
+
 @pytest.mark.parametrize("num_workers", [2, 8, 4096])
-def test_a_plan_takes_its_bytes_from_the_recipe(name, num_workers):
-    buckets = even_buckets(10_000_000, 25 * 2**18)
-    expected = sum(gradwire.recipe(name).wire_bytes(n, world_size=num_workers) for n in buckets)
-    found = predict(name, 10_000_000, 0.1, Cluster(num_workers, bits_per_s=1e9), SPEEDS)
-    assert found.bytes_per_step == expected
-    assert 0 < found.efficiency < 1
-    assert sum(wire_of("allreduce", 10_000_000, num_workers).bucket_bytes) == pytest.approx(
-        8e7 * (num_workers - 1) / num_workers, rel=1e-6
+def test_a_plan_takes_its_bytes_from_the_recipe(num_workers):
+    cluster = Cluster(num_workers, bits_per_s=1e9)
+    matrix = [(1000, 1000)]
+    for name in NAMES:
+        whole = sent(name, matrix, cluster)
+        if name not in ("powersgd", "acp"):
+            assert whole == gradwire.recipe(name).wire_bytes(1_000_000, world_size=num_workers)
+        found = predict(name, SHAPES, 0.1, cluster, SPEEDS)
+        assert found.bytes_per_step == pytest.approx(sent(name, SHAPES, cluster), abs=1)
+        assert 0 < found.efficiency < 1
+    assert sent("allreduce", matrix, cluster) == pytest.approx(8e6 * (num_workers - 1) / num_workers)
+
+
+def test_low_rank_is_priced_by_the_shapes_it_is_given():
+    two = Cluster(2)
+    # Of a matrix of 1000 x 1000 the two factors of rank 4, a vote, and the vector beside it.
+    assert sent("powersgd", [(1000, 1000)], two) == 4 * (4 * 1000 + 1 + 4 * 1000)
+    assert sent("powersgd:rank=1", [(1000, 1000), (50,)], two) == 4 * (1000 + 51 + 1000)
+    # One side in even steps, the other in odd ones.
+    assert sent("acp", [(1000, 3000)], two) == 4 * (4 * (1000 + 3000) / 2 + 1)
+    assert sent("powersgd", [(1_000_000,)], two) == sent("fp32", [(1_000_000,)], two)
+    rounds = {n: wire_of("powersgd", [(1000, 1000)], Cluster(n)).buckets[0].num_rounds for n in (2, 64)}
+    assert rounds == {2: 2, 64: 4}
+
+
+def test_workers_of_a_node_average_within_it_first():
+    nodes = Cluster(num_nodes=4, workers_per_node=8, bits_per_s=1e9)
+    ring, flat, levels = (
+        wire_of(name, [(1000, 1000)], nodes).buckets[0] for name in ("allreduce", "powersgd", "bf16")
     )
+    assert ring.node_bytes == ring.worker_bytes  # one worker of the node sends to the next
+    assert flat.node_bytes == pytest.approx(8 * flat.worker_bytes * 24 / 31)
+    _, leaving = gradwire.recipe("bf16:local_size=8").link_bytes(1_000_000, world_size=32)
+    assert levels.node_bytes == 8 * leaving < ring.node_bytes
+    assert (levels.num_rounds, levels.num_messages) == (4, 2 * 7 + 2 * 3)
+    assert wire_of("bf16", [(1000, 1000)], Cluster(1, 8)).buckets[0].num_rounds == 2
+
+
+def test_a_model_of_a_size_has_as_many_parameters():
+    for number in (1, 999, 19_000_000, 7_000_000_000):
+        assert sum(map(math.prod, typical_shapes(number))) == number
 
 
 def test_clusters_that_cannot_be_are_refused():
@@ -76,7 +119,7 @@ def test_clusters_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match="cluster|rate|latency"):
             Cluster(**wrong)
     with pytest.raises(ValueError, match="the calibration has no 'bf17'"):
-        predict("bf17", 100, 0.1, Cluster(2), SPEEDS)
+        predict("bf17", SHAPES, 0.1, Cluster(2), SPEEDS)
 
 
 def test_the_cost_model_needs_no_torch():
@@ -93,11 +136,15 @@ def test_the_cost_model_needs_no_torch():
     assert "Cluster(num_nodes=2" in done.stdout
 
 
-def test_a_calibration_measures_every_recipe_and_comes_back_from_json():
-    found = calibrate(["bf16"])
-    assert list(found.costs) == ["allreduce", "bf16"]
-    assert found.costs["bf16"].work_ns_per_value > 0
-    assert found.costs["bf16"].rounds_per_bucket == 2
+def test_a_calibration_measures_every_recipe_and_comes_back_from_json(monkeypatch):
+    monkeypatch.setattr("gradwire.planner.calibration._NUM_STEPS", {(25, 512): 4, (1, 32): 4})
+    seen = []
+    found = calibrate(["bf16", "acp", "noop"], lambda *done: seen.append(done))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert list(found.costs) == ["allreduce", "bf16", "acp"]
+    assert all(costs.copy_ns_per_byte >= 0 < costs.ms_per_message for costs in found.costs.values())
+    assert all(found.costs[name].work_ns_per_value > 0 for name in ("bf16", "acp"))
+    assert [costs.rounds_per_bucket for costs in found.costs.values()] == [2, 2, 1]
     assert Calibration.from_json(found.to_json()) == found
     for text in ("", "[]", "{}", '{"calibration_version": 9}'):
         with pytest.raises(ValueError, match="not a calibration"):
@@ -130,6 +177,8 @@ def test_the_command_shows_what_it_predicts(tmp_path):
         (["--compute-ms", "10", "--parameters", "9", "--nodes", "two"], "--nodes takes numbers"),
         (["--compute-ms", "10", "--parameters", "9", "--link", "fast"], "such as 100mbit"),
         (["--recipe", "bf61"], "did you mean 'bf16'"),
+        (["--recipe", "schedule(0=bf16; 9=int4)"], "is several recipes: plan each of them by itself"),
+        (["--compute-ms", "10", "--parameters", "9", "--bucket-mb", "0"], "--bucket-mb must be above 0"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

@@ -9,8 +9,10 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.headroom import give_verdict, write_records
+from gradwire.planner import Cluster
+from gradwire.planner.from_records import Forecast
 from gradwire.report import ReportUnavailable, render_page
-from tests.test_headroom import record
+from tests.records import record
 
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(2)>'
 
@@ -58,12 +60,33 @@ def test_the_page_has_the_verdict_and_every_chart():
         "links",
         "workers",
     }
-    parts = {trace["name"]: trace["x"] for trace in page.figures["steps-0"]["data"]}
-    assert list(parts) == ["compute", "exposed communication", "overhead"]
-    bf16 = [values[2] for values in parts.values()]
+    parts = {trace.get("name"): trace["x"] for trace in page.figures["steps-0"]["data"]}
+    assert list(parts)[:3] == ["compute", "exposed communication", "overhead"]
+    bf16 = [values[2] for values in list(parts.values())[:3]]
     assert bf16 == pytest.approx([50, 20, 10], rel=0.02)
-    names = [trace["name"] for trace in page.figures["links"]["data"]]
-    assert {"allreduce", "bf16", "measured at 100mbit", "measured at 1gbit"} <= set(names)
+    lines = page.figures["links"]["data"]
+    assert {"allreduce", "bf16", "compute alone"} <= {line["name"] for line in lines}
+    points = [(line["x"][0], line["y"][0]) for line in lines if line["name"] == "bf16, measured"]
+    assert points == [(rate, pytest.approx(80, rel=0.01)) for rate in (1e8, 1e9)]
+    (buttons,) = [menu["buttons"] for menu in page.figures["workers"]["layout"]["updatemenus"]]
+    assert [button["label"] for button in buttons] == [
+        f"links of {r}" for r in ("100mbit", "1gbit", "10gbit")
+    ]
+    num_shown = [sum(button["args"][0]["visible"]) for button in buttons]
+    assert sum(num_shown) == len(page.figures["workers"]["data"])
+
+
+def test_a_prediction_goes_through_what_was_measured():
+    found = measured(link="100mbit")
+    (bf16,) = [row for row in found.rows if row.recipe == "bf16"]
+    # 37.8 MB at 100 Mbit/s take 3.2 s: what a record says of its bytes is what is carried on.
+    bf16 = dataclasses.replace(bf16, bytes_per_step=37_830_144, work_ms=10.0, wait_ms=3200.0)
+    found = dataclasses.replace(found, rows=(found.rows[0], found.rows[1], bf16, found.rows[3]))
+    forecast = Forecast(found)
+    here, twice = (forecast.step_ms(bf16, Cluster(2, bits_per_s=rate)) for rate in (1e8, 2e8))
+    assert here == pytest.approx(50 + 3164, rel=0.05)
+    assert twice == pytest.approx(50 + 3164 / 2, rel=0.05)
+    assert forecast.step_ms(bf16, Cluster(8, bits_per_s=1e8)) > 1.7 * here
 
 
 def test_the_page_needs_nothing_from_elsewhere():
@@ -91,7 +114,7 @@ def test_without_plotly_the_hint_says_what_to_install(monkeypatch, tmp_path):
 
 def test_saved_runs_are_shown_and_compared(tmp_path):
     before, after, page = (tmp_path / name for name in ("before.json", "after.json", "page.html"))
-    before.write_text(measured().to_json())
+    before.write_text(write_records([measured()]))
     after.write_text(write_records([record(allreduce=50, bf16=40, noop=30)]))
     result = CliRunner().invoke(app, ["report", str(before), str(after), "--html", str(page)])
     assert result.exit_code == 0, result.output

@@ -354,7 +354,9 @@ def job_refusals(rank):
     # A state that is bad on one rank alone is an error on all, and on nobody loaded.
     with pytest.raises((ValueError, RuntimeError), match="it has no 'step'"):
         wire.load_state_dict(damaged(lambda state: state.pop("step") if rank == 1 else None))
-    with pytest.raises(ValueError, match=r"ranks call Wire.load_state_dict with different things.*step 3"):
+    with pytest.raises(
+        ValueError, match=r"ranks call Wire.load_state_dict with different things: the saved step is "
+    ):
         wire.load_state_dict(damaged(lambda state: state.update(step=2 + rank)))
     with pytest.raises(ValueError, match="they differ in 'step'"):
         gradwire.merge_state_dicts([good, {**good, "step": 9}])

@@ -1,13 +1,16 @@
 """`gradwire run`: scripts as they are, with a recipe in every model they make."""
 
+import logging
 import os
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from gradwire.cli import app
+from gradwire.testing import run_ranks
 
 TRAIN = """
 import os, sys, torch
@@ -36,23 +39,34 @@ sys.exit(3 if how == "exit" else 0)
 """
 
 
-def run(folder, *arguments, how, launcher=()):
-    (folder / "train.py").write_text(TRAIN)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "gradwire.run", *arguments, "train.py", how, "--lr", "1"],
-        check=False,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **({} if launcher else alone)},
-    )
+def run_alone(rank, path, hows):
+    """Each way the script can go, one after the other: its exit code, and what it and we have printed."""
+    dist.destroy_process_group()  # the script makes its own
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    results = {}
+    for how in hows:
+        logging.getLogger().handlers.clear()  # what they write to is gone with the run before
+        result = CliRunner().invoke(app, ["run", "--recipe", "bf16", path, how])
+        results[how] = result.exit_code, result.stdout, result.stderr
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "train.py"
+    path.write_text(TRAIN)
+    (results,) = run_ranks(run_alone, 1, args=(str(path), ("hook", "attach", "fail", "exit")))
+    return results
 
 
 def test_an_unmodified_script_averages_by_the_recipe_and_is_summed_up(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run(tmp_path, "--recipe", "bf16", how="train", launcher=torchrun)
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = ["-m", "gradwire", "run", "--ranks", "2", "--recipe", "bf16", "train.py", "train", "--lr", "1"]
+    done = subprocess.run(
+        [sys.executable, *command], check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("__main__ ['train.py', 'train', '--lr', '1']") == 2
     # 20050 values: 80.2 kB a step each way in fp32.
@@ -60,25 +74,30 @@ def test_an_unmodified_script_averages_by_the_recipe_and_is_summed_up(tmp_path):
     assert done.stderr.count(expected) == 1
 
 
-def test_a_hook_of_the_scripts_own_wins_with_a_warning(tmp_path):
-    done = run(tmp_path, "--recipe", "bf16", how="hook")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the script registers a hook of its own, which is used instead of bf16") == 1
-    assert "gradwire bf16: 1 taken over by a hook of the script's own" in done.stderr
+def test_a_hook_of_the_scripts_own_wins_with_a_warning(runs):
+    code, _, said = runs["hook"]
+    assert code == 0, said
+    assert said.count("the script registers a hook of its own, which is used instead of bf16") == 1
+    assert "gradwire bf16: 1 taken over by a hook of the script's own" in said
 
 
-def test_an_attach_of_the_scripts_own_wins_too(tmp_path):
-    done = run(tmp_path, how="attach")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("its own 5") == 1
-    assert "1 taken over by a hook of the script's own" in done.stderr
+def test_an_attach_of_the_scripts_own_wins_too(runs):
+    code, printed, said = runs["attach"]
+    assert code == 0, said
+    assert printed.count("its own 5") == 1
+    assert "1 taken over by a hook of the script's own" in said
 
 
-def test_a_script_that_fails_fails_as_it_would_alone(tmp_path):
-    done = run(tmp_path, "--recipe", "bf16", how="fail")
-    assert done.returncode != 0
-    assert "KeyError: 'no such batch'" in done.stderr
-    assert "gradwire bf16: 3 steps" in done.stderr
+def test_a_script_that_fails_fails_as_it_would_alone(runs):
+    code, _, said = runs["fail"]
+    assert code == 1
+    assert "KeyError: 'no such batch'" in said
+    assert said.count('  File "') == 1, "frames that are not the script's are of no use to its author"
+    assert "gradwire bf16: 3 steps" in said
+
+
+def test_the_exit_code_is_the_scripts(runs):
+    assert runs["exit"][0] == 3
 
 
 @pytest.mark.parametrize(
@@ -87,6 +106,7 @@ def test_a_script_that_fails_fails_as_it_would_alone(tmp_path):
         (["--recipe", "bf61", __file__], "did you mean 'bf16'"),
         (["no-such-script.py"], "there is no script no-such-script.py"),
         ([], "which script?"),
+        (["-m", "no.such.module"], "there is no module no.such.module"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

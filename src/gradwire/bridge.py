@@ -11,10 +11,13 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.profiler import record_function
 
-from gradwire.errors import Place, locate
+from gradwire.errors import Place, WireError, locate
+from gradwire.hook_runner import note_use
 from gradwire.policy import NonfinitePolicy
-from gradwire.runners import Runner, completed, note_use
+from gradwire.runners import Runner, completed
 from gradwire.telemetry import Recorder
+from gradwire.transport import Group
+from gradwire.verification import Verification, compare
 
 
 class Bridge:
@@ -33,10 +36,12 @@ class Bridge:
         runner: Runner,
         rank: int,
         policy: NonfinitePolicy | None = None,
+        verification: Verification | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.runner = runner
         self.policy = policy
+        self.verification = verification
         self.recorder = recorder
         self.num_steps = 0
         """How many steps the run has had, those before a resume included."""
@@ -67,9 +72,10 @@ class Bridge:
                 for shadow in shadows:
                     shadow.wait()
                 self.raise_failure()
+                self._verify(place, local.device, shadow=True)
         elif bucket.is_last():
             queue = Variable._execution_engine.queue_callback
-            queue(functools.partial(queue, self._finish))
+            queue(functools.partial(queue, functools.partial(self._finish, place, local.device)))
         return future
 
     def _start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
@@ -82,19 +88,34 @@ class Bridge:
             ended: Future[Tensor] = recorded._call_end_callbacks_on_future(future)
         return ended
 
-    def _finish(self) -> None:
+    def _finish(self, place: Place, device: torch.device) -> None:
         """What remains when DDP has finished a backward pass."""
         self.raise_failure()
-        step, policy, recorder = self.num_steps - 1, self.policy, self.recorder
+        step, policy, recorder = place.step, self.policy, self.recorder
         try:
+            self._verify(place, device, shadow=False)
             if policy is not None:
                 policy.look(step)
-        except FloatingPointError as error:
+        except (FloatingPointError, WireError) as error:
             if recorder is not None:
                 recorder.tell_failure(step, error)
             raise
         if recorder is not None:
             recorder.end_step(step, self.runner.stats, 0 if policy is None else policy.num_skipped)
+
+    def _verify(self, place: Place, device: torch.device, *, shadow: bool) -> None:
+        """Compare the gradients with those of the other ranks, if it is time."""
+        verification = self.verification
+        if verification is None or not verification.is_due(place.step):
+            return
+        own, everyone = verification.hashes(shadow=shadow), []
+
+        def talk(group: Group, device: torch.device) -> None:
+            everyone.extend(compare(own, group, device))
+
+        self.runner.confer(talk, place, device)
+        self.raise_failure()
+        verification.conclude(place.step, place.rank, everyone)
 
     def raise_failure(self) -> None:
         """Raise the first failure of any rank, if there is one."""

@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.codecs import Raw
-from gradwire.errors import Place
 from gradwire.exchanges import Context, Scratch, TwoShot
-from gradwire.execution import Lane, Run, Task
+from gradwire.execution import Lane, Run, Task, report_nothing
 from gradwire.layout import BucketLayout
 from gradwire.memory import Memory
 from gradwire.ops import Scale
 from gradwire.stats import ParameterStats
-from gradwire.transport import Group, Traffic
+from gradwire.transport import Group
 
 _EXACT = TwoShot(Raw())
 
@@ -47,9 +46,9 @@ class Meter:
             self._step = task.place.step
             self._found.clear()
         comparison = _Comparison(layout, memory, scale_of, self._found)
-        lane.submit(replace(task, run=comparison.average_exactly, report=_report_nothing))
+        lane.submit(replace(task, run=comparison.average_exactly, report=report_nothing))
         lane.submit(replace(task, run=functools.partial(comparison.average, task.run)))
-        return lane.submit(replace(task, run=comparison.compare, report=_report_nothing))
+        return lane.submit(replace(task, run=comparison.compare, report=report_nothing))
 
     def read(self) -> tuple[ParameterStats, ...]:
         """What the last step that was compared gave; on CUDA, waits for it."""
@@ -129,7 +128,3 @@ def _ratio(value: float, base: float) -> float | None:
 
 def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _report_nothing(place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
-    """A comparison is no part of what a recipe sends."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.exchanges import Route
+from gradwire import fingerprint
+from gradwire.exchanges import Route, Schedule
+from gradwire.hook_runner import hook_name
 from gradwire.layout import Layouts, canonical_name
 from gradwire.recipes import Recipe
 
@@ -38,6 +42,29 @@ def trained_names(ddp: DistributedDataParallel) -> frozenset[str]:
     ignored = {canonical_name(name) for name in ddp.parameters_to_ignore}
     named = ddp.module.named_parameters()
     return frozenset(canonical_name(name) for name, p in named if p.requires_grad) - ignored
+
+
+def claim_of(ddp: DistributedDataParallel, chosen: Recipe | Callable[..., Any]) -> dict[str, str]:
+    """What must be the same on every rank that averages this model so."""
+    what = fingerprint.of_recipe(chosen) if isinstance(chosen, Recipe) else {"hook": hook_name(chosen)}
+    trained, named = trained_names(ddp), ddp.module.named_parameters()
+    return {
+        **fingerprint.of_version(),
+        **what,
+        "find_unused_parameters": str(ddp.find_unused_parameters),
+        "static_graph": str(ddp.static_graph),
+        **fingerprint.of_parameters((n, p) for n, p in named if canonical_name(n) in trained),
+    }
+
+
+def require_averaging(recipe: Recipe, why: str) -> None:
+    """ValueError if some gradients stay each rank's own, at any time."""
+    exchange = recipe.exchange
+    parts = [recipe.exchange]
+    if isinstance(exchange, Schedule | Route):
+        parts = [each for _, each in (exchange.stages if isinstance(exchange, Schedule) else exchange.routes)]
+    if not all(part.communicates for part in parts):
+        raise ValueError(f"{recipe} leaves every rank its own gradients, so {why}")
 
 
 def num_transient(ddp: DistributedDataParallel) -> int:

@@ -10,9 +10,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from gradwire.loss_scale import LossScale
 from gradwire.measuring import Meter
+from gradwire.models import require_averaging
 from gradwire.policy import OnNonfinite, check_mode
 from gradwire.recipes import Recipe
 from gradwire.telemetry import Telemetry
+from gradwire.verification import check_interval
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,13 @@ class Options:
     """Raises TypeError for an argument that is not what it should be, ValueError for one that cannot be."""
 
     on_nonfinite: OnNonfinite = "propagate"
+    verify_every: int = 0
     grad_scaler: GradScaler | None = None
     telemetry: Telemetry | None = None
 
     def __post_init__(self) -> None:
         check_mode(self.on_nonfinite)
+        check_interval(self.verify_every)
         _require("grad_scaler", self.grad_scaler, GradScaler)
         _require("telemetry", self.telemetry, Telemetry)
         if self.grad_scaler is not None and self.on_nonfinite != "propagate":
@@ -38,20 +42,20 @@ class Options:
         if not isinstance(chosen, Recipe):
             if self.grad_scaler is not None:
                 raise TypeError("grad_scaler= goes with a recipe; a hook of your own has its own memory")
-        elif self.on_nonfinite != "propagate" and not chosen.exchange.communicates:
-            raise ValueError(
-                f"{chosen} leaves every rank its own gradients, so ranks would not {self.on_nonfinite} "
-                "together"
-            )
+            return
+        if self.on_nonfinite != "propagate":
+            require_averaging(chosen, f"ranks would not {self.on_nonfinite} together")
+        if self.verify_every:
+            require_averaging(chosen, "verify_every would find them to differ")
 
-    def claim(self) -> str:
+    def claim(self) -> dict[str, str]:
         """What all ranks must have alike."""
-        told = {
-            f"on_nonfinite={self.on_nonfinite!r}": self.on_nonfinite != "propagate",
-            "a grad_scaler": self.grad_scaler is not None,
-            f"telemetry of errors every {self.every} steps": self.every is not None,
+        return {
+            "on_nonfinite": self.on_nonfinite,
+            "verify_every": str(self.verify_every),
+            "grad_scaler": "given" if self.grad_scaler is not None else "not given",
+            "telemetry of errors": f"every {self.every} steps" if self.every is not None else "not asked for",
         }
-        return "".join(f", {text}" for text, is_set in told.items() if is_set)
 
     @property
     def every(self) -> int | None:

@@ -17,13 +17,14 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.errors import WireError
 from gradwire.execution import open_lane
+from gradwire.hook_runner import hook_name
 from gradwire.layout import BucketLayout, Layouts
-from gradwire.models import device_of, fit, trained_names
+from gradwire.models import claim_of, device_of, fit, require_averaging, trained_names
 from gradwire.ops import warm_up
 from gradwire.plan import WirePlan, make_plan
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.runners import RecipeRunner, Runner, hook_name
+from gradwire.runners import RecipeRunner, Runner
 from gradwire.slot import Slot
 from gradwire.stats import WireStats
 
@@ -127,10 +128,11 @@ class Wire:
             reduction = self.recipe.reduction if isinstance(self.recipe, Recipe) else "mean"
             saved = checkpoint.read(state, trained_names(self.model), group.rank(), group.size(), reduction)
         except Exception as error:
-            agree(group, meeting, f"error: {error}", self._timeout, caller)
+            agree(group, meeting, error, self._timeout, caller)
             raise
-        claim = f"step {saved.step}, loss scale {saved.loss_scale}, {saved.timeline}"
-        agree(group, meeting, claim, self._timeout, caller)
+        claim = {"the saved step": str(saved.step), "the saved layout": str(saved.timeline)}
+        claim["the saved loss scale"] = str(saved.loss_scale)
+        agree(group, meeting, {**claim, **claim_of(self.model, self.recipe)}, self._timeout, caller)
         if self._bridge is None:
             return
         self._bridge.num_steps = self._first_step = saved.step
@@ -163,12 +165,15 @@ class Wire:
         group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
         try:
             chosen = fit(parse_recipe(recipe), self.model)
+            if self._bridge is not None and (self._bridge.policy or self._bridge.verification):
+                require_averaging(chosen, "on_nonfinite= and verify_every= do not work with it")
             warm_up(device_of(self.model), chosen.exchange.kernels)
         except Exception as error:
-            agree(group, meeting, f"error: {error}", self._timeout, caller)
+            agree(group, meeting, error, self._timeout, caller)
             raise
         step = 0 if self._bridge is None else self._bridge.num_steps
-        agree(group, meeting, f"{chosen!r} from step {step} on", self._timeout, caller)
+        claim = {"the step": str(step), **claim_of(self.model, chosen)}
+        agree(group, meeting, claim, self._timeout, caller)
         if self._recipe_runner is not None:
             self._recipe_runner.swap(chosen, lambda: open_lane(group, device_of(self.model), meeting))
         self._tell("swap", recipe=str(chosen), before=self._name)

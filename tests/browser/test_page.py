@@ -40,7 +40,7 @@ def shown(text, folder):
 def test_a_browser_shows_the_verdict_and_draws_the_charts(tmp_path):
     slow = measured(link="100mbit")
     document = shown(render_page([slow, measured(link="1gbit", workload=EVIL)]), tmp_path)
-    (verdict,) = re.findall(r'id="verdict-0">(.*?)</p>', document)
+    (verdict,) = re.findall(r'id="verdict-0">(.*?)</span>', document)
     assert unescape(verdict) == give_verdict(slow)
     # One plot in each chart's place; in the first, three bars for each of four rows.
     assert len(re.findall(r'class="[^"]*js-plotly-plot[^"]*"', document)) == 6

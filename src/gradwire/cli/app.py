@@ -45,6 +45,13 @@ def gradwire_options(
     """Fast, small and correct gradient averaging for PyTorch DDP."""
 
 
+# Everything after the first word of SCRIPT or COMMAND is its own.
+for command in (headroom, run, lab):
+    app.command(context_settings={"allow_interspersed_args": False})(command)
+app.command()(plan)
+app.command()(report)
+
+
 @app.command()
 def recipes() -> None:
     """List the recipes that can go over the wire."""
@@ -52,10 +59,3 @@ def recipes() -> None:
     for name, factory in gradwire.RECIPES.items():
         table.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0])
     Console().print(table)
-
-
-app.command()(plan)
-app.command()(report)
-for command in (headroom, lab, run):
-    # Everything after the first word of COMMAND or SCRIPT is its own.
-    app.command(context_settings={"allow_interspersed_args": False})(command)

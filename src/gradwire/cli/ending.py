@@ -7,8 +7,21 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
+from gradwire.testing import RanksFailed
+
 FAILED = 1
 WRONG_ARGUMENTS = 2
+INTERRUPTED = 130
+
+
+def why_ranks_failed(error: RanksFailed) -> str:
+    """What went wrong, each different thing once, with the ranks that it happened on."""
+    ranks: dict[str, list[str]] = {}
+    for rank, text in error.errors.items():
+        ranks.setdefault(text.strip(), []).append(str(rank))
+    return "\n\n".join(
+        f"on rank{'s' if len(where) > 1 else ''} {', '.join(where)}:\n{text}" for text, where in ranks.items()
+    )
 
 
 def stop(command: str, text: str, code: int) -> NoReturn:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-import gradwire
-from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
+from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop, why_ranks_failed
+from gradwire.cli.options import ALL_RECIPES, Html, Model, Recipes, check_positive, check_writable
+from gradwire.cli.progress import show_progress
 from gradwire.headroom import (
+    Contest,
     ModelFactory,
     Record,
     ScriptFailed,
@@ -29,12 +29,12 @@ from gradwire.headroom import (
     step_table,
     write_records,
 )
+from gradwire.headroom.contenders import local_gpu
 from gradwire.lab import Lab, LabUnavailable, format_rate, parse_rate
 from gradwire.report import ReportUnavailable, check_plotly, render_page
 from gradwire.scripts import Script
 from gradwire.testing import RanksFailed
 
-_DEFAULT_RECIPES = tuple(name for name in gradwire.RECIPES if name != "noop")
 # On a 1 Gbit/s link 8 MB instead of DDP's 25 gained as much as a recipe.
 _SMALL_BUCKET_MB = 8.0
 
@@ -56,25 +56,8 @@ def headroom(
             show_default=False,
         ),
     ] = None,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--recipe",
-            metavar="RECIPE",
-            help=f"A recipe to measure, such as bf16 or fp16:reduction=sum; may be given several times. "
-            f"Default: {', '.join(_DEFAULT_RECIPES)}.",
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FACTORY",
-            help="Your own model: a function that returns the model, a batch (a tuple for several "
-            "arguments, a dict for named ones) and a loss function of the model's output.",
-            show_default=False,
-        ),
-    ] = None,
+    recipe: Recipes = None,
+    model: Model = None,
     workload: Annotated[
         str, typer.Option(metavar="NAME", help="A built-in model: transformer or resnet.")
     ] = "transformer",
@@ -96,8 +79,13 @@ def headroom(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="cpu or cuda; ranks may share a GPU.")
-    ] = "cpu",
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="cpu or cuda; ranks may share a GPU. Default: cpu; under torchrun cuda, if there is one.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -107,7 +95,9 @@ def headroom(
             show_default=False,
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(metavar="S", help="How long to measure, about.")] = 40.0,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", help="How long to time steps, about; of a script it is --steps.")
+    ] = 30.0,
     bucket_mb: Annotated[
         float | None,
         typer.Option(
@@ -120,139 +110,151 @@ def headroom(
         str | None,
         typer.Option(metavar="FILE", help="Write the record, too; '-' is stdout, the rest goes to stderr."),
     ] = None,
-    html: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write a page with charts, too; needs gradwire[report]."),
-    ] = None,
+    html: Html = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The verdict only.")] = False,
 ) -> None:
     """Is communication my bottleneck? Measure it, on your model and your network.
 
-    Trains with plain DDP, with each recipe and without any communication, and
-    compares the step times. A built-in model or --model takes turns with them; a
-    script of yours is run once for each, and ended after so many steps: what it
-    does on the way (checkpoints, logs) it does each time. Alone it starts the
-    ranks itself; under torchrun it uses those.
+    Trains with plain DDP, with each recipe and without any communication,
+    compares the step times, and says what to use. It starts the ranks itself;
+    under torchrun it uses those. A script of yours is run once for each row of
+    the table, and ended after --steps steps: what it does on the way
+    (checkpoints, logs) it does each time.
 
-    Examples, of two hosts on slow links and of a script on a cluster:
+    Examples: a built-in model, your own model, your own script, on slow links,
+    on a cluster:
 
-        gradwire headroom --link 100mbit,1gbit --html headroom.html
+        gradwire headroom --html headroom.html
 
-        torchrun --nproc-per-node 4 -m gradwire headroom -- train.py --its-own options
+        gradwire headroom --model mymodels.gpt:make --ranks 4
 
-    Exit codes: 0 it was measured; 2 wrong arguments;
+        gradwire headroom -- train.py --its-own options
+
+        gradwire headroom --link 100mbit,1gbit --recipe bf16 --recipe int4
+
+        torchrun --nproc-per-node 4 -m gradwire headroom -- train.py
+
+    Exit codes: 0 it was measured; 2 wrong arguments; 130 interrupted;
     1 the measurement failed, and the errors of the ranks are printed.
     """
-    errors = Console(stderr=True, highlight=False)
-    shown = errors if json == "-" else Console(highlight=False)
+    outputs = _Outputs(json, html, quiet)
     try:
-        _check_writable("--json", json)
-        _check_page(html)
-        if bucket_mb is not None and not bucket_mb > 0:
-            raise ValueError(f"--bucket-mb must be above 0, not {bucket_mb:g}")
-        if script and (model or bucket_mb):
-            raise ValueError("a script makes its own models and buckets: leave --model and --bucket-mb out")
-        chosen = [gradwire.recipe(spec) for spec in recipe or _DEFAULT_RECIPES]
-        subject = _subject(script, model, workload, width, layers, batch, sequence)
-        rates = _rates(link)
-        how = _How(chosen, ranks, subject, steps, seconds, bucket_mb, device)
+        outputs.check()
+        check_positive("--seconds", seconds)
+        check_positive("--bucket-mb", bucket_mb)
+        subject: Script | Contest
+        if script:
+            if model or bucket_mb or device:
+                raise ValueError(
+                    "a script makes its own models, on its own devices: leave --model, --bucket-mb and "
+                    "--device out"
+                )
+            subject = Script.of(script, is_module=False)
+        else:
+            small_mb = _SMALL_BUCKET_MB if bucket_mb is None else None
+            trained = _workload(model, workload, width, layers, batch, sequence)
+            chosen = recipe or ALL_RECIPES
+            subject = Contest(chosen, trained, steps, seconds, bucket_mb, small_mb, device or _usual_device())
         records = []
-        for rate in rates:
-            with _progress(errors, quiet, rate) as on_progress:
-                record = how.measure(rate, on_progress)
+        for rate in _rates(link):
+            what = "measuring" if rate is None else f"measuring with links of {rate}"
+            with show_progress(outputs.errors, what, quiet=quiet) as on_progress:
+                record = _measure(subject, recipe or ALL_RECIPES, ranks, steps, rate, on_progress)
             if record is None:  # another rank than 0 under torchrun
                 return
             records.append(record)
-            if not quiet:
-                shown.print(step_table(record), "")
-            shown.print(give_verdict(record), markup=False)
+            outputs.show(record)
+        outputs.write(records)
     except (ValueError, ReportUnavailable) as error:
         stop("headroom", str(error), WRONG_ARGUMENTS)
-    except (RanksFailed, ScriptFailed, LabUnavailable) as error:
+    except RanksFailed as error:
+        stop("headroom", f"the measurement failed {why_ranks_failed(error)}", FAILED)
+    except (ScriptFailed, LabUnavailable, OSError) as error:
         stop("headroom", f"the measurement failed: {error}", FAILED)
-    _write(records, json, html)
+    except KeyboardInterrupt:
+        stop("headroom", "interrupted; every rank is ended", INTERRUPTED)
 
 
-def _write(records: list[Record], json: str | None, html: str | None) -> None:
-    if json == "-":
-        typer.echo(write_records(records), nl=False)
-    for option, path, content in (
-        ("--json", None if json == "-" else json, write_records),
-        ("--html", html, render_page),
-    ):
-        if path is not None:
-            try:
-                Path(path).write_text(content(records))
-            except OSError as error:
-                stop("headroom", f"{option}: {error}", FAILED)
+class _Outputs:
+    """Where records go: tables and verdicts to the terminal, the rest to files."""
+
+    def __init__(self, json: str | None, html: Path | None, quiet: bool) -> None:
+        self.errors = Console(stderr=True, highlight=False)
+        self._json_to_stdout = json == "-"
+        self._shown = self.errors if self._json_to_stdout else Console(highlight=False)
+        self._json = None if json is None or self._json_to_stdout else Path(json)
+        self._html = html
+        self._quiet = quiet
+
+    def check(self) -> None:
+        """Raise now if something could not be written later."""
+        check_writable("--json", self._json)
+        check_writable("--html", self._html)
+        if self._html is not None:
+            check_plotly()
+
+    def show(self, record: Record) -> None:
+        if not self._quiet:
+            self._shown.print(step_table(record), "")
+        self._shown.print(give_verdict(record), markup=False)
+
+    def write(self, records: list[Record]) -> None:
+        if self._json_to_stdout:
+            typer.echo(write_records(records), nl=False)
+        for path, content in ((self._json, write_records), (self._html, render_page)):
+            if path is not None:
+                path.write_text(content(records))
+                if not self._quiet:
+                    self.errors.print(f"written: {path}", markup=False)
 
 
-def _subject(
-    script: list[str] | None,
-    model: str | None,
-    workload: str,
-    width: int | None,
-    layers: int,
-    batch: int,
-    sequence: int | None,
-) -> Script | ModelFactory | Workload:
-    """What is measured."""
-    if script:
-        return Script.of(script, is_module=False)
+def _workload(
+    model: str | None, name: str, width: int | None, layers: int, batch: int, sequence: int | None
+) -> ModelFactory | Workload:
     if model is not None:
         return ModelFactory(model)
-    is_resnet = workload == "resnet"
+    is_resnet = name == "resnet"
     return Workload(
-        workload, width or (256 if is_resnet else 512), layers, batch, sequence or (16 if is_resnet else 64)
+        name, width or (256 if is_resnet else 512), layers, batch, sequence or (16 if is_resnet else 64)
     )
 
 
-@dataclass(frozen=True)
-class _How:
-    """The options that decide what is run."""
-
-    recipes: list[gradwire.Recipe]
-    ranks: int
-    subject: Script | ModelFactory | Workload
-    steps: int | None
-    seconds: float
-    bucket_mb: float | None
-    device: str
-
-    def measure(self, rate: str | None, on_progress: Callable[[int, int], None]) -> Record | None:
-        with nullcontext() if rate is None else Lab(self.ranks, rate) as lab:
-            if isinstance(self.subject, Script):
-                return measure_script(
-                    self.subject,
-                    self.recipes,
-                    self.ranks,
-                    num_steps=self.steps,
-                    lab=lab,
-                    on_progress=on_progress,
-                )
-            options: dict[str, Any] = {
-                "num_steps": self.steps,
-                "seconds": self.seconds,
-                "bucket_mb": self.bucket_mb,
-                "small_bucket_mb": _SMALL_BUCKET_MB if self.bucket_mb is None else None,
-                "on_progress": on_progress,
-            }
-            if not _under_torchrun():
-                return measure_steps(
-                    self.recipes, self.ranks, self.subject, device=self.device, lab=lab, **options
-                )
-            device = "cuda" if torch.cuda.is_available() else self.device
-            if device == "cuda":
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            dist.init_process_group("nccl" if device == "cuda" else "gloo")
-            try:
-                return measure_here(self.recipes, self.subject, device=device, **options)
-            finally:
-                dist.destroy_process_group()
+def _measure(
+    subject: Script | Contest,
+    recipes: Sequence[str],
+    ranks: int,
+    steps: int | None,
+    rate: str | None,
+    on_progress: Callable[[int, int], None],
+) -> Record | None:
+    with nullcontext() if rate is None else Lab(ranks, rate) as lab:
+        if isinstance(subject, Script):
+            return measure_script(subject, recipes, ranks, num_steps=steps, lab=lab, on_progress=on_progress)
+        if not _under_torchrun():
+            return measure_steps(subject, ranks, lab=lab, on_progress=on_progress)
+        _join_torchrun(subject.device)
+        try:
+            return measure_here(subject, on_progress=on_progress)
+        finally:
+            dist.destroy_process_group()
 
 
 def _under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _usual_device() -> str:
+    return "cuda" if _under_torchrun() and torch.cuda.is_available() else "cpu"
+
+
+def _join_torchrun(device: str) -> None:
+    """Make the default group of the ranks that torchrun has started."""
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return
+    where = local_gpu(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    torch.cuda.set_device(where)
+    dist.init_process_group("nccl", device_id=where)
 
 
 def _rates(link: str | None) -> list[str | None]:
@@ -262,39 +264,3 @@ def _rates(link: str | None) -> list[str | None]:
     if _under_torchrun():
         raise ValueError("--link makes hosts on this machine; leave torchrun out, or --link")
     return [format_rate(parse_rate(rate)) for rate in link.split(",")]
-
-
-def _check_page(html: str | None) -> None:
-    _check_writable("--html", html)
-    if html is not None:
-        check_plotly()
-
-
-def _check_writable(option: str, name: str | None) -> None:
-    """Raise ValueError now if a measurement could not be written later."""
-    if name is None or name == "-":
-        return
-    path = Path(name)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option}: cannot write {name}")
-
-
-@contextmanager
-def _progress(console: Console, quiet: bool, rate: str | None) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar, or a line of text if nobody watches."""
-    what = "measuring" if rate is None else f"measuring with links of {rate}"
-    if quiet or os.environ.get("RANK", "0") != "0":
-        yield lambda *_: None
-        return
-    if not console.is_terminal:
-        console.print(f"{what} ...")
-        yield lambda *_: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    # Drawn only when a rank reports: a timer would take time from the ranks that it shares cores with.
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task("starting ranks", total=None)
-        progress.refresh()
-        yield lambda num_done, num_steps: progress.update(
-            task, description=what, completed=num_done, total=num_steps, refresh=True
-        )

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
+from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
 from gradwire.lab import Lab, LabUnavailable
 
 _NOT_FOUND = 127
-_INTERRUPTED = 130
 
 
 def lab(
@@ -50,5 +49,5 @@ def lab(
     except OSError as error:
         stop("lab", f"cannot run {command[0]}: {error.strerror}", _NOT_FOUND)
     except KeyboardInterrupt:
-        code = _INTERRUPTED
+        code = INTERRUPTED
     raise typer.Exit(code)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as json_text
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +16,16 @@ from rich.markup import escape
 from rich.table import Table
 
 import gradwire
-from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
+from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop, why_ranks_failed
+from gradwire.cli.options import ALL_RECIPES, Model, Recipes, check_positive
+from gradwire.cli.progress import show_progress
 from gradwire.headroom import ModelFactory
+from gradwire.headroom.records import ALLREDUCE
 from gradwire.headroom.workloads import count_of
 from gradwire.lab import LabUnavailable, format_rate, parse_rate
-from gradwire.planner import Calibration, Cluster, calibrate, predict
+from gradwire.planner import Calibration, Cluster, calibrate, predict, shapes_of, typical_shapes
+from gradwire.planner.plans import can_be_planned
+from gradwire.planner.shapes import Shape
 from gradwire.planner.validation import Comparison, validate
 from gradwire.testing import RanksFailed
 
@@ -30,14 +37,7 @@ def plan(
         float | None,
         typer.Option(metavar="N", help="Of the model, such as 19e6.", show_default=False),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FACTORY",
-            help="Count the parameters of this model instead (see `gradwire headroom --help`).",
-            show_default=False,
-        ),
-    ] = None,
+    model: Model = None,
     compute_ms: Annotated[
         float | None,
         typer.Option(
@@ -51,12 +51,7 @@ def plan(
     bucket_mb: Annotated[
         float | None, typer.Option(metavar="MB", help="DDP's bucket_cap_mb.", show_default="25")
     ] = None,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--recipe", metavar="RECIPE", help="May be given several times. Default: all.", show_default=False
-        ),
-    ] = None,
+    recipe: Recipes = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -74,19 +69,23 @@ def plan(
     """Predict step times, scaling efficiency and bytes of each recipe, for up to thousands of workers.
 
     From each recipe's own bytes and messages, the link, and kernel speeds that
-    are measured on this machine first (seconds for each recipe).
+    are measured on this machine first (a second or two for each recipe).
+    --parameters stands for a transformer of that size; --model has shapes of
+    its own, which low rank depends on.
 
-    Example, for 350 M parameters and a compute time of 400 ms:
+    Examples: 350 M parameters with 400 ms of compute; your own model:
 
-        gradwire plan --parameters 350e6 --compute-ms 400 --nodes 2,16,1024 --link 10gbit
+        gradwire plan --parameters 350e6 --compute-ms 400 --nodes 2,16,1024
 
-    Exit codes: 0; 2 wrong arguments; 1 the calibration failed, or --validate
-    found a prediction that is more than 15 % off.
+        gradwire plan --model mymodels.gpt:make --compute-ms 85 --link 1gbit
+
+    Exit codes: 0; 2 wrong arguments; 130 interrupted; 1 the calibration failed,
+    or --validate found a prediction that is more than 15 % off.
     """
-    names = recipe or [name for name in gradwire.RECIPES if name != "noop"]
     errors = Console(stderr=True, highlight=False)
     try:
-        chosen = [str(gradwire.recipe(name)) for name in names]
+        chosen = _recipes(recipe or ALL_RECIPES)
+        check_positive("--bucket-mb", bucket_mb)
         if validating:
             speeds = _calibration(calibration, chosen, errors)
             comparisons = validate(chosen, speeds, lambda what: errors.print(f"measuring {what} ..."))
@@ -94,18 +93,22 @@ def plan(
             raise typer.Exit(FAILED if any(abs(c.error) > _WITHIN for c in comparisons) else 0)
         if compute_ms is None or compute_ms <= 0:
             raise ValueError("--compute-ms must be given, above 0: the time of noop in `gradwire headroom`")
-        num_parameters = _count(parameters, model)
+        shapes = _shapes(parameters, model)
         clusters = [Cluster(n, workers, parse_rate(link), latency_us * 1e-6) for n in _numbers(nodes)]
         speeds = _calibration(calibration, chosen, errors)
         rows = [
-            (cluster, name, predict(name, num_parameters, compute_ms / 1e3, cluster, speeds, bucket_mb))
+            (cluster, name, predict(name, shapes, compute_ms / 1e3, cluster, speeds, bucket_mb))
             for cluster in clusters
-            for name in ("allreduce", *chosen)
+            for name in (ALLREDUCE, *chosen)
         ]
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         stop("plan", str(error), WRONG_ARGUMENTS)
-    except (RanksFailed, LabUnavailable) as error:
+    except RanksFailed as error:
+        stop("plan", f"the measurement failed {why_ranks_failed(error)}", FAILED)
+    except LabUnavailable as error:
         stop("plan", str(error), FAILED)
+    except KeyboardInterrupt:
+        stop("plan", "interrupted", INTERRUPTED)
     if json:
         typer.echo(
             json_text.dumps(
@@ -125,12 +128,15 @@ def plan(
             )
         )
         return
+    num_parameters = count_of(sum(map(math.prod, shapes)))
     title = (
-        f"{count_of(num_parameters)} parameters, {compute_ms:g} ms of compute, links of "
+        f"{num_parameters} parameters, {compute_ms:g} ms of compute, links of "
         f"{format_rate(parse_rate(link))}, {latency_us:g} us"
     )
+    if workers > 1:
+        title += f", {workers} workers on each node"
     table = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for column in ("workers", "recipe", "step ms", "efficiency", "sent per step", "messages"):
+    for column in ("workers", "recipe", "step ms", "efficiency", "a node sends", "messages"):
         table.add_column(column, justify="left" if column == "recipe" else "right")
     for cluster, name, found in rows:
         table.add_row(
@@ -142,19 +148,28 @@ def plan(
             str(found.num_messages),
             end_section=name == chosen[-1],
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"Efficiency: compute over step. Kernel speeds: {speeds.machine}.", markup=False)
 
 
-def _count(parameters: float | None, model: str | None) -> int:
+def _recipes(specs: Sequence[str]) -> list[str]:
+    chosen = [gradwire.recipe(spec) for spec in specs]
+    for each in chosen:
+        if not can_be_planned(each):
+            raise ValueError(f"{each} is several recipes: plan each of them by itself")
+    return [str(each) for each in dict.fromkeys(chosen) if each.exchange.communicates]
+
+
+def _shapes(parameters: float | None, model: str | None) -> list[Shape]:
     if (parameters is None) == (model is None):
         raise ValueError("give --parameters or --model, one of them")
     if model is not None:
-        built = ModelFactory(model).build().model
-        return sum(p.numel() for p in built.parameters() if p.requires_grad)
+        return shapes_of(ModelFactory(model).build().model)
     assert parameters is not None
     if not parameters >= 1:
         raise ValueError(f"--parameters must be at least 1, not {parameters:g}")
-    return int(parameters)
+    return typical_shapes(int(parameters))
 
 
 def _numbers(text: str) -> list[int]:
@@ -167,8 +182,8 @@ def _numbers(text: str) -> list[int]:
 def _calibration(path: Path | None, recipes: list[str], errors: Console) -> Calibration:
     if path is not None and path.exists():
         return Calibration.from_json(path.read_text())
-    errors.print("measuring the speed of the recipes on this machine ...")
-    found = calibrate(recipes)
+    with show_progress(errors, "measuring the speed of the recipes") as on_progress:
+        found = calibrate(recipes, on_progress)
     if path is not None:
         path.write_text(found.to_json())
     return found

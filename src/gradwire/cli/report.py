@@ -12,15 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
+from gradwire.cli.options import Html
 from gradwire.headroom import Record, give_verdict, read_records, step_table
 from gradwire.report import ReportUnavailable, render_page
 
 
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What --json wrote.")],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page with charts; needs gradwire[report].")
-    ] = None,
+    html: Html = None,
 ) -> None:
     """Show saved measurements, and compare several: before and after, here and there.
 

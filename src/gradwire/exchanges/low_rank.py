@@ -14,7 +14,7 @@ from gradwire import ops
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.matrices import Batch, Plan, plan_of
-from gradwire.exchanges.one_shot import sum_bytes, sum_values
+from gradwire.exchanges.one_shot import one_round_pays, sum_bytes, sum_values
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.layout import BucketLayout, Slot
@@ -105,13 +105,24 @@ class LowRank:
             return 0
         if not plan.batches or (step is not None and step < self.start) or layout.dtype.is_complex:
             return _PLAIN.wire_bytes(layout.numel, layout.dtype, rank, world_size)
+        sums = self._num_summed(plan, step or 0)
+        return sum(sum_bytes(numel, work, rank, world_size) for numel in sums)
+
+    def bucket_rounds(self, layout: BucketLayout, world_size: int, step: int | None = None) -> int:
+        """How many messages this rank sends to each other rank, by default in a step that compresses."""
+        plan, work = self.plan(layout), torch.promote_types(layout.dtype, torch.float32)
+        if not plan.batches or (step is not None and step < self.start) or layout.dtype.is_complex:
+            return 2
+        sums = self._num_summed(plan, step or 0)
+        return sum(1 if one_round_pays(numel * work.itemsize, world_size) else 2 for numel in sums)
+
+    def _num_summed(self, plan: Plan, step: int) -> list[int]:
+        """How many values each sum over ranks has, in a step that compresses."""
         extra = plan.num_matrices + plan.num_plain
-        sides = {"left": plan.left.numel, "right": plan.right.numel}
         if self.num_rounds == 2:
-            rounds = [sides["left"] + extra, sides["right"]]
-        else:
-            rounds = [sides[self._found(step or 0)] + extra]
-        return sum(sum_bytes(numel, work, rank, world_size) for numel in rounds)
+            return [plan.left.numel + extra, plan.right.numel]
+        found = plan.left if self._found(step) == "left" else plan.right
+        return [found.numel + extra]
 
     def _found(self, step: int) -> Side:
         """With one round, the side that this step finds."""

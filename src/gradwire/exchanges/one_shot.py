@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.two_shot import TwoShot
+from gradwire.exchanges.two_shot import TwoShot, average_alone
 from gradwire.ops import Seed
 from gradwire.transport import gather
 
@@ -23,8 +23,15 @@ def sum_values(values: Tensor, context: Context) -> None:
     """Replace ``values`` by the sum over ranks of ``values * scale``, in rank order, in one round or two."""
     group = context.group
     num_bytes = values.numel() * values.element_size()
-    if group.size == 1 or group.native_sum is not None or not one_round_pays(num_bytes, group.size):
-        _TWO_SHOT.run(values, context)
+    if group.size == 1:
+        average_alone(values, None, context)
+        return
+    if group.native_sum is not None:
+        group.native_sum(values.mul_(context.scale))
+        return
+    if not one_round_pays(num_bytes, group.size):
+        # Not `run`, which would take the bucket's residuals for those of these values.
+        _TWO_SHOT.average(values, None, context)
         return
     stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     arriving = context.scratch.bytes("arriving", group.size * stride, values.device).view(group.size, stride)

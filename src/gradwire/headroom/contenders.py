@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.headroom.workloads import Buildable
+from gradwire.headroom.contest import Contest, Entry, Found, Outcome
+from gradwire.headroom.verdict import MAX_ERROR
+from gradwire.headroom.workloads import Built
 from gradwire.testing.ranks import time_limit
 
 _Number = TypeVar("_Number", int, float)
@@ -34,110 +37,85 @@ _MIN_STEPS, _MAX_STEPS = 8, 24
 TURN_LIMIT_S = 600.0
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What one row measures: plain DDP (None) or a recipe, with buckets of a size."""
-
-    recipe: gradwire.Recipe | None
-    bucket_mb: float | None
-    """None is DDP's own default."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all ranks measure together."""
-
-    recipes: tuple[gradwire.Recipe | None, ...]
-    workload: Buildable
-    num_steps: int | None
-    """Timed steps of each row; None for as many as `seconds` allow."""
-    seconds: float
-    bucket_mb: float | None
-    small_bucket_mb: float | None
-    """Buckets to try plain DDP and the best recipe with as well; None for not."""
-    device: str = "cpu"
-
-
-@dataclass
-class Found:
-    """What one rank found about one row. None stands for what cannot be known."""
-
-    entry: Entry
-    times_s: list[float] = field(default_factory=list)
-    bytes_per_step: int | None = None
-    num_messages: int | None = None
-    wait_ms: float | None = None
-    work_ms: float | None = None
-    gradient_error: float | None = None
-
-
-@dataclass
-class Outcome:
-    """What one rank found in all."""
-
-    rows: list[Found]
-    num_threads: int
-    backend: str
-    device: str
-    gradient_bytes: int
-
-
 class _Contender:
     """One row: its model and what is attached to that."""
 
-    def __init__(self, plan: Plan, entry: Entry, group: dist.ProcessGroup, device: torch.device) -> None:
-        torch.manual_seed(0)
-        built = plan.workload.build().to(device)
+    def __init__(self, entry: Entry, built: Built, group: dist.ProcessGroup, device: torch.device) -> None:
         self.found = Found(entry)
         self.model = DistributedDataParallel(built.model, bucket_cap_mb=entry.bucket_mb, process_group=group)
-        torch.manual_seed(1 + dist.get_rank())
-        # Each rank its own batch; the weights are the same.
-        self.built = replace(built, batch=plan.workload.build().to(device).batch)
         self.wire = None if entry.recipe is None else gradwire.attach(self.model, entry.recipe)
         if self.wire is not None and not self.wire.attached:
             raise RuntimeError(
                 f"{entry.recipe} was not attached, so it cannot be measured: unset GRADWIRE_DISABLE"
             )
+        self._built = built
         self._device = device
 
     def step(self) -> float:
         """Seconds that one step takes; without an optimizer, whose time is the same for all rows."""
         begin = time.perf_counter()
         self.model.zero_grad()
-        self.built.step_loss(self.model).backward()
+        self._built.step_loss(self.model).backward()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - begin
 
-    def gradients(self) -> Tensor:
-        """All of them, as one vector."""
-        return torch.cat([p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None])
-
-    def conclude(self, exact: Tensor) -> Found:
-        """Add to the times what the wire counted, and how far its average is from the exact one."""
+    def conclude(self) -> Found:
+        """Add to the times what the wire counted."""
         if self.wire is not None:
             steps = self.wire.stats().steps
-            buckets = steps[-1].buckets
-            self.found.bytes_per_step = _total([b.bytes_sent for b in buckets])
-            self.found.num_messages = _total([b.num_messages for b in buckets])
+            # Of the two last, as recipes may send one thing in even steps and another in odd ones.
+            last = [bucket for step in steps[-2:] for bucket in step.buckets]
+            sent, messages = _total([b.bytes_sent for b in last]), _total([b.num_messages for b in last])
+            self.found.bytes_per_step = None if sent is None else sent // len(steps[-2:])
+            self.found.num_messages = None if messages is None else messages // len(steps[-2:])
             self.found.wait_ms = _typical([_total([b.wait_ms for b in s.buckets]) for s in steps[2:]])
             self.found.work_ms = _typical([_total([b.work_ms for b in s.buckets]) for s in steps[2:]])
-            norm = float(exact.norm())
-            self.found.gradient_error = float((self.gradients() - exact).norm()) / norm if norm else None
             self.wire.detach()
         return self.found
 
 
-def measure(rank: int, plan: Plan, on_progress: Callable[[int, int], None]) -> Outcome:
-    """Time the plan's rows, taking turns; on every rank of the default group at once."""
+class _Arena:
+    """Makes contenders that differ in nothing but their entries."""
+
+    def __init__(self, contest: Contest) -> None:
+        self._workload = contest.workload
+        self._group, self._device = _open_group(contest.device)
+        # Each rank its own batch; DDP gives all ranks the weights of the first.
+        torch.manual_seed(1 + dist.get_rank())
+        self._batch = self._build().batch
+
+    def make(self, entry: Entry) -> _Contender:
+        torch.manual_seed(0)
+        built = replace(self._build(), batch=self._batch)
+        return _Contender(entry, built, self._group, self._device)
+
+    def _build(self) -> Built:
+        return self._workload.build().to(self._device)
+
+    def describe(self, rows: list[_Contender]) -> Outcome:
+        is_cuda = self._device.type == "cuda"
+        return Outcome(
+            rows=[row.conclude() for row in rows],
+            num_threads=torch.get_num_threads(),
+            backend=dist.get_backend(self._group),
+            device=torch.cuda.get_device_name(self._device) if is_cuda else self._device.type,
+            gradient_bytes=gradient_bytes(rows[0].model),
+        )
+
+
+def measure(contest: Contest, on_progress: Callable[[int, int], None]) -> Outcome:
+    """Time the contest's rows, taking turns; on every rank of the default group at once."""
     with time_limit(TURN_LIMIT_S):
-        group, device = _open_group(plan.device)
-        rows = [_Contender(plan, Entry(recipe, plan.bucket_mb), group, device) for recipe in plan.recipes]
+        arena = _Arena(contest)
+        rows = [arena.make(Entry(recipe, contest.bucket_mb)) for recipe in contest.rows]
     num_done = 0
     num_in_all = 0
 
-    def take_turn(row: _Contender, num_steps: int) -> list[float]:
+    def take_turn(row: _Contender, num_steps: int, turn: int) -> list[float]:
         nonlocal num_done
+        # The same dropout for all rows, so that they do the same and their gradients can be compared.
+        torch.manual_seed(turn * dist.get_world_size() + dist.get_rank())
         with time_limit(TURN_LIMIT_S):
             dist.barrier()
             times_s = [row.step() for _ in range(num_steps)]
@@ -147,36 +125,50 @@ def measure(rank: int, plan: Plan, on_progress: Callable[[int, int], None]) -> O
 
     def warm_up(row: _Contender) -> float:
         # Of the slowest rank, so that all ranks draw the same conclusions.
-        best_s = torch.tensor(min(take_turn(row, _NUM_WARM_UP_STEPS)[1:]), dtype=torch.float64)
+        best_s = torch.tensor(min(take_turn(row, _NUM_WARM_UP_STEPS - 1, 0)), dtype=torch.float64)
         dist.all_reduce(best_s := best_s.to(_group_device()), dist.ReduceOp.MAX)
         return float(best_s)
 
-    num_in_all = len(rows) * (_NUM_WARM_UP_STEPS + (plan.num_steps or _MAX_STEPS))
+    num_in_all = len(rows) * (_NUM_WARM_UP_STEPS + (contest.num_steps or _MAX_STEPS))
+    for row in rows:
+        take_turn(row, 1, 0)
+        # Plain DDP comes first, and waits with its gradients for the others.
+        row.found.gradient_error = _relative_error(row.model, rows[0].model)
     costs_s = [warm_up(row) for row in rows]
-    small_mb = plan.small_bucket_mb
+    small_mb = contest.small_bucket_mb
     if (
         small_mb is not None
         and dist.get_world_size() > 1
         and gradient_bytes(rows[0].model) > small_mb * 2**20
     ):
-        for recipe in (None, _best(plan.recipes, costs_s)):
+        for recipe in (None, _best(rows, costs_s)):
             entry = Entry(recipe, small_mb)
             if entry not in [row.found.entry for row in rows]:
-                rows.append(_Contender(plan, entry, group, device))
+                rows.append(arena.make(entry))
+                take_turn(rows[-1], 1, 0)
+                # What it sends is the same, but for where blocks begin.
+                (same,) = [row for row in rows[:-1] if row.found.entry.recipe == recipe]
+                rows[-1].found.gradient_error = same.found.gradient_error
                 costs_s.append(warm_up(rows[-1]))
-    num_steps = plan.num_steps or max(_MIN_STEPS, min(_MAX_STEPS, int(plan.seconds / sum(costs_s))))
+    num_steps = contest.num_steps or max(_MIN_STEPS, min(_MAX_STEPS, int(contest.seconds / sum(costs_s))))
     num_in_all = len(rows) * (_NUM_WARM_UP_STEPS + num_steps)
-    for turn, start in enumerate(range(0, num_steps, _STEPS_PER_TURN)):
+    for turn, start in enumerate(range(0, num_steps, _STEPS_PER_TURN), start=1):
         # The same order on all ranks, but another one each time: none always follows the same other.
         for row in random.Random(turn).sample(rows, k=len(rows)):
-            row.found.times_s += take_turn(row, min(_STEPS_PER_TURN, num_steps - start))
+            row.found.times_s += take_turn(row, min(_STEPS_PER_TURN, num_steps - start), turn)
     with time_limit(TURN_LIMIT_S):
         dist.barrier()
-        exact = rows[0].gradients()
-        found = [row.conclude(exact) for row in rows]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    num_bytes = gradient_bytes(rows[0].model)
-    return Outcome(found, torch.get_num_threads(), dist.get_backend(group), name, num_bytes)
+        return arena.describe(rows)
+
+
+def _relative_error(model: nn.Module, exact: nn.Module) -> float | None:
+    """Of all gradients together, in the 2-norm; one parameter at a time, as models may be large."""
+    apart = whole = 0.0
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        if ours.grad is not None and theirs.grad is not None:
+            apart += float((ours.grad.double() - theirs.grad.double()).norm()) ** 2
+            whole += float(theirs.grad.double().norm()) ** 2
+    return math.sqrt(apart / whole) if whole and math.isfinite(apart) else None
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
@@ -184,10 +176,14 @@ def gradient_bytes(model: DistributedDataParallel) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
-def _best(recipes: tuple[gradwire.Recipe | None, ...], costs_s: list[float]) -> gradwire.Recipe | None:
-    ranked = sorted(zip(costs_s, range(len(recipes)), strict=True))
-    communicating = [recipes[i] for _, i in ranked]
-    return next((r for r in communicating if r is not None and r.exchange.communicates), None)
+def _best(rows: list[_Contender], costs_s: list[float]) -> gradwire.Recipe | None:
+    """The fastest recipe that could be recommended."""
+    for _, index in sorted(zip(costs_s, range(len(rows)), strict=True)):
+        found = rows[index].found
+        recipe = found.entry.recipe
+        if recipe is not None and recipe.exchange.communicates and (found.gradient_error or 0) <= MAX_ERROR:
+            return recipe
+    return None
 
 
 def _open_group(device: str) -> tuple[dist.ProcessGroup, torch.device]:
@@ -196,16 +192,22 @@ def _open_group(device: str) -> tuple[dist.ProcessGroup, torch.device]:
     assert default is not None
     if device == "cpu":
         return default, torch.device("cpu")
-    num_devices = torch.cuda.device_count()
-    where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", dist.get_rank())) % num_devices)
+    where = local_gpu(dist.get_rank(), dist.get_world_size())
     torch.cuda.set_device(where)
-    if dist.get_backend() == "nccl":
-        return default, where
-    if dist.get_world_size() > num_devices:
+    return default if dist.get_backend() == "nccl" else dist.new_group(backend="nccl"), where
+
+
+def local_gpu(rank: int, world_size: int) -> torch.device:
+    """The GPU of a rank, which others may use too. To be called before any NCCL group is made."""
+    index, num_sharing, num_devices = rank, world_size, torch.cuda.device_count()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # this machine may be one of several
+        index, num_sharing = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if num_sharing > num_devices:
         # NCCL takes two ranks on one device only if they say that they are on different hosts.
-        os.environ["NCCL_HOSTID"] = str(dist.get_rank())
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return dist.new_group(backend="nccl"), where
+        os.environ.setdefault("NCCL_HOSTID", str(rank))
+        if num_sharing == world_size:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return torch.device("cuda", index % num_devices)
 
 
 def _group_device() -> torch.device:

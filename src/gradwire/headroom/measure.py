@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.agreement import next_meeting
-from gradwire.headroom.contenders import TURN_LIMIT_S, Entry, Found, Outcome, Plan, measure
+from gradwire.headroom.contenders import TURN_LIMIT_S, measure
+from gradwire.headroom.contest import Contest, Entry, Found, Outcome
 from gradwire.headroom.records import ALLREDUCE, Machine, Record, Row
-from gradwire.headroom.workloads import Buildable, Workload, count_of
+from gradwire.headroom.workloads import Workload, count_of
 from gradwire.lab import Lab, format_rate
 from gradwire.testing import run_ranks, send_message
 
@@ -24,66 +25,36 @@ Progress = Callable[[int, int], None]
 
 
 def measure_steps(
-    recipes: Sequence[str | gradwire.Recipe],
-    world_size: int,
-    workload: Buildable,
-    *,
-    num_steps: int | None = None,
-    seconds: float = 40.0,
-    bucket_mb: float | None = None,
-    small_bucket_mb: float | None = None,
-    device: str = "cpu",
-    lab: Lab | None = None,
-    on_progress: Progress | None = None,
+    contest: Contest, world_size: int, *, lab: Lab | None = None, on_progress: Progress | None = None
 ) -> Record:
-    """Time the recipes, plain DDP and no communication, taking turns in one run.
+    """Time the contest's recipes, plain DDP and no communication, taking turns in one run.
 
     Args:
-        recipes: what to measure beside plain DDP and noop; a recipe that comes twice is measured once.
+        contest: what to measure.
         world_size: number of ranks, all on this machine, each with one thread.
-        workload: what a step computes.
-        num_steps: timed steps of each row; by default as many as fit in ``seconds``, from 8 to 24.
-        seconds: how long to measure, about; warming up comes on top.
-        bucket_mb: DDP's ``bucket_cap_mb``; by default DDP's own.
-        small_bucket_mb: buckets to try plain DDP and the best recipe with as well.
-        device: ``"cuda"`` runs the ranks on this machine's GPUs, over NCCL; ranks may share one.
         lab: where the ranks run; by default on this machine and its loopback.
         on_progress: called with ``(steps done, steps in all)`` of all rows together.
 
-    Raises:
-        ValueError: there is no such recipe, or a number is below what makes sense.
-        RanksFailed: a rank failed; the text says why.
+    Raises RanksFailed when a rank fails; the text says why.
     """
-    plan = make_plan(recipes, workload, num_steps, seconds, bucket_mb, small_bucket_mb, device)
 
     def on_message(rank: int, progress: tuple[int, int]) -> None:
         if on_progress is not None:
             on_progress(*progress)
 
     # Each turn has its own limit, kept by the ranks; this one is never reached before those.
-    timeout = TURN_LIMIT_S * (4 + 30 * len(plan.recipes))
-    outcomes = run_ranks(_measure_rank, world_size, timeout, args=(plan,), on_message=on_message, lab=lab)
-    return to_record(plan, outcomes, lab=lab, one_machine=True)
+    timeout = TURN_LIMIT_S * (4 + 30 * len(contest.rows))
+    outcomes = run_ranks(_measure_rank, world_size, timeout, args=(contest,), on_message=on_message, lab=lab)
+    return to_record(contest, outcomes, lab=lab, one_machine=True)
 
 
-def measure_here(
-    recipes: Sequence[str | gradwire.Recipe],
-    workload: Buildable,
-    *,
-    num_steps: int | None = None,
-    seconds: float = 40.0,
-    bucket_mb: float | None = None,
-    small_bucket_mb: float | None = None,
-    device: str = "cpu",
-    on_progress: Progress | None = None,
-) -> Record | None:
+def measure_here(contest: Contest, *, on_progress: Progress | None = None) -> Record | None:
     """`measure_steps` on the ranks of the default process group, which every one of them calls.
 
     Returns the record on rank 0 and None on the others.
     """
-    plan = make_plan(recipes, workload, num_steps, seconds, bucket_mb, small_bucket_mb, device)
     rank, size = dist.get_rank(), dist.get_world_size()
-    outcome = measure(rank, plan, on_progress or (lambda *_: None))
+    outcome = measure(contest, on_progress or (lambda *_: None))
     # As text through the store: nothing is unpickled that came over a network.
     assert dist.group.WORLD is not None
     store, meeting = dist.group.WORLD.get_group_store(), next_meeting(dist.group.WORLD)
@@ -103,43 +74,18 @@ def measure_here(
         outcomes.append(dataclasses.replace(outcome, rows=rows))
     store.set(f"{meeting}/read", "")
     one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == str(size)
-    return to_record(plan, outcomes, lab=None, one_machine=one_machine)
+    return to_record(contest, outcomes, lab=None, one_machine=one_machine)
 
 
-def make_plan(
-    recipes: Sequence[str | gradwire.Recipe],
-    workload: Buildable,
-    num_steps: int | None,
-    seconds: float,
-    bucket_mb: float | None,
-    small_bucket_mb: float | None,
-    device: str,
-) -> Plan:
-    """What to measure; ValueError where it makes no sense."""
-    if num_steps is not None and num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, not {num_steps}")
-    for name, value in {"bucket_mb": bucket_mb, "small_bucket_mb": small_bucket_mb}.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0, not {value}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no CUDA device here; leave out --device cuda")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"the device is cpu or cuda, not {device!r}")
-    chosen = dict.fromkeys(map(gradwire.recipe, recipes))
-    chosen.pop(gradwire.noop(), None)
-    rows = (None, *chosen, gradwire.noop())
-    return Plan(rows, workload, num_steps, seconds, bucket_mb, small_bucket_mb, device)
+def _measure_rank(rank: int, contest: Contest) -> Outcome:
+    return measure(contest, lambda *progress: send_message(progress) if rank == 0 else None)
 
 
-def _measure_rank(rank: int, plan: Plan) -> Outcome:
-    return measure(rank, plan, lambda *progress: send_message(progress) if rank == 0 else None)
-
-
-def to_record(plan: Plan, outcomes: list[Outcome], *, lab: Lab | None, one_machine: bool) -> Record:
+def to_record(contest: Contest, outcomes: list[Outcome], *, lab: Lab | None, one_machine: bool) -> Record:
     """Every rank's outcome, made one."""
     first = outcomes[0]
-    described = str(plan.workload)
-    if not isinstance(plan.workload, Workload):
+    described = str(contest.workload)
+    if not isinstance(contest.workload, Workload):
         described += f", {count_of(first.gradient_bytes / 4)} parameters"
     rows = [_row([o.rows[i] for o in outcomes], first.gradient_bytes) for i in range(len(first.rows))]
     noop_last = sorted(rows, key=lambda row: row.recipe == str(gradwire.noop()))
@@ -150,7 +96,7 @@ def to_record(plan: Plan, outcomes: list[Outcome], *, lab: Lab | None, one_machi
         backend=first.backend,
         device=first.device,
         interleaved=True,
-        bucket_mb=plan.bucket_mb,
+        bucket_mb=contest.bucket_mb,
         workload=described,
         gradient_bytes=first.gradient_bytes,
         rows=tuple(noop_last),

@@ -1,19 +1,13 @@
-"""What a measurement found, with its conditions: values that go to a file and come back the same."""
+"""What a measurement found, with its conditions."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-SCHEMA_VERSION = 2
 
 ALLREDUCE = "allreduce"
 """The row of plain DDP, without any hook."""
@@ -40,7 +34,7 @@ class Row:
     work_ms: float | None = None
     """A step's encoding, summing and decoding, most of it beside the backward pass."""
     gradient_error: float | None = None
-    """Of the averaged gradient, relative, in the 2-norm."""
+    """Of the first step's averaged gradient, relative, in the 2-norm."""
 
     def __post_init__(self) -> None:
         if not self.samples_ms:
@@ -169,95 +163,3 @@ class Record:
         if row.wait_ms is not None and row.work_ms:
             working = rest * row.work_ms / (row.wait_ms + row.work_ms)
         return compute, rest - working, working
-
-    def to_json(self) -> str:
-        """The record as JSON; medians and spreads are there for the reader, samples are what counts."""
-        fields = dataclasses.asdict(self)
-        for row, row_fields in zip(self.rows, fields["rows"], strict=True):
-            row_fields.update(step_ms=row.step_ms, spread_ms=row.spread_ms)
-        return json.dumps({"schema_version": SCHEMA_VERSION, **fields}, indent=2, allow_nan=False) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> Record:
-        """The record that `to_json` wrote. Raises ValueError that says what is wrong with the text."""
-        (record, *others) = read_records(text)
-        if others:
-            raise ValueError(f"this file has {1 + len(others)} records, of a sweep over links")
-        return record
-
-
-def write_records(records: Sequence[Record]) -> str:
-    """One record as itself, several as a list."""
-    if len(records) == 1:
-        return records[0].to_json()
-    return "[" + ",".join(record.to_json() for record in records) + "]\n"
-
-
-def read_records(text: str) -> list[Record]:
-    """What `write_records` wrote. Raises ValueError that says what is wrong with the text."""
-    try:
-        data = json.loads(text)
-        items = data if isinstance(data, list) and data else [data]
-        versions = [_take(item, "schema_version", int) for item in items]
-        if set(versions) == {SCHEMA_VERSION}:
-            return [_read_record(item) for item in items]
-    except ValueError as error:  # JSONDecodeError is one
-        raise ValueError(f"not a headroom record: {error}") from None
-    raise ValueError(
-        f"this headroom record has schema version {versions[0]}, and this gradwire reads version "
-        f"{SCHEMA_VERSION}: read it with the gradwire that wrote it, "
-        f"{items[0].get('gradwire_version', 'unknown')}"
-    )
-
-
-def _read_record(data: object) -> Record:
-    machine = _take(data, "machine", dict)
-    return Record(
-        gradwire_version=_take(data, "gradwire_version", str),
-        torch_version=_take(data, "torch_version", str),
-        date=_take(data, "date", str),
-        machine=Machine(
-            _take(machine, "cpu", str), _take(machine, "num_cores", int), _take(machine, "platform", str)
-        ),
-        world_size=_take(data, "world_size", int),
-        threads_per_rank=_take(data, "threads_per_rank", int),
-        backend=_take(data, "backend", str),
-        device=_take(data, "device", str),
-        link=_take(data, "link", str, None),
-        one_machine=_take(data, "one_machine", bool),
-        interleaved=_take(data, "interleaved", bool),
-        bucket_mb=_take(data, "bucket_mb", float, int, None),
-        workload=_take(data, "workload", str),
-        gradient_bytes=_take(data, "gradient_bytes", int),
-        rows=tuple(map(_read_row, _take(data, "rows", list))),
-    )
-
-
-def _read_row(data: object) -> Row:
-    samples = _take(data, "samples_ms", list)
-    if not all(type(ms) in (int, float) for ms in samples):
-        raise ValueError("'samples_ms' must be a list of numbers")
-    return Row(
-        recipe=_take(data, "recipe", str),
-        samples_ms=tuple(map(float, samples)),
-        bytes_per_step=_take(data, "bytes_per_step", int, None),
-        bucket_mb=_take(data, "bucket_mb", float, int, None),
-        num_messages=_take(data, "num_messages", int, None),
-        wait_ms=_take(data, "wait_ms", float, int, None),
-        work_ms=_take(data, "work_ms", float, int, None),
-        gradient_error=_take(data, "gradient_error", float, int, None),
-    )
-
-
-def _take(data: object, key: str, *kinds: type | None) -> Any:
-    """``data[key]`` if it is of one of the kinds; None stands for null."""
-    if not isinstance(data, dict):
-        raise ValueError(f"an object with {key!r} was expected, not {json.dumps(data)[:40]}")
-    if key not in data:
-        raise ValueError(f"{key!r} is missing")
-    value = data[key]
-    # By type(), as isinstance() takes True for an int.
-    if (None if value is None else type(value)) not in kinds:
-        expected = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
-        raise ValueError(f"{key!r} must be {expected}, not {json.dumps(value)[:40]}")
-    return value

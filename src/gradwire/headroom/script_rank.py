@@ -73,20 +73,25 @@ def main() -> None:
 
 
 def _describe(attachments: Attachments) -> dict[str, Any]:
-    """What the wires of all models sent in their last step, together."""
-    steps = [a.wire.stats().steps[-1] for a in attachments.made if a.wire.stats().steps]
+    """What the wires of all models sent in a step, together: the mean of their last two."""
+    # Recipes may send one thing in even steps and another in odd ones.
+    steps = [step for a in attachments.made for step in a.wire.stats().steps[-2:]]
     buckets = [bucket for step in steps for bucket in step.buckets]
+    num_steps = max(1, len({step.step for step in steps}))
     layouts = [layout for a in attachments.made for layout in a.wire.layout()]
 
-    def total(figures: list[Any]) -> Any:
-        return None if None in figures else sum(figures)
+    def mean(figures: list[Any]) -> Any:
+        return None if None in figures else sum(figures) / num_steps
+
+    def count(figures: list[Any]) -> Any:
+        return None if None in figures else sum(figures) // num_steps
 
     return {
         "num_models": len(attachments.made) - attachments.num_given_way,
-        "bytes_per_step": total([b.bytes_sent for b in buckets]),
-        "num_messages": total([b.num_messages for b in buckets]),
-        "wait_ms": total([b.wait_ms for b in buckets]),
-        "work_ms": total([b.work_ms for b in buckets]),
+        "bytes_per_step": count([b.bytes_sent for b in buckets]),
+        "num_messages": count([b.num_messages for b in buckets]),
+        "wait_ms": mean([b.wait_ms for b in buckets]),
+        "work_ms": mean([b.work_ms for b in buckets]),
         "gradient_bytes": sum(layout.numel * layout.dtype.itemsize for layout in layouts),
     }
 

@@ -17,9 +17,10 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 import gradwire
-from gradwire.headroom.measure import conditions, make_plan, ring_bytes, slowest_ms
+from gradwire.headroom.contest import rows_of
+from gradwire.headroom.measure import conditions, ring_bytes, slowest_ms
 from gradwire.headroom.records import ALLREDUCE, Record, Row
-from gradwire.headroom.workloads import Workload, count_of
+from gradwire.headroom.workloads import count_of
 from gradwire.lab import Lab
 from gradwire.scripts import Script
 
@@ -58,13 +59,13 @@ def measure_script(
     Returns the record; None under torchrun on other ranks than 0. Raises ValueError for recipes that
     there are not, and `ScriptFailed`.
     """
-    plan = make_plan(recipes, Workload(), num_steps, 0.0, None, None, "cpu")
+    compared = rows_of(recipes)
     num_steps = num_steps or _DEFAULT_NUM_STEPS
     launcher = _Torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else _Local(world_size, lab)
     found: list[list[dict[str, Any]]] = []
-    for index, recipe in enumerate(plan.recipes):
+    for index, recipe in enumerate(compared):
         if on_progress is not None:
-            on_progress(index, len(plan.recipes))
+            on_progress(index, len(compared))
         name = ALLREDUCE if recipe is None else str(recipe)
         task = {
             "recipe": None if recipe is None else name,
@@ -78,13 +79,13 @@ def measure_script(
             _check(name, script, ranks, _NUM_WARM_UP_STEPS + num_steps)
             found.append(ranks)
     if on_progress is not None:
-        on_progress(len(plan.recipes), len(plan.recipes))
+        on_progress(len(compared), len(compared))
     if not found:
         return None
     world_size, first = len(found[0]), found[0][0]
     gradient_bytes = found[-1][0]["gradient_bytes"]
     rows = []
-    for recipe, ranks in zip(plan.recipes, found, strict=True):
+    for recipe, ranks in zip(compared, found, strict=True):
         times = [rank["times_s"][_NUM_WARM_UP_STEPS:] for rank in ranks]
         sent: int | None = ring_bytes(gradient_bytes, world_size)
         if recipe is not None:

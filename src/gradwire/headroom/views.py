@@ -3,41 +3,49 @@
 from __future__ import annotations
 
 from rich import box
+from rich.console import Group
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from gradwire.headroom.records import NOOP, Record, Row
+from gradwire.headroom.records import ALLREDUCE, NOOP, Record, Row
+
+COLUMNS = ("recipe", "step ms", "p10-p90", "sent/step", "gain", "comm.", "error")
 
 
-def step_table(record: Record) -> Table:
+def step_table(record: Record) -> Group:
     """A row per recipe: step time, spread, bytes, gain over plain DDP, share of communication."""
-    table = Table(
-        title=escape(_title(record)), caption=_caption(record), box=box.SIMPLE, title_justify="left"
-    )
-    table.caption_justify = "left"
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("step ms", justify="right")
-    table.add_column("p10-p90", justify="right")
-    table.add_column("sent/step", justify="right")
-    table.add_column("gain", justify="right")
-    table.add_column("comm.", justify="right")
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for title in COLUMNS:
+        table.add_column(title, justify="left" if title == "recipe" else "right", no_wrap=True)
     for row in record.rows:
-        cells = map(escape, _cells(record, row))
+        cells = map(escape, cells_of(record, row))
         table.add_row(*cells, style="dim" if row.recipe == NOOP else None)
-    return table
+    return Group(Text(_title(record)), table, Text("\n".join(notes_on(record)), style="dim"))
 
 
-def _cells(record: Record, row: Row) -> tuple[str, ...]:
+def cells_of(record: Record, row: Row) -> tuple[str, ...]:
+    """A row as text, in the order of the columns."""
     low, high = row.spread_ms
     return (
         record.label(row),
-        f"{row.step_ms:.1f}",
-        f"{low:.1f}-{high:.1f}",
+        _ms(row.step_ms),
+        f"{_ms(low)}-{_ms(high)}",
         "unknown" if row.bytes_per_step is None else decimal(row.bytes_per_step),
         f"{record.gain(row):.2f}x",
         "-" if row.recipe == NOOP else f"{record.communication_share(row):.0%}",
+        "-" if row.recipe in (ALLREDUCE, NOOP) else _percent(row.gradient_error),
     )
+
+
+def _percent(part: float | None) -> str:
+    """To two digits, of which the second is not worth having above 10 %."""
+    return "-" if part is None else f"{part:.0%}" if part > 0.1 else f"{100 * part:.2g}%"
+
+
+def _ms(time: float) -> str:
+    return f"{time:.1f}" if time < 1000 else f"{time:.0f}"
 
 
 def _title(record: Record) -> str:
@@ -50,13 +58,15 @@ def _title(record: Record) -> str:
     )
 
 
-def _caption(record: Record) -> str:
+def notes_on(record: Record) -> list[str]:
+    """What the columns mean, and what to bear in mind."""
     num_threads = record.world_size * record.threads_per_rank
     what = "forward and backward" if record.interleaved else "from one optimizer step to the next"
     notes = [
         f"Step: {what}, median of {len(record.allreduce.samples_ms)}, the slowest rank's time.",
         "Gain: over allreduce (plain DDP). Comm.: the part that noop does without.",
         "Sent: by one rank; counted, for allreduce computed (what a ring sends).",
+        "Error: of the first step's averaged gradient, relative to plain DDP's.",
     ]
     if not record.interleaved:
         notes.append("Rows ran one after the other, so a slow minute may have hit one of them alone.")
@@ -66,4 +76,4 @@ def _caption(record: Record) -> str:
         notes.append(
             f"{num_threads} threads share {record.machine.num_cores} cores, so ranks also wait for the CPU."
         )
-    return "\n".join(notes)
+    return notes

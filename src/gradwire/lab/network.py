@@ -103,6 +103,8 @@ class Lab:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
+            # Else NCCL sees that hosts share a machine, and goes around their links.
+            "NCCL_HOSTID": f"gradwire-lab-{host}",
             # As torchrun does, for hosts that share this machine's cores.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             # torch warns at each connection of hosts that have no name server.

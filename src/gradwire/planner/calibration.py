@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.headroom.records import ALLREDUCE, Machine
 from gradwire.planner.cost import Costs
-from gradwire.testing import run_ranks
+from gradwire.stats import BucketStats
+from gradwire.testing import run_ranks, send_message
 
-_LARGE, _SMALL = 6_553_600, 1024  # values: DDP's bucket of 25 MB, and next to nothing
-_NUM_STEPS = {_LARGE: 10, _SMALL: 60}
-_TIMEOUT_S = 300.0
-_SCHEMA_VERSION = 1
+# Matrices, as most parameters are, and their side: DDP's bucket of 25 MB, and next to nothing.
+_LARGE, _SMALL = (25, 512), (1, 32)
+_NUM_STEPS = {_LARGE: 12, _SMALL: 60}
+_TIMEOUT_S = 600.0
+_SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,20 @@ class Calibration:
 def calibrate(
     recipes: Sequence[str | gradwire.Recipe], on_progress: Callable[[int, int], None] | None = None
 ) -> Calibration:
-    """Measure the costs of plain DDP's allreduce and of each recipe on this machine; seconds each.
+    """Measure the costs of plain DDP's allreduce and of each recipe on this machine; a second or two each.
 
-    Raises ValueError if there is no such recipe, and RanksFailed if a rank fails.
+    Calls ``on_progress`` with ``(recipes done, recipes in all)``. Raises ValueError if there is no such
+    recipe, and RanksFailed if a rank fails.
     """
     chosen = [r for r in dict.fromkeys(map(gradwire.recipe, recipes)) if r.exchange.communicates]
-    costs = {}
-    for index, recipe in enumerate([None, *chosen]):
+
+    def on_message(rank: int, num_done: int) -> None:
         if on_progress is not None:
-            on_progress(index, 1 + len(chosen))
-        found = run_ranks(_measure, 2, _TIMEOUT_S, args=(recipe,))
-        costs[ALLREDUCE if recipe is None else str(recipe)] = _mean(found)
+            on_progress(num_done, 1 + len(chosen))
+
+    found = run_ranks(_measure, 2, _TIMEOUT_S, args=((None, *chosen), _NUM_STEPS), on_message=on_message)
+    names = [ALLREDUCE, *map(str, chosen)]
+    costs = {name: _mean(list(ranks)) for name, *ranks in zip(names, *found, strict=True)}
     return Calibration(str(Machine.here()), torch.__version__, costs)
 
 
@@ -75,61 +79,86 @@ def _mean(found: list[Costs]) -> Costs:
 # --- inside a rank ---
 
 
-class _OneBucket(nn.Module):
-    """A model whose backward is next to nothing and whose gradient is as large as wanted."""
+class _Matrices(nn.Module):
+    """A model whose backward is next to nothing and whose gradient is what it is given."""
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, count: int, side: int) -> None:
         super().__init__()
-        # A matrix, as most parameters are: low-rank recipes leave vectors alone.
-        self.values = nn.Parameter(torch.randn(numel // 256, 256) / 256)
+        self.matrices = nn.ParameterList(torch.zeros(side, side) for _ in range(count))
 
-    def forward(self, scale: Tensor) -> Tensor:
-        out: Tensor = (self.values * scale).sum()
-        return out
+    def forward(self, gradient: Tensor) -> Tensor:
+        products = [(matrix * part).sum() for matrix, part in zip(self.matrices, gradient, strict=True)]
+        return torch.stack(products).sum()
 
 
-def _measure(rank: int, recipe: gradwire.Recipe | None) -> Costs:
-    large, small = (_exchange(recipe, numel) for numel in (_LARGE, _SMALL))
-    rounds = small["num_messages"]
-    message_ms = small["elapsed_ms"] / rounds  # one to the one peer in each round
-    moving_ms = max(0.0, large["elapsed_ms"] - large["work_ms"] - small["elapsed_ms"])
-    return Costs(
-        work_ns_per_value=1e6 * large["work_ms"] / _LARGE,
-        copy_ns_per_byte=1e6 * moving_ms / large["bytes_sent"],
-        rounds_per_bucket=rounds,
-        ms_per_message=message_ms,
+def _measure(
+    rank: int, recipes: Sequence[gradwire.Recipe | None], num_steps: dict[tuple[int, int], int]
+) -> list[Costs]:
+    costs = []
+    for number, recipe in enumerate(recipes):
+        large, small = (_exchange(recipe, size, num_steps[size]) for size in (_LARGE, _SMALL))
+        rounds = small.num_messages  # to the one peer
+        moving_ms = max(0.0, large.wait_ms - small.elapsed_ms)
+        costs.append(
+            Costs(
+                work_ns_per_value=1e6 * large.work_ms / (_LARGE[0] * _LARGE[1] ** 2),
+                copy_ns_per_byte=1e6 * moving_ms / large.bytes_sent,
+                rounds_per_bucket=rounds,
+                ms_per_message=small.elapsed_ms / rounds,
+            )
+        )
+        if rank == 0:
+            send_message(number + 1)
+    return costs
+
+
+@dataclass(frozen=True)
+class _Averaging:
+    """What it takes to average one bucket."""
+
+    work_ms: float
+    wait_ms: float
+    bytes_sent: float
+    num_messages: float
+
+    @property
+    def elapsed_ms(self) -> float:
+        return self.work_ms + self.wait_ms
+
+
+def _exchange(recipe: gradwire.Recipe | None, size: tuple[int, int], num_steps: int) -> _Averaging:
+    """Medians over a few averagings of one bucket."""
+    count, side = size
+    numel = count * side**2
+    torch.manual_seed(dist.get_rank())
+    gradient = torch.randn(count, side, side)
+    if recipe is None:
+        # A ring's own sums are part of what it takes to move its bytes.
+        elapsed_ms = statistics.median([_time_allreduce(gradient) for _ in range(num_steps)][1:])
+        return _Averaging(0.0, elapsed_ms, 4 * numel, 2)
+    model = DistributedDataParallel(_Matrices(count, side), bucket_cap_mb=1000)
+    with gradwire.attach(model, recipe) as wire:
+        for _ in range(num_steps):
+            dist.barrier()
+            model.zero_grad()
+            model(gradient).backward()
+        steps = [step.buckets for step in wire.stats().steps[2:]]
+    # Two at a time, as recipes may do one thing in even steps and another in odd ones.
+    pairs = [(*one, *other) for one, other in zip(steps[::2], steps[1::2], strict=True)]
+
+    def typical(figure: Callable[[BucketStats], float | None]) -> float:
+        return statistics.median(sum(figure(b) or 0.0 for b in pair) / 2 for pair in pairs)
+
+    return _Averaging(
+        work_ms=typical(lambda b: b.work_ms),
+        wait_ms=typical(lambda b: b.wait_ms),
+        bytes_sent=typical(lambda b: b.bytes_sent),
+        num_messages=typical(lambda b: b.num_messages),
     )
 
 
-def _exchange(recipe: gradwire.Recipe | None, numel: int) -> dict[str, Any]:
-    """Medians over a few averagings of one bucket."""
-    if recipe is None:
-        values, elapsed = torch.randn(numel), []
-        for _ in range(_NUM_STEPS[numel]):
-            dist.barrier()
-            begin = time.perf_counter()
-            dist.all_reduce(values)
-            elapsed.append(1e3 * (time.perf_counter() - begin))
-        # A ring's own sums are part of what it takes to move its bytes.
-        return {
-            "elapsed_ms": statistics.median(elapsed[1:]),
-            "work_ms": 0.0,
-            "bytes_sent": 4 * numel,
-            "num_messages": 2,
-        }
-    torch.manual_seed(dist.get_rank())
-    model = DistributedDataParallel(_OneBucket(numel), bucket_cap_mb=1000)
-    with gradwire.attach(model, recipe) as wire:
-        for _ in range(_NUM_STEPS[numel]):
-            dist.barrier()
-            model.zero_grad()
-            model(torch.randn(numel // 256, 256)).backward()
-        steps = [step.buckets for step in wire.stats().steps[1:]]
-    work_ms = statistics.median(sum(b.work_ms or 0.0 for b in buckets) for buckets in steps)
-    wait_ms = statistics.median(sum(b.wait_ms or 0.0 for b in buckets) for buckets in steps)
-    return {
-        "elapsed_ms": work_ms + wait_ms,
-        "work_ms": work_ms,
-        "bytes_sent": sum(b.bytes_sent or 0 for b in steps[-1]),
-        "num_messages": sum(b.num_messages or 0 for b in steps[-1]),
-    }
+def _time_allreduce(values: Tensor) -> float:
+    dist.barrier()
+    begin = time.perf_counter()
+    dist.all_reduce(values)
+    return 1e3 * (time.perf_counter() - begin)

@@ -1,30 +1,20 @@
-"""Costs of recipes as a measured training found them, so that it can be carried to other networks."""
+"""A measured training carried to other networks: its own costs and bytes, on other links and worlds."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
 
 from gradwire.headroom.records import ALLREDUCE, NOOP, Record, Row
 from gradwire.lab import parse_rate
-from gradwire.planner.calibration import Calibration
-from gradwire.planner.cost import Costs
-from gradwire.planner.plans import DEFAULT_BUCKET_MB
+from gradwire.planner.cost import Cluster, Costs, Wire, predict_step
+from gradwire.planner.plans import wire_of
+from gradwire.planner.shapes import Shape, ddp_buckets, typical_shapes
 
 # A loopback's, where the record was taken behind a link that hides its own.
 _COPY_NS_PER_BYTE = 0.7
 _MS_PER_MESSAGE = 0.2
-
-
-def calibration_of(record: Record) -> Calibration:
-    """The costs of the record's recipes, with buckets as DDP makes them."""
-    rows = [row for row in record.rows if row.bucket_mb == record.bucket_mb and row.recipe != NOOP]
-    costs = {row.recipe: _costs(record, row) for row in rows if record.world_size > 1}
-    return Calibration(str(record.machine), record.torch_version, costs)
-
-
-def num_buckets(record: Record) -> int:
-    """How many buckets a step has, about."""
-    return math.ceil(record.gradient_bytes / 2**20 / (record.bucket_mb or DEFAULT_BUCKET_MB))
 
 
 def bits_per_s(record: Record) -> float | None:
@@ -32,15 +22,61 @@ def bits_per_s(record: Record) -> float | None:
     return None if record.link is None else parse_rate(record.link)
 
 
-def _costs(record: Record, row: Row) -> Costs:
-    part = 2 * (record.world_size - 1) / record.world_size
-    values = record.gradient_bytes / 4
-    copy_ns = _COPY_NS_PER_BYTE
-    if record.link is None and row.bytes_per_step:
-        _, exposed_ms, _ = record.split_ms(row)
-        copy_ns = 1e6 * (exposed_ms if row.wait_ms is None else row.wait_ms) / row.bytes_per_step
-    rounds = 2.0
-    if row.recipe != ALLREDUCE and row.num_messages:
-        rounds = row.num_messages / (record.world_size - 1) / num_buckets(record)
-    work_ns = 1e6 * (row.work_ms or 0.0) / (values * part)
-    return Costs(work_ns, copy_ns, rounds, _MS_PER_MESSAGE)
+@dataclass(frozen=True)
+class Forecast:
+    """Step times of a record's recipes elsewhere, for the buckets and the compute time that it had.
+
+    A record does not know the shapes of its model, so those of a transformer of that size stand in; what
+    that is off for the bytes where they were counted, it is taken to be off elsewhere.
+    """
+
+    record: Record
+
+    @property
+    def recipes(self) -> list[Row]:
+        """The rows that can be predicted: with buckets as all have them."""
+        rows = [row for row in self.record.rows if row.bucket_mb == self.record.bucket_mb]
+        return [row for row in rows if row.recipe != NOOP and row.bytes_per_step]
+
+    def step_ms(self, row: Row, cluster: Cluster) -> float:
+        """How long a step of this row's recipe takes there."""
+        costs = self._costs(row)
+        wire = self._wire(row, cluster, costs)
+        return 1e3 * predict_step(self.record.noop.step_ms / 1e3, wire, costs, cluster).step_s
+
+    @cached_property
+    def _shapes(self) -> list[Shape]:
+        return typical_shapes(self.record.gradient_bytes // 4)
+
+    @cached_property
+    def _num_buckets(self) -> int:
+        return len(ddp_buckets(self._shapes, self.record.bucket_mb))
+
+    def _wire(self, row: Row, cluster: Cluster, costs: Costs) -> Wire:
+        there, here = (
+            wire_of(row.recipe, self._shapes, where, costs.rounds_per_bucket, self.record.bucket_mb)
+            for where in (cluster, Cluster(self.record.world_size))
+        )
+        assert row.bytes_per_step is not None
+        counted = row.bytes_per_step / sum(bucket.worker_bytes for bucket in here.buckets)
+        buckets = tuple(
+            dataclasses.replace(
+                bucket, worker_bytes=counted * bucket.worker_bytes, node_bytes=counted * bucket.node_bytes
+            )
+            for bucket in there.buckets
+        )
+        return dataclasses.replace(there, buckets=buckets)
+
+    def _costs(self, row: Row) -> Costs:
+        record, here = self.record, Cluster(self.record.world_size)
+        values = record.gradient_bytes / 4
+        copy_ns = _COPY_NS_PER_BYTE
+        if record.link is None and row.bytes_per_step:
+            _, exposed_ms, _ = record.split_ms(row)
+            copy_ns = 1e6 * (exposed_ms if row.wait_ms is None else row.wait_ms) / row.bytes_per_step
+        rounds = 2.0
+        if row.recipe != ALLREDUCE and row.num_messages:
+            rounds = row.num_messages / (record.world_size - 1) / self._num_buckets
+        work = wire_of(row.recipe, self._shapes, here).work
+        work_ns = 1e6 * (row.work_ms or 0.0) / (values * work)
+        return Costs(work_ns, copy_ns, rounds, _MS_PER_MESSAGE)

@@ -1,42 +1,123 @@
-"""Predictions for recipes: their bytes from themselves, their costs from a calibration."""
+"""Predictions for recipes: their bytes and messages from themselves, their costs from a calibration."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
+
 import gradwire
+from gradwire.exchanges import Hierarchical, LowRank, Route, Schedule
 from gradwire.headroom.records import ALLREDUCE, NOOP
+from gradwire.layout import BucketLayout, Slot
 from gradwire.planner.calibration import Calibration
-from gradwire.planner.cost import Cluster, Prediction, Wire, even_buckets, predict_step
-
-DEFAULT_BUCKET_MB = 25.0
-
-
-def wire_of(recipe: str, num_parameters: int, num_workers: int, bucket_mb: float | None = None) -> Wire:
-    """What a worker sends for a model of fp32 parameters; ``allreduce`` is plain DDP.
-
-    >>> wire_of("bf16", 10_000_000, num_workers=2).bucket_bytes
-    (13107200, 6892800)
-    """
-    buckets = even_buckets(num_parameters, int((bucket_mb or DEFAULT_BUCKET_MB) * 2**20 / 4))
-    if recipe == ALLREDUCE:
-        part = 2 * (num_workers - 1) / num_workers
-        return Wire(buckets, tuple(int(4 * part * values) for values in buckets), is_ring=True)
-    chosen = gradwire.recipe(recipe)
-    num_bytes = (chosen.wire_bytes(values, world_size=num_workers) for values in buckets)
-    return Wire(buckets, tuple(num_bytes))
+from gradwire.planner.cost import Bucket, Cluster, Prediction, Wire, predict_step
+from gradwire.planner.shapes import Shape, ddp_buckets
 
 
 def predict(
     recipe: str,
-    num_parameters: int,
+    shapes: Sequence[Shape],
     compute_s: float,
     cluster: Cluster,
     calibration: Calibration,
     bucket_mb: float | None = None,
 ) -> Prediction:
-    """A step with ``recipe``. Raises ValueError if the calibration does not know it."""
+    """A step with ``recipe`` of a model with fp32 parameters of these shapes.
+
+    Raises ValueError if the calibration does not know the recipe.
+    """
     if recipe == NOOP:
         return Prediction(compute_s, compute_s, 0, 0)
     if recipe not in calibration.costs:
         raise ValueError(f"the calibration has no {recipe!r}; it has {', '.join(calibration.costs)}")
-    wire = wire_of(recipe, num_parameters, cluster.num_workers, bucket_mb)
-    return predict_step(compute_s, wire, calibration.costs[recipe], cluster)
+    costs = calibration.costs[recipe]
+    wire = wire_of(recipe, shapes, cluster, costs.rounds_per_bucket, bucket_mb)
+    return predict_step(compute_s, wire, costs, cluster)
+
+
+def wire_of(
+    recipe: str,
+    shapes: Sequence[Shape],
+    cluster: Cluster,
+    rounds_per_bucket: float = 2,
+    bucket_mb: float | None = None,
+) -> Wire:
+    """What workers send for fp32 parameters of these shapes; ``allreduce`` is plain DDP.
+
+    >>> wire = wire_of("bf16", [(1000, 1000)], Cluster(num_nodes=2))
+    >>> [round(bucket.node_bytes) for bucket in wire.buckets]
+    [2000000]
+    """
+    n, num_local = cluster.num_workers, cluster.workers_per_node
+    layouts = [_layout(index, bucket) for index, bucket in enumerate(ddp_buckets(shapes, bucket_mb))]
+    if n == 1:
+        return Wire(())
+    if recipe == ALLREDUCE:
+        return Wire(tuple(_ring_bucket(layout.numel, cluster) for layout in layouts))
+    # As `attach` does, where nodes have several workers.
+    exchange = gradwire.recipe(recipe).placed(num_local if cluster.num_nodes > 1 else 1).exchange
+    if isinstance(exchange, Hierarchical):
+        within = (exchange.link_bytes(layout.numel, layout.dtype, 0, n) for layout in layouts)
+        num_messages = 2 * (num_local - 1) + 2 * (cluster.num_nodes - 1)
+        buckets = tuple(
+            Bucket(layout.numel, sum(sent), sent[1] * num_local, 4, num_messages)
+            for layout, sent in zip(layouts, within, strict=True)
+        )
+        work = _two_shot_work(cluster.num_nodes) / num_local
+        return Wire(buckets, work, messages_meet=cluster.num_nodes > 2)
+    leaving = num_local * (n - num_local) / (n - 1)
+    if isinstance(exchange, LowRank):
+        figures = [_low_rank_figures(exchange, layout, n) for layout in layouts]
+        work = 1.0  # every worker does all of it
+    else:
+        sizes = [exchange.wire_bytes(layout.numel, layout.dtype, 0, n) for layout in layouts]
+        figures = [(num_bytes, rounds_per_bucket) for num_bytes in sizes]
+        work = _two_shot_work(n)
+    buckets = tuple(
+        Bucket(layout.numel, num_bytes, num_bytes * leaving, num_rounds, num_rounds * (n - 1))
+        for layout, (num_bytes, num_rounds) in zip(layouts, figures, strict=True)
+    )
+    return Wire(buckets, work, messages_meet=n > 2)
+
+
+def can_be_planned(recipe: gradwire.Recipe) -> bool:
+    """Whether a recipe does the same in every step, to every parameter."""
+    return not isinstance(recipe.exchange, Route | Schedule)
+
+
+def shapes_of(model: torch.nn.Module) -> list[Shape]:
+    """The shapes of what a model trains."""
+    return [tuple(p.shape) for p in model.parameters() if p.requires_grad]
+
+
+def _ring_bucket(num_values: int, cluster: Cluster) -> Bucket:
+    """A ring has one sender for each receiver; of a node, one worker sends to the next node."""
+    n = cluster.num_workers
+    num_bytes = 4 * num_values * 2 * (n - 1) / n
+    leaving = num_bytes if cluster.num_nodes > 1 else 0.0
+    return Bucket(num_values, num_bytes, leaving, 2 * (n - 1), 2 * (n - 1))
+
+
+def _two_shot_work(n: int) -> float:
+    """What each of n workers does, over what each of two does."""
+    # Of the values (n - 1)/n are encoded for others, as many added up and decoded, and 1/n encoded again.
+    return (3 * n - 2) / (2 * n)
+
+
+def _low_rank_figures(exchange: LowRank, layout: BucketLayout, n: int) -> tuple[float, float]:
+    """Bytes and rounds of a step; the mean of two, where the sides take turns."""
+    steps = (exchange.start, exchange.start + 1)
+    num_bytes = sum(exchange.bucket_bytes(layout, 0, n, step) for step in steps) / 2
+    num_rounds = sum(exchange.bucket_rounds(layout, n, step) for step in steps) / 2
+    return num_bytes, num_rounds
+
+
+def _layout(index: int, shapes: Sequence[Shape]) -> BucketLayout:
+    slots, offset = [], 0
+    for number, shape in enumerate(shapes):
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        slots.append(Slot(f"{index}.{number}", offset, torch.Size(shape), strides))
+        offset += math.prod(shape)
+    return BucketLayout(index, torch.float32, tuple(slots))

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradwire.headroom.measure import measure_steps
+from gradwire.headroom import Contest, Record, Row, Workload, measure_steps
 from gradwire.headroom.records import NOOP
-from gradwire.headroom.workloads import Workload
 from gradwire.lab import Lab
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import Cluster
-from gradwire.planner.plans import predict
+from gradwire.planner.from_records import bits_per_s
+from gradwire.planner.plans import predict, shapes_of
+
+Case = tuple[int, str]
 
 # Hosts and links: from two to eight, where the wire is the bottleneck and where it is not.
-_CASES = ((2, "100mbit"), (2, "1gbit"), (3, "500mbit"), (4, "200mbit"), (8, "200mbit"))
+CASES: tuple[Case, ...] = ((2, "100mbit"), (2, "1gbit"), (3, "500mbit"), (4, "200mbit"), (8, "200mbit"))
 # Small enough that eight ranks of it train on two cores.
 _WORKLOAD = Workload(width=256, num_layers=4, batch=2, sequence=32)
-_NUM_STEPS = 8
+_NUM_STEPS = 6
 _BUCKET_MB = 4.0
 # Between namespaces of one machine.
 _LATENCY_S = 30e-6
@@ -40,27 +42,41 @@ class Comparison:
 
 
 def validate(
-    recipes: Sequence[str], calibration: Calibration, on_case: Callable[[str], None]
+    recipes: Sequence[str],
+    calibration: Calibration,
+    on_case: Callable[[str], None],
+    cases: Sequence[Case] = CASES,
 ) -> list[Comparison]:
     """Measure every case, and predict it from its own step without communication.
 
     Raises LabUnavailable where there can be no lab, and RanksFailed when a rank fails.
     """
     comparisons = []
-    for num_hosts, link in _CASES:
+    for num_hosts, link in cases:
         on_case(f"{num_hosts} hosts with links of {link}")
-        with Lab(num_hosts, link) as lab:
-            bits_per_s = lab.bits_per_s
-            record = measure_steps(
-                recipes, num_hosts, _WORKLOAD, num_steps=_NUM_STEPS, bucket_mb=_BUCKET_MB, lab=lab
-            )
-        cores = record.machine.num_cores / num_hosts
-        cluster = Cluster(num_hosts, 1, bits_per_s, _LATENCY_S, cores)
-        compute_s = record.noop.step_ms / 1e3
+        record = measure_case(recipes, (num_hosts, link))
+        cluster = cluster_of(record)
         for row in record.rows:
             if row.recipe != NOOP:
-                found = predict(
-                    row.recipe, record.gradient_bytes // 4, compute_s, cluster, calibration, _BUCKET_MB
-                )
-                comparisons.append(Comparison(num_hosts, link, row.recipe, row.step_ms, 1e3 * found.step_s))
+                predicted_ms = predict_row(record, row, calibration, cluster)
+                comparisons.append(Comparison(num_hosts, link, row.recipe, row.step_ms, predicted_ms))
     return comparisons
+
+
+def measure_case(recipes: Sequence[str], case: Case) -> Record:
+    """Train with each recipe on the hosts of a lab."""
+    contest = Contest(recipes, _WORKLOAD, num_steps=_NUM_STEPS, bucket_mb=_BUCKET_MB)
+    with Lab(*case) as lab:
+        return measure_steps(contest, lab.num_hosts, lab=lab)
+
+
+def cluster_of(record: Record) -> Cluster:
+    """The lab that a case was measured in, whose hosts share this machine's cores."""
+    cores = record.machine.num_cores / record.world_size
+    return Cluster(record.world_size, 1, bits_per_s(record), _LATENCY_S, cores)
+
+
+def predict_row(record: Record, row: Row, calibration: Calibration, cluster: Cluster) -> float:
+    """The time in ms that a case's row would take there, predicted from what was measured without it."""
+    shapes, compute_s = shapes_of(_WORKLOAD.model()), record.noop.step_ms / 1e3
+    return 1e3 * predict(row.recipe, shapes, compute_s, cluster, calibration, _BUCKET_MB).step_s

@@ -9,16 +9,26 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from gradwire.headroom.records import NOOP, Record
+from gradwire.headroom.records import Record
 from gradwire.lab import format_rate
-from gradwire.planner import Cluster, predict
-from gradwire.planner.from_records import bits_per_s, calibration_of
+from gradwire.planner import Cluster
+from gradwire.planner.from_records import Forecast, bits_per_s
 
 Chart = dict[str, Any]
 
 _COMPUTE, _EXPOSED, _OVERHEAD = "#8da9c4", "#e07a5f", "#f2cc8f"
+_INK, _GRID = "#24292f", "#e6e9ec"
+# One for each row, the same in all charts.
+_LINES = (
+    *("#24292f", "#1b6ca8", "#2a9d8f", "#e07a5f", "#8f5fbf", "#d4a017"),
+    *("#c2185b", "#5b8c2a", "#7f6a5d", "#00a3c4", "#9aa5b1"),
+)
 _RATES = [10.0**exponent for exponent in (7, 7.5, 8, 8.5, 9, 9.5, 10, 10.5, 11)]
+_NO_LIMIT = 10.0**11.5
+"""Where links without a limit stand on the axis of rates."""
 _WORKERS = [2**k for k in range(1, 13)]
+_OTHER_RATES = (1e8, 1e9, 1e10)
+_DECADES = {"dtick": 1, "minor": {"dtick": "D1", "showgrid": True, "gridcolor": "#f3f4f6"}}
 
 
 def plain(text: str) -> str:
@@ -43,11 +53,24 @@ def step_chart(record: Record) -> Chart:
         }
         for i, (name, color) in enumerate(parts)
     ]
-    layout = _layout("Step time", "ms", None)
-    layout.update(barmode="stack")
-    layout["legend"]["traceorder"] = "normal"
-    layout["yaxis"].update(autorange="reversed")
-    return {"data": bars, "layout": layout}
+    totals = {
+        "type": "scatter",
+        "mode": "text",
+        "y": labels,
+        "x": [row.step_ms for row in record.rows],
+        "text": [f" {row.step_ms:.1f} ms, {record.gain(row):.2f}x" for row in record.rows],
+        "textposition": "middle right",
+        "hoverinfo": "skip",
+        "showlegend": False,
+        "cliponaxis": False,
+    }
+    layout = _layout("Where a step's time goes", "ms", None)
+    layout.update(barmode="stack", bargap=0.3, height=170 + 30 * len(labels))
+    layout["legend"].update(traceorder="normal", y=1.02, yanchor="bottom", x=0)
+    layout["xaxis"].update(range=[0, 1.25 * max(row.step_ms for row in record.rows)])
+    layout["yaxis"].update(autorange="reversed", showgrid=False)
+    layout["margin"].update(t=90)
+    return {"data": [*bars, totals], "layout": layout}
 
 
 def error_chart(record: Record) -> Chart | None:
@@ -57,56 +80,89 @@ def error_chart(record: Record) -> Chart | None:
     rows = [row for row in rows if row.gradient_error is not None]
     if not rows:
         return None
-    points = {
-        "type": "scatter",
-        "mode": "markers+text",
-        "x": [row.bytes_per_step for row in rows],
-        # Zero has no place on a logarithmic axis.
-        "y": [max(row.gradient_error or 0.0, 1e-9) for row in rows],
-        "text": [plain(record.label(row)) for row in rows],
-        "textposition": "top center",
-        "marker": {"size": 11, "color": _EXPOSED},
-        "hovertemplate": "%{text}: %{x:.3s}B a step, relative error %{y:.2e}<extra></extra>",
-    }
-    layout = _layout("Gradient error against bytes", "bytes sent per step and rank", "relative error")
-    layout["xaxis"].update(type="log")
-    layout["yaxis"].update(type="log", exponentformat="power")
-    return {"data": [points], "layout": layout}
+    colors = _colors(record)
+    points = [
+        {
+            "type": "scatter",
+            "mode": "markers+text",
+            "name": plain(record.label(row)),
+            "x": [row.bytes_per_step],
+            # Zero has no place on a logarithmic axis.
+            "y": [max(row.gradient_error or 0.0, 1e-8)],
+            "text": [plain(record.label(row))],
+            # Recipes with the same number of bytes stand close together.
+            "textposition": "bottom center" if index % 2 else "top center",
+            "marker": {"size": 12, "color": colors[row.recipe]},
+            "hovertemplate": f"{plain(record.label(row))}: %{{x:.3s}}B a step, relative error %{{y:.2g}}"
+            "<extra></extra>",
+        }
+        for index, row in enumerate(rows)
+    ]
+    layout = _layout(
+        "What is sent, and how far off a step's gradient is", "bytes sent per step and rank", "relative error"
+    )
+    layout.update(showlegend=False)
+    layout["xaxis"].update(type="log", exponentformat="SI", ticksuffix="B", **_DECADES)
+    layout["yaxis"].update(type="log", exponentformat="power", dtick=2, range=[-9, 0.6])
+    return {"data": points, "layout": layout}
 
 
 def link_chart(records: Sequence[Record]) -> Chart | None:
     """Predicted step time over the rate of links, with what was measured."""
     base = records[0]
-    n = base.world_size
-    lines = _predictions(
-        base, [(rate, Cluster(n, 1, rate, cores_per_worker=_cores(base))) for rate in _RATES]
-    )
-    if not lines:
+    if base.world_size == 1:
         return None
+    clusters = [(rate, _cluster(base, base.world_size, rate)) for rate in _RATES]
+    lines = _predictions(base, [*clusters, (_NO_LIMIT, _cluster(base, base.world_size, None))])
     for record in records:
-        rate = bits_per_s(record)
-        if rate is not None:
-            lines.append(_measured(record, rate))
-    layout = _layout(f"Prediction over link speed, {n} workers", "bit/s of each worker's link", "step, ms")
-    layout["xaxis"].update(type="log", tickvals=_RATES[::2], ticktext=[format_rate(r) for r in _RATES[::2]])
-    layout["yaxis"].update(type="log")
+        if (record.workload, record.world_size) == (base.workload, base.world_size):
+            lines += _measured(record, bits_per_s(record) or _NO_LIMIT)
+    title = f"Predicted over link speed, {base.world_size} workers; diamonds were measured"
+    layout = _layout(title, "each worker's link", "a step")
+    layout["xaxis"].update(
+        type="log",
+        tickvals=[*_RATES[::2], _NO_LIMIT],
+        ticktext=[*(format_rate(rate) for rate in _RATES[::2]), "no limit"],
+    )
+    layout["yaxis"].update(type="log", ticksuffix=" ms", **_DECADES)
     return {"data": lines, "layout": layout}
 
 
 def worker_chart(records: Sequence[Record]) -> Chart | None:
-    """Predicted step time over the number of workers, with what was measured."""
+    """Predicted step time over the number of workers, with what was measured; a menu chooses the links."""
     base = records[0]
-    rate = bits_per_s(base) or 1e9
-    lines = _predictions(base, [(n, Cluster(n, 1, rate)) for n in _WORKERS])
-    if not lines:
+    if base.world_size == 1:
         return None
-    for record in records:
-        if bits_per_s(record) == rate:
-            lines.append(_measured(record, record.world_size))
-    layout = _layout(f"Prediction over workers, links of {format_rate(rate)}", "workers", "step, ms")
+    rates = [bits_per_s(base), *(rate for rate in _OTHER_RATES if rate != bits_per_s(base))]
+    traces: list[dict[str, Any]] = []
+    shown: list[list[bool]] = []
+    for rate in rates:
+        lines = _predictions(base, [(n, _cluster(base, n, rate)) for n in _WORKERS])
+        for record in records:
+            if (record.workload, bits_per_s(record)) == (base.workload, rate):
+                lines += _measured(record, record.world_size)
+        shown.append([False] * len(traces) + [True] * len(lines))
+        traces += [{**line, "visible": rate == rates[0]} for line in lines]
+    layout = _layout("Predicted over workers; diamonds were measured", "workers", "a step")
+    layout["updatemenus"] = [
+        {
+            "buttons": [
+                {
+                    "label": "links without a limit" if rate is None else f"links of {format_rate(rate)}",
+                    "method": "update",
+                    "args": [{"visible": flags + [False] * (len(traces) - len(flags))}],
+                }
+                for rate, flags in zip(rates, shown, strict=True)
+            ],
+            "x": 1,
+            "xanchor": "right",
+            "y": 1.02,
+            "yanchor": "bottom",
+        }
+    ]
     layout["xaxis"].update(type="log", tickvals=_WORKERS, ticktext=[str(n) for n in _WORKERS])
-    layout["yaxis"].update(type="log")
-    return {"data": lines, "layout": layout}
+    layout["yaxis"].update(type="log", ticksuffix=" ms", **_DECADES)
+    return {"data": traces, "layout": layout}
 
 
 def comparison_chart(named: Sequence[tuple[str, Record]]) -> Chart:
@@ -124,51 +180,77 @@ def comparison_chart(named: Sequence[tuple[str, Record]]) -> Chart:
     return {"data": bars, "layout": _layout("Step time, file by file", None, "ms")}
 
 
-def _cores(record: Record) -> float:
-    return record.machine.num_cores / record.world_size if record.one_machine else 2.0
+def _colors(record: Record) -> dict[str, str]:
+    names = dict.fromkeys(row.recipe for row in record.rows)
+    return {name: _LINES[index % len(_LINES)] for index, name in enumerate(names)}
+
+
+def _cluster(record: Record, num_workers: int, rate: float | None) -> Cluster:
+    """As many workers, one on each node, with the cores that each of the record's had."""
+    cores = record.machine.num_cores / record.world_size if record.one_machine else 2.0
+    return Cluster(num_workers, 1, rate, cores_per_worker=cores)
 
 
 def _predictions(record: Record, clusters: Sequence[tuple[float, Cluster]]) -> list[dict[str, Any]]:
-    calibration = calibration_of(record)
-    compute_s = record.noop.step_ms / 1e3
-    return [
+    forecast, colors = Forecast(record), _colors(record)
+    lines = [
         {
             "type": "scatter",
             "mode": "lines",
-            "name": plain(recipe),
+            "name": plain(row.recipe),
+            "legendgroup": plain(row.recipe),
             "x": [x for x, _ in clusters],
-            "y": [
-                round(
-                    1e3 * predict(recipe, record.gradient_bytes // 4, compute_s, cluster, calibration).step_s,
-                    3,
-                )
-                for _, cluster in clusters
-            ],
-            "hovertemplate": f"{plain(recipe)}, predicted: %{{y:.1f}} ms<extra></extra>",
+            "y": [round(forecast.step_ms(row, cluster), 3) for _, cluster in clusters],
+            "line": {"color": colors[row.recipe], "width": 2},
+            "hovertemplate": f"{plain(row.recipe)}, predicted: %{{y:.1f}} ms<extra></extra>",
         }
-        for recipe in calibration.costs
+        for row in forecast.recipes
+    ]
+    alone = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "compute alone",
+        "x": [x for x, _ in clusters],
+        "y": [record.noop.step_ms for _ in clusters],
+        "line": {"color": _COMPUTE, "width": 2, "dash": "dot"},
+        "hovertemplate": "without communication: %{y:.1f} ms<extra></extra>",
+    }
+    return [*lines, alone]
+
+
+def _measured(record: Record, x: float) -> list[dict[str, Any]]:
+    rows, colors = Forecast(record).recipes, _colors(record)
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": f"{plain(row.recipe)}, measured",
+            "legendgroup": plain(row.recipe),
+            "showlegend": False,
+            "x": [x],
+            "y": [row.step_ms],
+            "marker": {
+                "size": 11,
+                "symbol": "diamond",
+                "color": colors[row.recipe],
+                "line": {"color": "white", "width": 1},
+            },
+            "hovertemplate": f"{plain(row.recipe)}, measured: %{{y:.1f}} ms<extra></extra>",
+        }
+        for row in rows
     ]
 
 
-def _measured(record: Record, x: float) -> dict[str, Any]:
-    rows = [row for row in record.rows if row.recipe != NOOP and row.bucket_mb == record.bucket_mb]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": f"measured{'' if record.link is None else ' at ' + plain(record.link)}",
-        "x": [x for _ in rows],
-        "y": [row.step_ms for row in rows],
-        "text": [plain(record.label(row)) for row in rows],
-        "marker": {"size": 9, "symbol": "diamond", "color": "#24292f"},
-        "hovertemplate": "%{text}, measured: %{y:.1f} ms<extra></extra>",
-    }
-
-
 def _layout(title: str, x: str | None, y: str | None) -> dict[str, Any]:
+    axis = {"automargin": True, "gridcolor": _GRID, "zeroline": False}
     return {
-        "title": {"text": title},
-        "xaxis": {"title": {"text": x or ""}, "automargin": True},
-        "yaxis": {"title": {"text": y or ""}, "automargin": True},
+        "title": {"text": title, "x": 0, "xanchor": "left", "font": {"size": 17}},
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": _INK},
+        "height": 460,
+        "plot_bgcolor": "white",
+        "xaxis": {"title": {"text": x or ""}, **axis},
+        "yaxis": {"title": {"text": y or ""}, **axis},
         "legend": {"orientation": "h", "y": -0.25},
-        "margin": {"t": 50},
+        "margin": {"t": 60, "l": 20, "r": 20, "b": 60},
+        "hoverlabel": {"font": {"size": 13}},
     }

@@ -7,25 +7,38 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from rich.filesize import decimal
-
 from gradwire.headroom.records import Record
-from gradwire.headroom.verdict import give_verdict
+from gradwire.headroom.verdict import give_verdict, recommend
+from gradwire.headroom.views import COLUMNS, cells_of, notes_on
 from gradwire.report.charts import Chart, comparison_chart, error_chart, link_chart, step_chart, worker_chart
 
 _STYLE = """
-body { font-family: system-ui, sans-serif; max-width: 960px; margin: 2rem auto; padding: 0 1rem }
-body { color: #24292f }
-.verdict { background: #f6f8fa; border-left: 5px solid #e07a5f; padding: 1rem; font-size: 1.15rem }
-.chart { height: 420px; margin: 1rem 0 }
-table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .25rem .8rem; text-align: right }
+body { font-family: system-ui, sans-serif; line-height: 1.45; color: #24292f }
+body { max-width: 1000px; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.25rem; margin-top: 2.5rem }
+.verdict { background: #f6f8fa; border-left: 5px solid #e07a5f; padding: .9rem 1.1rem; font-size: 1.1rem }
+.verdict b { display: block; font-size: .95rem; margin-bottom: .3rem }
+.chart { margin: 1.5rem 0 }
+table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
+td, th { padding: .3rem .9rem; text-align: right } th { font-weight: 600 }
 td:first-child, th:first-child { text-align: left } tr { border-bottom: 1px solid #d0d7de }
-.conditions { color: #57606a }
+tr.recommended { background: #fdf3ef; font-weight: 600 }
+.conditions, .notes { color: #57606a; font-size: .92rem }
 """
+_SPLIT = (
+    "Compute: a step without communication. The rest is split as the wire's own time is, into waiting for "
+    "peers (exposed communication) and encoding, adding and decoding (overhead); plain DDP does not tell "
+    "them apart."
+)
+_FORECAST = (
+    "Carried from the measurement above to other links and numbers of workers by the cost model of "
+    "<code>gradwire plan</code>, with one worker on each node. A click on a recipe hides it."
+)
 _DRAW = """
+const options = {responsive: true, displayModeBar: false};
 for (const source of document.querySelectorAll("script.figure")) {
   const figure = JSON.parse(source.textContent);
-  Plotly.newPlot(source.dataset.target, figure.data, figure.layout, {responsive: true, displaylogo: false});
+  Plotly.newPlot(source.dataset.target, figure.data, figure.layout, options);
 }
 """
 
@@ -49,19 +62,22 @@ def render_page(records: Sequence[Record], names: Sequence[str] = ()) -> str:
     check_plotly()
     from plotly.offline import get_plotlyjs
 
-    body: list[str] = []
-    for index, record in enumerate(records):
-        name = names[index] if names else record.link or ""
-        body += _section(index, record, name)
+    named = list(zip(names or [record.link or "" for record in records], records, strict=True))
+    body = [line for index, (name, record) in enumerate(named) for line in _verdict(index, name, record)]
     if len(names) > 1:
-        chart = comparison_chart(list(zip(names, records, strict=True)))
-        body = [*_figure("comparison", chart), *body]
-    for kind, chart_or_none in (("links", link_chart(records)), ("workers", worker_chart(records))):
-        if chart_or_none is not None:
-            body += _figure(kind, chart_or_none)
+        body += _figure("comparison", comparison_chart(named))
+    for index, (name, record) in enumerate(named):
+        body += _section(index, name, record)
+    charts = [("links", link_chart(records)), ("workers", worker_chart(records))]
+    drawn = [(kind, chart) for kind, chart in charts if chart is not None]
+    if drawn:
+        body += ["<h2>On other networks</h2>", f'<p class="notes">{_FORECAST}</p>']
+    for kind, chart in drawn:
+        body += _figure(kind, chart)
     return "\n".join(
         [
             '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>gradwire headroom: {escape(records[0].workload)}</title>",
             f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
             "<h1>Is communication the bottleneck?</h1>",
@@ -71,12 +87,18 @@ def render_page(records: Sequence[Record], names: Sequence[str] = ()) -> str:
     )
 
 
-def _section(index: int, record: Record, name: str) -> list[str]:
+def _verdict(index: int, name: str, record: Record) -> list[str]:
+    title = f"<b>{escape(name)}</b>" if name else ""
+    text = escape(give_verdict(record))
+    return [f'<div class="verdict">{title}<span id="verdict-{index}">{text}</span></div>']
+
+
+def _section(index: int, name: str, record: Record) -> list[str]:
     lines = [f"<h2>{escape(name)}</h2>"] if name else []
     lines += [
-        f'<p class="verdict" id="verdict-{index}">{escape(give_verdict(record))}</p>',
         f'<p class="conditions">{escape(_conditions(record))}</p>',
         *_figure(f"steps-{index}", step_chart(record)),
+        f'<p class="notes">{_SPLIT}</p>',
         *_table(record),
     ]
     errors = error_chart(record)
@@ -85,29 +107,20 @@ def _section(index: int, record: Record, name: str) -> list[str]:
 
 def _conditions(record: Record) -> str:
     link = "" if record.link is None else f", links of {record.link}"
-    how = "taking turns" if record.interleaved else "one after the other"
     return (
         f"{record.workload}; {record.world_size} ranks over {record.backend} on {record.device}{link}; "
-        f"{record.machine}; torch {record.torch_version}, gradwire {record.gradwire_version}; {record.date}; "
-        f"median of {len(record.allreduce.samples_ms)} steps, {how}"
+        f"{record.machine}; torch {record.torch_version}, gradwire {record.gradwire_version}; {record.date}"
     )
 
 
 def _table(record: Record) -> list[str]:
-    titles = ("recipe", "step ms", "p10-p90", "sent per step", "gain", "gradient error")
-    lines = ["<table><tr>" + "".join(f"<th>{title}</th>" for title in titles) + "</tr>"]
+    lines = ["<table><tr>" + "".join(f"<th>{title}</th>" for title in COLUMNS) + "</tr>"]
+    use = recommend(record)
     for row in record.rows:
-        low, high = row.spread_ms
-        cells = (
-            record.label(row),
-            f"{row.step_ms:.1f}",
-            f"{low:.1f}-{high:.1f}",
-            "unknown" if row.bytes_per_step is None else decimal(row.bytes_per_step),
-            f"{record.gain(row):.2f}x",
-            "" if row.gradient_error is None else f"{row.gradient_error:.1e}",
-        )
-        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    return [*lines, "</table>"]
+        kind = ' class="recommended"' if row == use else ""
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in cells_of(record, row))
+        lines.append(f"<tr{kind}>{cells}</tr>")
+    return [*lines, "</table>", f'<p class="notes">{"<br>".join(map(escape, notes_on(record)))}</p>']
 
 
 def _figure(name: str, chart: Chart) -> list[str]:

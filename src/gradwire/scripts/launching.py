@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 class Script:
     """What to run: a file, or with ``is_module`` a module's name, and its own arguments.
 
-    Raises ValueError for a file that is not there.
+    Raises ValueError for a file or a module that is not there.
     """
 
     name: str
@@ -24,6 +25,14 @@ class Script:
     def __post_init__(self) -> None:
         if not self.is_module and not Path(self.name).is_file():
             raise ValueError(f"there is no script {self.name}")
+        if self.is_module:
+            _put_first(os.getcwd())
+            try:
+                found = importlib.util.find_spec(self.name)
+            except ImportError:  # of its package
+                found = None
+            if found is None:
+                raise ValueError(f"there is no module {self.name}")
 
     @classmethod
     def of(cls, words: Sequence[str], is_module: bool) -> Script:
@@ -47,8 +56,13 @@ def run_script(script: Script) -> None:
     """Run the script as ``__main__``; whatever it raises, ``SystemExit`` included, leaves this."""
     sys.argv = [script.name, *script.arguments]
     if script.is_module:
-        sys.path.insert(0, os.getcwd())
         runpy.run_module(script.name, run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, str(Path(script.name).resolve().parent))
+        _put_first(str(Path(script.name).resolve().parent))
         runpy.run_path(script.name, run_name="__main__")
+
+
+def _put_first(folder: str) -> None:
+    """Import from there before anywhere else, as python does for what it runs."""
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)

@@ -36,7 +36,9 @@ _GRACE_S = 10.0
 # bf16 layers die with SIGILL on some virtual CPUs that advertise AMX; a user's own setting wins.
 _ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 # DistributedDataParallel imports torch._dynamo when it is made, which alone takes a second or two.
-_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.testing", "gradwire.ops.cpu"]
+_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.testing"]
+# numba and its kernels, which are compiled here once and not by each rank.
+_PRELOAD += [f"gradwire.ops.cpu.{family}" for family in ("casts", "blocks", "low_rank")]
 
 
 class RanksFailed(RuntimeError):
@@ -82,7 +84,7 @@ def run_ranks(
     if sys.platform != "win32":
         # The server imports torch once; a rank is then forked in milliseconds instead of seconds.
         context.set_forkserver_preload([*_PRELOAD, *{"pytest", "hypothesis"}.intersection(sys.modules)])
-    with contextlib.nullcontext() if lab is None else lab.inside(0):
+    with contextlib.nullcontext() if lab is None else _on_first_host(lab):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = "127.0.0.1" if lab is None else lab.address(0)
     with tempfile.TemporaryDirectory(prefix="gradwire-ranks-") as folder:
@@ -103,6 +105,20 @@ def run_ranks(
             header = f"{len(errors)} of {world_size} ranks of {fn.__qualname__} failed"
             raise RanksFailed("\n\n".join([header, *lines]), errors)
         return [r.result for r in ranks]
+
+
+@contextlib.contextmanager
+def _on_first_host(lab: Lab) -> Iterator[None]:
+    """Inside the lab, without torch's warning, written by C++, that hosts there have no names."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    try:
+        with lab.inside(0), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 @contextlib.contextmanager

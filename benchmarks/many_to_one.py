@@ -1,0 +1,47 @@
+"""What is left of a link's rate where messages of several workers meet: the cost model's one fitted constant.
+
+python benchmarks/many_to_one.py      # root and iproute2; a minute or two
+
+Measures plain fp32 averaging, by messages to all others at once, in cases that are none of those that
+`gradwire plan --validate` compares predictions with, and looks for the constant with which the model comes
+closest to them all.
+"""
+
+import dataclasses
+import math
+import os
+
+from gradwire.headroom import Record, Row
+from gradwire.planner import Calibration, calibrate
+from gradwire.planner.validation import CASES, Case, cluster_of, measure_case, predict_row
+
+FITTED_ON: tuple[Case, ...] = ((3, "300mbit"), (4, "400mbit"), (6, "200mbit"))
+CANDIDATES = [round(0.5 + 0.01 * i, 2) for i in range(51)]
+
+
+def off(record: Record, row: Row, speeds: Calibration, part: float) -> float:
+    """How far off the model is with this constant, as a logarithm."""
+    cluster = dataclasses.replace(cluster_of(record), many_to_one=part)
+    return math.log(predict_row(record, row, speeds, cluster) / row.step_ms)
+
+
+def main() -> None:
+    assert not set(FITTED_ON) & set(CASES)
+    # Of torch in the ranks, which would warn that hosts of a lab have no names.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    speeds = calibrate(["fp32"])
+    found: list[tuple[Record, Row]] = []
+    for case in FITTED_ON:
+        record = measure_case(["fp32"], case)
+        (row,) = record.recipes
+        found.append((record, row))
+        alone = min(CANDIDATES, key=lambda part: abs(off(record, row, speeds, part)))
+        print(f"{case[0]} hosts, {case[1]}: {row.step_ms:.1f} ms, right with {alone:.2f} of the rate")
+    best = min(CANDIDATES, key=lambda part: sum(off(*each, speeds, part) ** 2 for each in found))
+    print(f"closest to all: {best:.2f}")
+    for record, row in found:
+        print(f"{record.world_size} hosts, {record.link}: {math.expm1(off(record, row, speeds, best)):+.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Records: values that go to a file and come back the same, or say why not."""
+
+import dataclasses
+import json
+
+import pytest
+
+from gradwire.headroom import give_verdict, read_records, write_records
+from tests.records import record
+
+
+def test_a_record_comes_back_from_json_as_it_was():
+    before = record(allreduce=100, bf16=80, noop=70)
+    unknown_bytes = dataclasses.replace(before.rows[1], bytes_per_step=None)
+    details = dataclasses.replace(unknown_bytes, bucket_mb=8.0, num_messages=4, wait_ms=1.5, work_ms=2.0)
+    before = dataclasses.replace(before, link="1gbit", rows=(*before.rows, details))
+    assert read_records(write_records([before])) == [before]
+
+
+def test_json_has_the_figures_a_reader_wants():
+    row = json.loads(write_records([record(allreduce=100, noop=70)]))["rows"][0]
+    assert row["recipe"] == "allreduce"
+    assert row["step_ms"] == pytest.approx(100, rel=0.01)
+    assert row["spread_ms"][0] < row["step_ms"] < row["spread_ms"][1]
+
+
+def change(key, value):
+    return lambda data: data.update({key: value})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change("schema_version", 99), "schema version 99, and this gradwire reads version 2"),
+        (lambda data: data.pop("schema_version"), "'schema_version' is missing"),
+        (lambda data: data.pop("world_size"), "'world_size' is missing"),
+        (change("world_size", "two"), "'world_size' must be int, not \"two\""),
+        (change("world_size", True), "'world_size' must be int, not true"),
+        (change("world_size", 0), "world size must be at least 1"),
+        (change("machine", None), "'machine' must be dict, not null"),
+        (change("rows", []), "needs one row 'allreduce'"),
+        (change("rows", [3]), "an object with 'samples_ms' was expected, not 3"),
+        (lambda data: data["rows"].pop(), "needs one row 'noop'"),
+        (lambda data: data["rows"][0].update(samples_ms=["1"]), "must be a list of numbers"),
+        (lambda data: data["rows"][0].update(samples_ms=[]), "'allreduce' has no samples"),
+        (lambda data: data["rows"][0].update(samples_ms=[0]), "not a positive number"),
+        (lambda data: data["rows"][0].update(samples_ms=[1.0]), "different numbers of samples"),
+        (lambda data: data["rows"].append(data["rows"][0]), "needs one row 'allreduce'"),
+    ],
+)
+def test_a_damaged_record_says_what_is_wrong(damage, message):
+    data = json.loads(write_records([record(allreduce=100, noop=70)]))
+    damage(data)
+    with pytest.raises(ValueError, match=message):
+        read_records(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "no json"])
+def test_what_is_no_record_is_refused(text):
+    with pytest.raises(ValueError, match="not a headroom record: "):
+        read_records(text)
+
+
+def test_a_step_is_compute_exposed_communication_and_overhead():
+    whole = record(allreduce=100, bf16=80, noop=50)
+    bf16 = dataclasses.replace(whole.rows[1], wait_ms=20.0, work_ms=10.0)
+    parts = dataclasses.replace(whole, rows=(whole.rows[0], bf16, whole.rows[2]))
+    assert parts.split_ms(bf16) == pytest.approx((50, 20, 10), rel=0.02)
+    assert parts.split_ms(parts.allreduce) == pytest.approx((50, 50, 0), rel=0.02)
+    assert parts.split_ms(parts.noop) == pytest.approx((50, 0, 0), rel=0.02)
+
+
+def test_a_sweep_is_a_list_of_records():
+    records = [record(allreduce=100, noop=ms) for ms in (60, 70)]
+    assert read_records(write_records(records)) == records
+
+
+def test_a_file_says_what_follows_from_it():
+    slow = json.loads(write_records([record(allreduce=100, bf16=60, noop=50)]))
+    assert slow["recommended"] == {"recipe": "bf16", "bucket_mb": None}
+    assert slow["verdict"] == give_verdict(record(allreduce=100, bf16=60, noop=50))
+    assert json.loads(write_records([record(allreduce=100, bf16=99, noop=97)]))["recommended"] is None

@@ -1,0 +1,148 @@
+"""What is said about a record: the bottleneck, its size, what to use, and when nothing is to be gained."""
+
+import dataclasses
+
+from gradwire.headroom import give_verdict, recommend
+from tests.records import record
+
+
+def noisy(fast, slow, num_fast, num_samples=24):
+    """Samples of which the first few are fast."""
+    return tuple(fast if i < num_fast else slow for i in range(num_samples))
+
+
+def with_samples(old, **samples):
+    rows = [dataclasses.replace(row, samples_ms=samples.get(row.recipe, row.samples_ms)) for row in old.rows]
+    return dataclasses.replace(old, rows=tuple(rows))
+
+
+def test_a_bottleneck_is_named_with_its_size_and_the_best_recipe():
+    said = give_verdict(record(allreduce=100, fp32=98, bf16=80, noop=50))
+    assert "50% of a plain DDP step on 2 ranks" in said
+    assert "2.00x as fast, which is the most" in said
+    assert "bf16, the best measured, makes it 1.25x as fast: use it: gradwire.attach(model, 'bf16')." in said
+
+
+def test_without_recipes_the_verdict_is_about_communication_alone():
+    assert give_verdict(record(allreduce=100, noop=50)).endswith("the most any recipe could gain.")
+
+
+def test_nothing_is_to_be_gained_where_communication_is_cheap():
+    said = give_verdict(record(allreduce=100, bf16=99, noop=97))
+    assert "3% of a plain DDP step" in said
+    assert "more than 1.03x" in said
+    assert "nothing to gain" in said
+
+
+def test_communication_that_seems_to_save_time_costs_nothing():
+    said = give_verdict(record(allreduce=100, bf16=99, noop=103))
+    assert "takes 0% of a plain DDP step" in said
+    assert "more than 1.00x" in said
+
+
+def test_a_small_gain_is_called_small():
+    said = give_verdict(record(allreduce=100, bf16=97, noop=50))
+    assert "bf16, the best measured, gains 3.1%, so compression is not worth it here." in said
+
+
+def test_recipes_that_slow_a_step_down_gain_nothing():
+    said = give_verdict(record(allreduce=100, fp32=125, bf16=105, noop=50))
+    assert "bf16, the best measured, makes it 0.95x as fast, so compression is not worth it" in said
+
+
+def test_a_gain_that_chance_could_give_is_called_noise():
+    steady = record(allreduce=100, bf16=80, noop=50)
+    said = give_verdict(with_samples(steady, bf16=noisy(80, 120, num_fast=14)))
+    assert "1.25x as fast, but that may be noise: it was faster in 14 of 24 taken side by side" in said
+    said = give_verdict(with_samples(steady, bf16=noisy(80, 120, num_fast=22)))
+    assert "1.25x as fast: use it" in said
+
+
+def test_a_bottleneck_that_chance_could_give_is_called_noise():
+    steady = record(allreduce=100, bf16=80, noop=50)
+    said = give_verdict(with_samples(steady, noop=noisy(50, 160, num_fast=14)))
+    assert "50% of a plain DDP step" in said
+    assert "may be noise: without it a step was faster in 14 of 24 taken side by side" in said
+
+
+def test_of_eight_steps_one_may_be_slower_by_a_little_but_not_by_much():
+    steady = record(num_samples=8, allreduce=100, bf16=80, noop=50)
+    said = give_verdict(with_samples(steady, bf16=(80,) * 7 + (101,)))
+    assert "1.25x as fast: use it" in said
+    said = give_verdict(with_samples(steady, bf16=(80,) * 7 + (300,)))
+    assert "may be noise: it was faster in 7 of 8 taken side by side" in said
+
+
+def test_a_few_steps_show_nothing():
+    assert "may be noise" in give_verdict(record(num_samples=3, allreduce=100, bf16=80, noop=50))
+
+
+def small(name, ms):
+    """A row of buckets of 8 MB."""
+    (row,) = [row for row in record(**{"allreduce": 1, "noop": 1, name: ms}).rows if row.recipe == name]
+    return dataclasses.replace(row, bucket_mb=8.0)
+
+
+def test_smaller_buckets_are_recommended_where_they_are_best():
+    plain = record(allreduce=100, bf16=90, noop=50)
+    said = give_verdict(dataclasses.replace(plain, rows=(*plain.rows, small("bf16", 60))))
+    assert "bf16 with buckets of 8 MB, the best measured, makes it 1.67x as fast: use it" in said
+    assert "bucket_cap_mb=8" in said
+    said = give_verdict(dataclasses.replace(plain, rows=(*plain.rows, small("allreduce", 80))))
+    assert "plain DDP with buckets of 8 MB, the best measured, makes it 1.25x as fast: use that" in said
+    said = give_verdict(
+        dataclasses.replace(plain, rows=(*plain.rows, small("allreduce", 80), small("bf16", 60)))
+    )
+    assert said.endswith("Plain DDP with buckets of 8 MB alone makes it 1.25x as fast.")
+
+
+def test_the_link_is_part_of_the_verdict():
+    slow = dataclasses.replace(record(allreduce=100, bf16=80, noop=50), link="100mbit")
+    assert "on 2 ranks with links of 100mbit" in give_verdict(slow)
+
+
+def test_many_steps_are_no_trouble():
+    assert "1.25x as fast: use it" in give_verdict(record(num_samples=2000, allreduce=100, bf16=80, noop=50))
+
+
+def test_one_rank_has_nothing_to_gain():
+    assert "nothing to gain" in give_verdict(record(world_size=1, allreduce=100, bf16=80, noop=50))
+
+
+def with_error(old, **errors):
+    rows = [dataclasses.replace(row, gradient_error=errors.get(row.recipe)) for row in old.rows]
+    return dataclasses.replace(old, rows=tuple(rows))
+
+
+def test_a_coarse_recipe_is_named_but_not_recommended():
+    found = with_error(record(allreduce=100, int4=50, acp=20, noop=10), int4=0.1, acp=0.95)
+    assert recommend(found).recipe == "int4"
+    said = give_verdict(found)
+    assert "int4, the best measured, makes it 2.00x as fast: use it: gradwire.attach(model, 'int4')." in said
+    assert "acp is faster still, 5.00x, but coarse (what it makes of a gradient is 95% off)" in said
+    only = with_error(record(allreduce=100, acp=20, noop=10), acp=0.95)
+    assert recommend(only) is None
+    assert "acp makes it 5.00x as fast, but coarse" in give_verdict(only)
+
+
+def test_a_recipe_that_sends_next_to_nothing_is_coarse_whatever_its_error():
+    plain = record(allreduce=100, int4=50, acp=20, noop=10)
+    sent = {"int4": 130_000, "acp": 10_000}
+    rows = [dataclasses.replace(r, bytes_per_step=sent.get(r.recipe, r.bytes_per_step)) for r in plain.rows]
+    unknown = dataclasses.replace(plain, rows=tuple(rows))
+    assert recommend(unknown).recipe == "int4"
+    assert recommend(with_error(unknown, int4=0.1, acp=0.1)).recipe == "int4"
+    assert give_verdict(unknown).endswith(
+        "acp is faster still, 5.00x, but coarse: see first that your model learns with it."
+    )
+
+
+def test_of_recipes_that_are_equally_fast_the_one_that_changes_least_is_recommended():
+    found = with_error(record(allreduce=100, int4=50, int8=51, noop=10), int4=0.1, int8=0.01)
+    assert recommend(found).recipe == "int8"
+
+
+def test_nothing_is_recommended_where_nothing_is_gained():
+    assert recommend(record(allreduce=100, bf16=97, noop=50)) is None
+    assert recommend(record(world_size=1, allreduce=100, bf16=50, noop=20)) is None
+    assert recommend(record(num_samples=3, allreduce=100, bf16=50, noop=20)) is None
