@@ -20,7 +20,7 @@ from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
 from gradwire.layout import Layouts
-from gradwire.models import device_of, unwrap
+from gradwire.models import device_of, fit, unwrap
 from gradwire.recipes import Recipe, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner
@@ -272,7 +272,7 @@ class LocalSGD:
 
     def _use_wire(self) -> None:
         """Average gradients during warm-up, and not after it."""
-        if not self._disabled and self._wire.recipe != self._wanted_recipe():
+        if not self._disabled and self._wire.recipe != fit(self._wanted_recipe(), self._ddp):
             self._wire.detach()
             self._wire = attach(self._ddp, self._wanted_recipe(), timeout=self._timeout)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Route, Sch
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
 Rounding = Literal["nearest", "stochastic"]
+Tables = Literal["same", "fp32", "bf16", "int8", "int4"]
 
 _RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -36,10 +38,15 @@ class Recipe:
     reduction: Reduction = "mean"
     local_size: int | None = None
     """Ranks in a node, for a recipe in two levels; 1 for one level; None for what the launcher says."""
+    tables: Tables = "same"
+    """The recipe of parameters over a vocabulary, whose gradients this one would lose: see `apart`."""
 
     def __post_init__(self) -> None:
         if self.reduction not in typing.get_args(Reduction):
             raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
+        if self.tables not in typing.get_args(Tables):
+            allowed = ", ".join(map(repr, typing.get_args(Tables)))
+            raise ValueError(f"tables must be one of {allowed}, not {self.tables!r}")
 
     def __str__(self) -> str:
         return self.name
@@ -48,10 +55,30 @@ class Recipe:
         """This recipe on nodes of so many ranks; itself if it knows its nodes, or cannot have any."""
         if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
             return self
-        name = f"{self.name}{',' if ':' in self.name else ':'}local_size={local_size}"
+        exchange = Hierarchical(self.exchange, local_size)
         return replace(
-            self, name=name, exchange=Hierarchical(self.exchange, local_size), local_size=local_size
+            self, name=self._name_with("local_size", local_size), exchange=exchange, local_size=local_size
         )
+
+    def apart(self, names: Iterable[str]) -> Recipe:
+        """A route that takes the parameters ``names`` by the recipe for tables, and all others by this one.
+
+        Itself if it has none, if there are no such parameters, or if a name cannot stand in a route.
+
+        >>> print(recipe("powersgd").apart(["embed.weight"]))
+        route(embed.weight=int4; *=powersgd:tables=same)
+        """
+        chosen = [name for name in names if not set(name) & set("*?[=;")]
+        if self.tables == "same" or not chosen:
+            return self
+        nodes = {} if self.local_size is None else {"local_size": self.local_size}
+        other = RECIPES[self.tables](reduction=self.reduction, **nodes)
+        own = replace(self, name=self._name_with("tables", "same"), tables="same")
+        return route({**dict.fromkeys(chosen, other), "*": own})
+
+    def _name_with(self, option: str, value: object) -> str:
+        given = re.sub(rf"(?<=[:,]){option}=[^,]*,?", "", self.name).rstrip(":,")
+        return f"{given}{',' if ':' in given else ':'}{option}={value}"
 
     def link_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
@@ -141,12 +168,16 @@ def int4(
 
 def sign(
     block: int = 512,
-    feedback: bool = True,
+    feedback: bool = False,
     residual: Residual = "fp32",
     reduction: Reduction = "mean",
     local_size: int | None = None,
+    tables: Tables = "int4",
 ) -> Recipe:
-    """One bit, the sign, and the mean magnitude of each block; what they leave out is sent later."""
+    """One bit, the sign, and the mean magnitude of each block; parameters over a vocabulary by ``tables``.
+
+    With ``feedback`` what they leave out is sent later: for SGD, not for Adam.
+    """
     return _two_shot(sign, locals(), Blocks("sign", block))
 
 
@@ -159,13 +190,15 @@ def powersgd(
     whole: bool = False,
     seed: int = 0,
     reduction: Reduction = "mean",
+    tables: Tables = "int4",
 ) -> Recipe:
     """PowerSGD: matrices as two factors of this rank, about a hundredth of fp32's bytes.
 
     From step ``start`` on; what the factors leave out is sent later. ``whole`` takes a bucket for one matrix.
+    Parameters over a vocabulary go by ``tables``.
     """
     exchange = LowRank(rank, start, min_compression_rate, feedback, warm_start, seed, whole)
-    return Recipe(_spec(powersgd, locals()), exchange, reduction)
+    return Recipe(_spec(powersgd, locals()), exchange, reduction, tables=tables)
 
 
 def acp(
@@ -175,10 +208,11 @@ def acp(
     feedback: bool = True,
     seed: int = 0,
     reduction: Reduction = "mean",
+    tables: Tables = "int4",
 ) -> Recipe:
     """ACP-SGD: like PowerSGD, but one factor a step, in turns; half the bytes, messages and arithmetic."""
     exchange = LowRank(rank, start, min_compression_rate, feedback, seed=seed, num_rounds=1)
-    return Recipe(_spec(acp, locals()), exchange, reduction)
+    return Recipe(_spec(acp, locals()), exchange, reduction, tables=tables)
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -280,7 +314,8 @@ def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Co
         raise ValueError(f"local_size is the number of ranks in a node, not {local_size}")
     is_flat = local_size is None or local_size == 1
     exchange = flat if is_flat else Hierarchical(flat, local_size)
-    return Recipe(_spec(factory, options), exchange, options["reduction"], local_size)
+    tables = options.get("tables", "same")
+    return Recipe(_spec(factory, options), exchange, options["reduction"], local_size, tables)
 
 
 def recipe(spec: str | Recipe) -> Recipe:

@@ -23,8 +23,12 @@ def sum_values(values: Tensor, context: Context) -> None:
     """Replace ``values`` by the sum over ranks of ``values * scale``, in rank order, in one round or two."""
     group = context.group
     num_bytes = values.numel() * values.element_size()
-    if group.size == 1 or group.native_sum is not None or not one_round_pays(num_bytes, group.size):
-        _TWO_SHOT.run(values, context)
+    # Not by `TwoShot.run`: it would add what is held back of the bucket to values that are not the bucket's.
+    if group.native_sum is not None:
+        group.native_sum(values.mul_(context.scale))
+        return
+    if not one_round_pays(num_bytes, group.size):
+        _TWO_SHOT.average(values, None, context)
         return
     stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     arriving = context.scratch.bytes("arriving", group.size * stride, values.device).view(group.size, stride)
