@@ -1,6 +1,6 @@
 """How much of the true mean is in what each recipe makes of it, some steps into training.
 
-    python benchmarks/alignment.py --recipes sign sign:feedback=false int4
+    python benchmarks/alignment.py --recipes sign sign:feedback=true int4
 
 Prints the length of the averaged gradient over that of the true mean, and the cosine between the two, in the
 small setting of convergence.py.
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from convergence import SETTINGS, Trainer
 from lm import corpus
+
+DEFAULTS = ["int8", "int4", "sign", "sign:tables=same", "sign:feedback=true,tables=same", "powersgd"]
 
 
 def alignment(recipe: str, num_steps: int, texts: tuple[Tensor, Tensor]) -> tuple[float, float]:
@@ -37,15 +39,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipes", nargs="+", default=["int8", "int4", "sign", "sign:feedback=false"])
+    parser.add_argument("--recipes", nargs="+", default=DEFAULTS)
     parser.add_argument("--steps", type=int, default=26)
     options = parser.parse_args()
     torch.set_num_threads(1)
     texts = corpus()
-    print(f"{'step ' + str(options.steps):24} {'length':>8} {'cosine':>8}")
+    print(f"{'step ' + str(options.steps):32} {'length':>8} {'cosine':>8}")
     for recipe in options.recipes:
         length, cosine = alignment(recipe, options.steps, texts)
-        print(f"{recipe:24} {length:8.2f} {cosine:8.3f}")
+        print(f"{recipe:32} {length:8.2f} {cosine:8.3f}")
 
 
 if __name__ == "__main__":

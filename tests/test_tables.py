@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.models import tables_of
+from gradwire.models import tables_of, with_tables_apart
 from gradwire.testing import VirtualRanks, run_ranks
 
 
@@ -34,6 +34,8 @@ def test_tables_are_embeddings_and_what_is_as_large_as_they_are():
     assert tables_of(Words(tied=True)) == ["embed.weight", "head.bias"], "a shared parameter has one name"
     assert tables_of(Words(sparse=True)) == [], "sparse gradients are not compressed"
     assert tables_of(nn.Linear(16, 60)) == []
+    sign = gradwire.recipe("sign")
+    assert with_tables_apart(sign, nn.Embedding(7, 3), ["weight"]) == sign, "nothing to keep apart from"
 
 
 def test_what_goes_apart_can_be_chosen_and_is_part_of_the_recipe():
@@ -54,7 +56,7 @@ def test_what_goes_apart_can_be_chosen_and_is_part_of_the_recipe():
         gradwire.RECIPES["sign"](tables="int2")
 
 
-SPECS = ["sign", "powersgd:rank=1", "sign:feedback=true,tables=int8"]
+SPECS = ["sign", "sign:feedback=true,tables=int8"]
 
 
 def job_apart(rank):
@@ -75,9 +77,6 @@ def job_apart(rank):
             model(words(0, rank)).backward()
             assert wire.recipe == gradwire.fp32()
         found[spec] = gradients, set(memory.get("residual:float32", ()))
-        alone = DistributedDataParallel(nn.Sequential(nn.Embedding(7, 3)))
-        with gradwire.attach(alone, spec) as wire:
-            assert wire.recipe == gradwire.recipe(spec), "nothing to keep apart from"
     return found
 
 
