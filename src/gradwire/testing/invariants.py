@@ -101,10 +101,7 @@ def check_invariants(subject: Subject, case: Case) -> float:
     net = Net().to(device, getattr(torch, case.dtype))
     batches = _batches(case, rank, size, device)
     num_steps = max(_num_batches(case, r, size) for r in range(size))
-    expected = [
-        _expected(net, batches[step] if step < len(batches) else None, subject.expect, checks)
-        for step in range(num_steps)
-    ]
+    expected = _expected(net, batches, num_steps, subject.expect, checks)
 
     model = DistributedDataParallel(
         net,
@@ -195,27 +192,35 @@ def _batches(case: Case, rank: int, size: int, device: torch.device) -> list[_Ba
     return batches
 
 
-def _expected(net: nn.Module, batch: _Batch | None, expect: str, group: dist.ProcessGroup) -> Gradients:
-    """What the ranks' own gradients should become, found without DDP and in fp64."""
+def _expected(
+    net: nn.Module, batches: list[_Batch], num_steps: int, expect: str, group: dist.ProcessGroup
+) -> list[Gradients]:
+    """What the ranks' own gradients of each step should become, found without DDP and in fp64."""
     local = copy.deepcopy(net)
-    if batch is not None:
-        for loss in batch.losses(local):
-            loss.backward()
     named = list(local.named_parameters())
-    used = torch.tensor([float(p.grad is not None) for _, p in named], dtype=torch.float64)
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
-    own = torch.cat([grad.cpu().double().flatten() for grad in grads] + [used])
+    rows = []
+    for step in range(num_steps):
+        local.zero_grad()
+        for loss in batches[step].losses(local) if step < len(batches) else ():
+            loss.backward()
+        used = torch.tensor([float(p.grad is not None) for _, p in named], dtype=torch.float64)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
+        rows.append(torch.cat([grad.cpu().double().flatten() for grad in grads] + [used]))
+    own = torch.stack(rows)
     total = own.clone()
     dist.all_reduce(total, group=group)  # one for all, since there are many steps and parameters
     # DDP leaves a gradient None only if no rank has used the parameter.
-    used_by_any = total[-len(named) :] > 0
+    used_by_any = total[:, -len(named) :] > 0
     if expect == "mean":
         total /= group.size()
-    values = (own if expect == "local" else total)[: -len(named)].split([p.numel() for _, p in named])
-    return {
-        name: value.view(p.shape) if any_used else None
-        for (name, p), value, any_used in zip(named, values, used_by_any, strict=True)
-    }
+    values = (own if expect == "local" else total)[:, : -len(named)].split([p.numel() for _, p in named], 1)
+    return [
+        {
+            name: value[step].view(p.shape) if any_used else None
+            for (name, p), value, any_used in zip(named, values, used_by_any[step], strict=True)
+        }
+        for step in range(num_steps)
+    ]
 
 
 @contextlib.contextmanager

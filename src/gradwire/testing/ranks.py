@@ -36,7 +36,9 @@ _GRACE_S = 10.0
 # bf16 layers die with SIGILL on some virtual CPUs that advertise AMX; a user's own setting wins.
 _ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 # DistributedDataParallel imports torch._dynamo when it is made, which alone takes a second or two.
-_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.testing", "gradwire.ops.cpu"]
+_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.testing"]
+# numba and its kernels, which are compiled here once and not by each rank.
+_PRELOAD += [f"gradwire.ops.cpu.{family}" for family in ("casts", "blocks", "low_rank")]
 
 
 class RanksFailed(RuntimeError):

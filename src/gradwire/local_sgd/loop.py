@@ -1,14 +1,11 @@
-"""Local SGD: ranks train alone for some steps, then average their parameters."""
+"""The object that owns a run of local SGD: its period, its averaging and its checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
@@ -20,69 +17,14 @@ from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
 from gradwire.layout import Layouts
+from gradwire.local_sgd.buckets import ParameterBucket, make_buckets
+from gradwire.local_sgd.outer import Outer
 from gradwire.models import device_of, fit, unwrap
+from gradwire.ops import warm_up
 from gradwire.recipes import Recipe, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner
 from gradwire.stats import WireStats
-
-# Small enough that one bucket travels while the next is prepared, large enough to amortise a round.
-_BUCKET_NUMEL = 8 << 20
-
-
-class Outer(Protocol):
-    """What to do with the averaged pseudo-gradient, the way that ranks went on average, reversed."""
-
-    def update(self, start: Tensor, pseudo_gradient: Tensor, momentum: Tensor, inner_lr: float) -> None:
-        """Move ``start`` and ``momentum``, in place; ``inner_lr`` is the local optimizer's learning rate."""
-        ...
-
-
-@dataclass(frozen=True)
-class SlowMo:
-    """Slow momentum over the averaged steps (Wang et al. 2019, arXiv:1910.00643, equations 2 and 3).
-
-    >>> SlowMo(momentum=0.7)
-    SlowMo(momentum=0.7, lr=1.0)
-    """
-
-    momentum: float = 0.5
-    lr: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_hyperparameters(self.momentum, self.lr)
-
-    def update(self, start: Tensor, pseudo_gradient: Tensor, momentum: Tensor, inner_lr: float) -> None:
-        momentum.mul_(self.momentum)
-        if inner_lr:  # at a learning rate of 0 nobody has moved
-            momentum.add_(pseudo_gradient, alpha=1 / inner_lr)
-        start.sub_(momentum, alpha=self.lr * inner_lr)
-
-
-@dataclass(frozen=True)
-class DiLoCo:
-    """Nesterov momentum over the averaged steps (Douillard et al. 2023, arXiv:2311.08105).
-
-    >>> DiLoCo()
-    DiLoCo(lr=0.7, momentum=0.9)
-    """
-
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        _check_hyperparameters(self.momentum, self.lr)
-
-    def update(self, start: Tensor, pseudo_gradient: Tensor, momentum: Tensor, inner_lr: float) -> None:
-        momentum.mul_(self.momentum).add_(pseudo_gradient)
-        start.sub_(pseudo_gradient, alpha=self.lr).sub_(momentum, alpha=self.lr * self.momentum)
-
-
-def _check_hyperparameters(momentum: float, lr: float) -> None:
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum must be at least 0 and less than 1, not {momentum}")
-    if not lr > 0:
-        raise ValueError(f"lr must be more than 0, not {lr}")
 
 
 class LocalSGD:
@@ -137,9 +79,10 @@ class LocalSGD:
         try:
             _check_counts(period, warmup_steps)
             self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
-            self.recipe = _averaging(recipe)
+            self.recipe = fit(_averaging(recipe), ddp)
             self._gradient_recipe = self.recipe if gradient_recipe is None else parse_recipe(gradient_recipe)
-            parameters = self._parameters()
+            self._parameters()
+            warm_up(device_of(ddp), self.recipe.exchange.kernels)
         except Exception as error:
             agree(self._group, meeting, f"error: {error}", self._timeout, "gradwire.LocalSGD")
             raise
@@ -147,10 +90,10 @@ class LocalSGD:
         agree(self._group, meeting, claim, self._timeout, "gradwire.LocalSGD")
 
         self._num_steps = self._num_averages = 0
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[ParameterBucket] = []
         self._wire = attach(ddp, self._wanted_recipe(), timeout=self._timeout)
         self._disabled = not self._wire.attached  # GRADWIRE_DISABLE leaves all to DDP
-        lane = open_lane(self._group, parameters[0][0].device, meeting)
+        lane = open_lane(self._group, device_of(ddp), meeting)
         self._runner = RecipeRunner(self.recipe, lane, self._layouts)
         if self.is_local:
             self._begin()
@@ -214,30 +157,30 @@ class LocalSGD:
         rank, size, memory = self._group.rank(), self._group.size(), self._runner.memory.state_dict()
         averaging = checkpoint.write(self._runner.name, self._num_steps, (), memory, rank, size)
         wire = self._wire.state_dict()
-        return {"num_steps": self._num_steps, **self._tensors(), "averaging": averaging, "wire": wire}
+        return {"num_steps": self._num_steps, **_tensors(self._buckets), "averaging": averaging, "wire": wire}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`; the model's parameters are loaded apart.
 
         Raises ValueError when the state belongs to other parameters, or to another number of ranks.
         """
-        self._num_steps = int(state["num_steps"])
-        self._use_wire()
-        self._buckets = self._make_buckets() if self.is_local and not self._disabled else []
-        for key, own in self._tensors().items():
-            saved = state[key]
-            different = own.keys() ^ saved.keys()
-            different |= {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape}
-            if different:
-                raise ValueError(
-                    f"the {key} of this state does not fit: it differs in {sorted(different)[:5]}; "
-                    "load what was saved with the same parameters, warmup_steps and kind of outer optimizer"
-                )
-            for name, view in own.items():
-                view.copy_(saved[name])
-        self._wire.load_state_dict(state["wire"])
+        for key in ("num_steps", "start", "momentum", "averaging", "wire"):
+            if key not in state:
+                raise ValueError(f"this is no state of a LocalSGD: it has no {key!r}")
+        num_steps = int(state["num_steps"])
+        is_local = num_steps >= self.warmup_steps and not self._disabled
+        buckets = make_buckets(self._parameters(), self._layouts, self.outer) if is_local else []
+        own = _tensors(buckets)
+        for key, views in own.items():
+            _require_fit(key, views, state[key])
         rank, size = self._group.rank(), self._group.size()
         memory = checkpoint.read(state["averaging"], frozenset(), rank, size, "mean").memory
+        self._num_steps, self._buckets = num_steps, buckets
+        self._use_wire()
+        self._wire.load_state_dict(state["wire"])
+        for key, views in own.items():
+            for name, view in views.items():
+                view.copy_(state[key][name])
         self._runner.memory.load_state_dict(memory, device_of(self._ddp))
 
     def detach(self) -> None:
@@ -256,17 +199,6 @@ class LocalSGD:
     ) -> None:
         self.detach()
 
-    def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        return {
-            "start": {name: view for bucket in self._buckets for name, view in bucket.views(bucket.start)},
-            "momentum": {
-                name: view
-                for bucket in self._buckets
-                if bucket.momentum is not None
-                for name, view in bucket.views(bucket.momentum)
-            },
-        }
-
     def _wanted_recipe(self) -> Recipe:
         return noop() if self.is_local else self._gradient_recipe
 
@@ -281,7 +213,7 @@ class LocalSGD:
         self._use_wire()
         if self._disabled:
             return
-        self._buckets = self._make_buckets()
+        self._buckets = make_buckets(self._parameters(), self._layouts, self.outer)
         for bucket in self._buckets:
             # The one thing that has to be the same on all ranks for everything after it to be.
             dist.broadcast(bucket.start, group=self._group, group_src=0)
@@ -308,86 +240,28 @@ class LocalSGD:
                 "add_param_group or a change of requires_grad"
             )
 
-    def _make_buckets(self) -> list[_Bucket]:
-        runs: list[tuple[int, list[nn.Parameter]]] = []
-        for parameter, number in self._parameters():
-            fits = (
-                runs
-                and runs[-1][0] == number
-                and runs[-1][1][0].dtype == parameter.dtype
-                and sum(p.numel() for p in runs[-1][1]) + parameter.numel() <= _BUCKET_NUMEL
-            )
-            if fits:
-                runs[-1][1].append(parameter)
-            else:
-                runs.append((number, [parameter]))
-        return [
-            _Bucket(index, index == len(runs) - 1, number, parameters, self._layouts, self.outer)
-            for index, (number, parameters) in enumerate(runs)
-        ]
+
+def _tensors(buckets: list[ParameterBucket]) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds of them, by kind and parameter."""
+    return {
+        "start": {name: view for bucket in buckets for name, view in bucket.views(bucket.start)},
+        "momentum": {
+            name: view
+            for bucket in buckets
+            if bucket.momentum is not None
+            for name, view in bucket.views(bucket.momentum)
+        },
+    }
 
 
-class _Bucket:
-    """Parameters that travel together: to a runner it looks like a bucket of gradients."""
-
-    def __init__(
-        self,
-        index: int,
-        last: bool,
-        param_group: int,
-        parameters: Sequence[nn.Parameter],
-        layouts: Layouts,
-        outer: Outer | None,
-    ) -> None:
-        self._index, self._last, self._parameters = index, last, list(parameters)
-        self.param_group = param_group
-        self._outer = outer
-        # Sums of many small steps, so never narrower than fp32.
-        wide = torch.promote_types(parameters[0].dtype, torch.float32)
-        numel = sum(parameter.numel() for parameter in parameters)
-        self.start = torch.empty(numel, dtype=wide, device=parameters[0].device)
-        self.momentum = None if outer is None else torch.zeros_like(self.start)
-        self._pseudo_gradient: Tensor | None = None
-        self._layout = layouts.of(cast("GradBucket", self))
-        for slot, parameter in zip(self._layout.slots, parameters, strict=True):
-            slot.view(self.start).copy_(parameter.detach())
-
-    def index(self) -> int:
-        return self._index
-
-    def is_last(self) -> bool:
-        return self._last
-
-    def parameters(self) -> list[Tensor]:
-        return list(self._parameters)
-
-    def buffer(self) -> Tensor:
-        return self.start if self._pseudo_gradient is None else self._pseudo_gradient
-
-    def views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
-        return list(self._layout.views(flat).items())
-
-    def set_pseudo_gradient(self) -> None:
-        """How far this rank has come, reversed, as a gradient would say it."""
-        # From where the parameters really started, which narrow ones rounded.
-        flat = self.start.to(self._parameters[0].dtype).to(self.start.dtype, copy=True)
-        for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
-            slot.view(flat).sub_(parameter.detach())
-        self._pseudo_gradient = flat
-
-    def move(self, mean: Tensor, inner_lr: float) -> None:
-        """Go where the ranks went on average, or where the outer optimizer makes of it."""
-        self._pseudo_gradient = None
-        if self._outer is None or self.momentum is None:
-            self.start.sub_(mean)
-        else:
-            self._outer.update(self.start, mean, self.momentum, inner_lr)
-        self.write_parameters()
-
-    def write_parameters(self) -> None:
-        with torch.no_grad():
-            for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
-                parameter.copy_(slot.view(self.start))
+def _require_fit(key: str, own: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    different = own.keys() ^ saved.keys()
+    different |= {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape}
+    if different:
+        raise ValueError(
+            f"the {key} of this state does not fit: it differs in {sorted(different)[:5]}; "
+            "load what was saved with the same parameters, warmup_steps and kind of outer optimizer"
+        )
 
 
 def _check_counts(period: int, warmup_steps: int) -> None:

@@ -1,0 +1,101 @@
+"""Parameters that travel together when local SGD averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+from gradwire.layout import Layouts
+from gradwire.local_sgd.outer import Outer
+
+# Small enough that one bucket travels while the next is prepared, large enough to amortise a round.
+_BUCKET_NUMEL = 8 << 20
+
+
+def make_buckets(
+    parameters: Sequence[tuple[nn.Parameter, int]], layouts: Layouts, outer: Outer | None
+) -> list[ParameterBucket]:
+    """Buckets of parameters, each given with the number of its param group, in order."""
+    runs: list[tuple[int, list[nn.Parameter]]] = []
+    for parameter, number in parameters:
+        fits = (
+            runs
+            and runs[-1][0] == number
+            and runs[-1][1][0].dtype == parameter.dtype
+            and sum(p.numel() for p in runs[-1][1]) + parameter.numel() <= _BUCKET_NUMEL
+        )
+        if fits:
+            runs[-1][1].append(parameter)
+        else:
+            runs.append((number, [parameter]))
+    return [
+        ParameterBucket(index, index == len(runs) - 1, number, own, layouts, outer)
+        for index, (number, own) in enumerate(runs)
+    ]
+
+
+class ParameterBucket:
+    """Parameters that travel together: to a runner it looks like a bucket of gradients."""
+
+    def __init__(
+        self,
+        index: int,
+        last: bool,
+        param_group: int,
+        parameters: Sequence[nn.Parameter],
+        layouts: Layouts,
+        outer: Outer | None,
+    ) -> None:
+        self._index, self._last, self._parameters = index, last, list(parameters)
+        self.param_group = param_group
+        self._outer = outer
+        # Sums of many small steps, so never narrower than fp32.
+        wide = torch.promote_types(parameters[0].dtype, torch.float32)
+        numel = sum(parameter.numel() for parameter in parameters)
+        self.start = torch.empty(numel, dtype=wide, device=parameters[0].device)
+        self.momentum = None if outer is None else torch.zeros_like(self.start)
+        self._pseudo_gradient: Tensor | None = None
+        self._layout = layouts.of(cast("GradBucket", self))
+        for slot, parameter in zip(self._layout.slots, parameters, strict=True):
+            slot.view(self.start).copy_(parameter.detach())
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._parameters)
+
+    def buffer(self) -> Tensor:
+        return self.start if self._pseudo_gradient is None else self._pseudo_gradient
+
+    def views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
+        return list(self._layout.views(flat).items())
+
+    def set_pseudo_gradient(self) -> None:
+        """How far this rank has come, reversed, as a gradient would say it."""
+        # From where the parameters really started, which narrow ones rounded.
+        flat = self.start.to(self._parameters[0].dtype).to(self.start.dtype, copy=True)
+        for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
+            slot.view(flat).sub_(parameter.detach())
+        self._pseudo_gradient = flat
+
+    def move(self, mean: Tensor, inner_lr: float) -> None:
+        """Go where the ranks went on average, or where the outer optimizer makes of it."""
+        self._pseudo_gradient = None
+        if self._outer is None or self.momentum is None:
+            self.start.sub_(mean)
+        else:
+            self._outer.update(self.start, mean, self.momentum, inner_lr)
+        self.write_parameters()
+
+    def write_parameters(self) -> None:
+        with torch.no_grad():
+            for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
+                parameter.copy_(slot.view(self.start))
