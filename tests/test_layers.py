@@ -16,6 +16,7 @@ FLOORS = [
     "memory",
     "policy",
     "exchanges",
+    "options",
     "recipes",
     "failure",
     "execution",

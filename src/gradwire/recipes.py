@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +13,7 @@ import torch
 
 from gradwire.codecs import Blocks, Cast, Codec, Raw
 from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Route, Schedule, TwoShot
+from gradwire.options import parse_options, spec_of
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -198,7 +197,7 @@ def powersgd(
     Parameters over a vocabulary go by ``tables``.
     """
     exchange = LowRank(rank, start, min_compression_rate, feedback, warm_start, seed, whole)
-    return Recipe(_spec(powersgd, locals()), exchange, reduction, tables=tables)
+    return Recipe(spec_of(powersgd, locals()), exchange, reduction, tables=tables)
 
 
 def acp(
@@ -212,7 +211,7 @@ def acp(
 ) -> Recipe:
     """ACP-SGD: like PowerSGD, but one factor a step, in turns; half the bytes, messages and arithmetic."""
     exchange = LowRank(rank, start, min_compression_rate, feedback, seed=seed, num_rounds=1)
-    return Recipe(_spec(acp, locals()), exchange, reduction, tables=tables)
+    return Recipe(spec_of(acp, locals()), exchange, reduction, tables=tables)
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -290,17 +289,6 @@ def _parse_schedule(spec: str) -> Recipe:
     return schedule(stages)
 
 
-def _spec(factory: Callable[..., Recipe], options: dict[str, object]) -> str:
-    """The text from which `recipe` makes the same recipe."""
-    parameters = inspect.signature(factory).parameters
-    changed = [f"{k}={_text(options[k])}" for k, p in parameters.items() if options[k] != p.default]
-    return ":".join(filter(None, (factory.__name__, ",".join(changed))))
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Codec) -> Recipe:
     """The recipe of a factory, from its arguments."""
     for name, choices in {"residual": Residual, "rounding": Rounding}.items():
@@ -315,7 +303,7 @@ def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Co
     is_flat = local_size is None or local_size == 1
     exchange = flat if is_flat else Hierarchical(flat, local_size)
     tables = options.get("tables", "same")
-    return Recipe(_spec(factory, options), exchange, options["reduction"], local_size, tables)
+    return Recipe(spec_of(factory, options), exchange, options["reduction"], local_size, tables)
 
 
 def recipe(spec: str | Recipe) -> Recipe:
@@ -342,45 +330,9 @@ def recipe(spec: str | Recipe) -> Recipe:
     name, _, options = spec.partition(":")
     if name not in RECIPES:
         raise ValueError(f"there is no recipe {name!r}{_suggestion(name)} Recipes: {', '.join(RECIPES)}")
-    return RECIPES[name](**_parse_options(name, options))
+    return RECIPES[name](**parse_options(RECIPES[name], options))
 
 
 def _suggestion(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), RECIPES, n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-
-
-def _parse_options(name: str, text: str) -> dict[str, object]:
-    annotations = typing.get_type_hints(RECIPES[name])
-    known = inspect.signature(RECIPES[name]).parameters
-    options: dict[str, object] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            raise ValueError(f"recipe {name!r}: {item!r} is not of the form option=value")
-        if key not in known:
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"recipe {name!r} has no option {key!r}; {has}")
-        if key in options:
-            raise ValueError(f"recipe {name!r}: option {key!r} is given twice")
-        options[key] = _parse_value(name, key, value, annotations[key])
-    return options
-
-
-def _parse_value(name: str, key: str, text: str, kind: object) -> object:
-    if isinstance(kind, types.UnionType):  # `int | None` and the like: the first kind that fits
-        if text.lower() == "none" and types.NoneType in typing.get_args(kind):
-            return None
-        kind = next(arm for arm in typing.get_args(kind) if arm is not types.NoneType)
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-    if kind is bool:
-        choices = ("true", "false")
-    try:
-        if choices:
-            if text.lower() not in choices:
-                raise ValueError
-            return text.lower() == "true" if kind is bool else text.lower()
-        return typing.cast("Callable[[str], object]", kind)(text)
-    except ValueError:
-        wanted = " or ".join(choices) if choices else getattr(kind, "__name__", str(kind))
-        raise ValueError(f"recipe {name!r}: option {key!r} must be {wanted}, not {text!r}") from None
