@@ -51,7 +51,8 @@ def test_what_goes_apart_can_be_chosen_and_is_part_of_the_recipe():
         assert str(fitted) == wanted
         assert gradwire.recipe(wanted) == fitted
     assert gradwire.recipe("sign").apart([]) == gradwire.recipe("sign")
-    assert gradwire.recipe("sign").apart(["odd=name"]) == gradwire.recipe("sign")
+    for odd in ("a=b", "a<2", "(a)"):
+        assert gradwire.recipe("sign").apart([odd]) == gradwire.recipe("sign"), odd
     with pytest.raises(ValueError, match="tables must be one of 'same', 'fp32'"):
         gradwire.RECIPES["sign"](tables="int2")
 

@@ -67,7 +67,7 @@ class Recipe:
         >>> print(recipe("powersgd").apart(["embed.weight"]))
         route(embed.weight=int4; *=powersgd:tables=same)
         """
-        chosen = [name for name in names if not set(name) & set("*?[=;")]
+        chosen = [name for name in names if not set(name) & set("*?[=;&<>(")]
         if self.tables == "same" or not chosen:
             return self
         nodes = {} if self.local_size is None else {"local_size": self.local_size}
