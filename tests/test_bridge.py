@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp_comm_hooks import default_hooks
-from gradwire.testing import RanksFailed, run_ranks
+from gradwire.testing import run_ranks
 from tests import annotated_hooks
 
 
@@ -198,7 +198,7 @@ BAD = {
 }
 
 
-def job_bad(rank, name, bad_ranks):
+def check_bad(rank, name, bad_ranks):
     hook, kind, text = BAD[name]
 
     def sometimes_bad(state, bucket):
@@ -206,8 +206,9 @@ def job_bad(rank, name, bad_ranks):
             return hook(state, bucket)
         return torch_hooks.allreduce_hook(state, bucket)
 
-    model = small_model()
-    gradwire.attach(model, sometimes_bad, state=dist.group.WORLD)
+    group = dist.new_group()  # an allreduce that some ranks never join must not meet the next case's
+    model = small_model(process_group=group)
+    wire = gradwire.attach(model, sometimes_bad, state=group)
     backward(model)  # one bucket yet: nothing is wrong
     with pytest.raises(gradwire.WireError) as caught:
         backward(model)
@@ -218,26 +219,31 @@ def job_bad(rank, name, bad_ranks):
     with pytest.raises(gradwire.WireError) as caught:  # a failed wire stays failed
         backward(model)
     assert str(caught.value) == str(first)
-    assert text in str(first)
+    assert text in str(first), name
     assert ", step 1, bucket 1, hook " in str(first)
     assert "sometimes_bad" in str(first)
     if rank in bad_ranks:
-        assert isinstance(first, kind)
+        assert isinstance(first, kind), name
         assert str(first).startswith(f"rank {rank}, ")
         assert not isinstance(first, gradwire.PeerError)
     else:
         assert isinstance(first, gradwire.PeerError)
         assert str(first).startswith(f"rank {bad_ranks[0]}, ")
+    wire.detach()
 
 
-@pytest.mark.parametrize("name", BAD)
+def job_bad(rank, names, bad_ranks):
+    for name in names:
+        check_bad(rank, name, bad_ranks)
+
+
 @pytest.mark.parametrize("bad_ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-def test_a_bad_return_is_one_clear_error_on_every_rank(name, bad_ranks):
-    run_ranks(job_bad, 2, timeout=30, args=(name, bad_ranks))
+def test_a_bad_return_is_one_clear_error_on_every_rank(bad_ranks):
+    run_ranks(job_bad, 2, timeout=60, args=(list(BAD), bad_ranks))
 
 
 def test_a_failure_reaches_ranks_that_are_not_neighbours():
-    run_ranks(job_bad, 4, timeout=30, args=("an exception", (2,)))
+    run_ranks(job_bad, 4, timeout=30, args=(["an exception"], (2,)))
 
 
 # --- errors inside a recipe's own exchange ---
@@ -245,11 +251,11 @@ def test_a_failure_reaches_ranks_that_are_not_neighbours():
 
 class BrokenExchange:
     communicates = True
+    kernels = frozenset()
 
-    def __init__(self, bad_rank, action, error=None):
-        self.error = error
+    def __init__(self, bad_rank, error):
         self.bad_rank = bad_rank
-        self.action = action
+        self.error = error
 
     def __repr__(self):
         return "BrokenExchange()"
@@ -258,15 +264,14 @@ class BrokenExchange:
         assert not torch.is_grad_enabled()
         self.num_runs = getattr(self, "num_runs", 0) + 1
         if context.group.rank == self.bad_rank and self.num_runs == 4:
-            if self.action == "raise":
-                raise self.error or FloatingPointError("overflow in rank's own arithmetic")
-            time.sleep(60)
+            raise self.error
         gradwire.fp32().exchange.run(flat, context)
 
 
 def job_broken_exchange(rank):
     model = small_model()
-    wire = gradwire.attach(model, gradwire.Recipe("broken", BrokenExchange(1, "raise")))
+    error = FloatingPointError("overflow in rank's own arithmetic")
+    wire = gradwire.attach(model, gradwire.Recipe("broken", BrokenExchange(1, error)))
     backward(model)
     with pytest.raises(gradwire.WireError) as caught:
         for _ in range(3):
@@ -287,7 +292,7 @@ def test_an_error_in_an_exchange_is_raised_on_every_rank_and_can_be_left_behind(
 
 def job_unmakable_error(rank):
     model = small_model()
-    gradwire.attach(model, gradwire.Recipe("broken", BrokenExchange(1, "raise", NeedsMore(Record()))))
+    gradwire.attach(model, gradwire.Recipe("broken", BrokenExchange(1, NeedsMore(Record()))))
     with pytest.raises(gradwire.WireError, match="rank 1, .*NeedsMore: bad record 7"):
         for _ in range(4):
             backward(model)
@@ -295,51 +300,6 @@ def job_unmakable_error(rank):
 
 def test_an_error_that_cannot_be_made_again_is_told_all_the_same():
     run_ranks(job_unmakable_error, 2, timeout=30)
-
-
-def job_timeout(rank):
-    group = dist.new_group(timeout=__import__("datetime").timedelta(seconds=2))
-    model = small_model(process_group=group)
-    gradwire.attach(model, gradwire.Recipe("slow", BrokenExchange(1, "sleep")))
-    if rank == 1:
-        import threading
-
-        threading.Timer(8, __import__("os")._exit, [0]).start()
-    with pytest.raises(gradwire.WireError, match="no message from rank"):
-        for _ in range(3):
-            backward(model)
-
-
-def test_a_stuck_rank_is_an_error_on_the_others_after_the_timeout():
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(job_timeout, 2, timeout=40)
-    assert set(caught.value.errors) == {1}, "only the rank that was stuck may fail"
-
-
-def job_killed(rank, attached):
-    model = small_model()
-    if attached == "recipe":
-        gradwire.attach(model, "fp32")
-    else:
-        gradwire.attach(model, torch_hooks.allreduce_hook)
-    backward(model)
-    backward(model)
-    if rank == 1:
-        import os
-        import signal
-
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(gradwire.WireError):
-        for _ in range(3):
-            backward(model)
-
-
-@pytest.mark.parametrize("attached", ["recipe", "hook"])
-def test_a_killed_rank_is_an_error_on_the_others(attached):
-    with pytest.raises(RanksFailed) as caught:
-        run_ranks(job_killed, 3, timeout=30, args=(attached,))
-    assert set(caught.value.errors) == {1}
-    assert "SIGKILL" in caught.value.errors[1]
 
 
 # --- join() calls hooks outside a backward pass ---
@@ -407,3 +367,30 @@ def job_lifetime(rank):
 
 def test_hook_state_and_lane_end_with_the_model():
     run_ranks(job_lifetime, 2, timeout=30)
+
+
+def job_group_ends_with_the_model(rank):
+    import gc
+
+    set_result = Future.set_result
+
+    def linger(future, value):
+        set_result(future, value)
+        time.sleep(0.3)  # the group's thread is still in our callback when all else is gone
+
+    group = dist.new_group()
+    model = small_model(process_group=group)
+    wire = gradwire.attach(model, torch_hooks.allreduce_hook)
+    backward(model)
+    Future.set_result = linger
+    backward(model)
+    Future.set_result = set_result
+    wire.detach()
+    dist.destroy_process_group(group)
+    del model, wire, group
+    gc.collect()
+    dist.barrier()
+
+
+def test_a_group_is_not_ended_by_a_thread_of_its_own():
+    run_ranks(job_group_ends_with_the_model, 2, timeout=30)

@@ -12,7 +12,7 @@ from gradwire.testing import run_ranks
 from tests.test_mixed_precision import Nothing
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["local_sgd", "overlap", "zero", "mixed_precision", "powersgd", "reliability"]
+PAGES = ["local_sgd", "overlap", "zero", "mixed_precision", "powersgd", "reliability", "telemetry"]
 
 
 def job_example(rank, example, needs_accelerator):

@@ -19,7 +19,7 @@ from tests.rows import ROWS
 
 SPECS = [row.spec for row in ROWS if 2 in row.world_sizes] + [
     "int4:residual=bf16,rounding=stochastic",
-    "schedule(0=int4; 2=fp32; 4=sign)",
+    "schedule(0=int4; 2=fp32; 4=sign:feedback=true)",
     "route(*.bias=fp32; *=int4:rounding=stochastic)",
 ]
 NUM_STEPS = 7
@@ -113,10 +113,58 @@ def job_resume(rank, specs, seed):
             assert torch.equal(flat(model), whole), (spec, options, stopped_at, again)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped(world_size):
-    specs = SPECS if world_size == 2 else ["int4:rounding=stochastic", "fp16"]
-    run_ranks(job_resume, world_size, timeout=120, args=(specs, world_size))
+def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped():
+    run_ranks(job_resume, 2, timeout=120, args=(SPECS, 2))
+
+
+def random_spec(choice, *, feedback=None):
+    """Any recipe with any options, alone, in a route or in a schedule; with or without a memory, if told."""
+    reduction = choice.choice(["mean", "mean", "sum"])
+
+    def plain():
+        low_rank = {"rank": [1, 2, 3], "start": [0, 1, 4], "feedback": [True, False], "seed": [0, 5]}
+        blocks = {"block": [64, 128, 512], "feedback": [True, False], "residual": ["fp32", "bf16"]}
+        noise = {"rounding": ["nearest", "stochastic"], "seed": [0, 7]}
+        table = {
+            **{name: {**blocks, **noise} for name in ("int8", "fp8", "int4")},
+            "sign": blocks,
+            "powersgd": {**low_rank, "warm_start": [True, False], "whole": [True, False]},
+            "acp": low_rank,
+            **{name: {} for name in ("fp32", "fp16", "bf16")},
+        }
+        name = choice.choice([name for name in table if not feedback or table[name]])
+        options = {option: choice.choice(values) for option, values in table[name].items()}
+        if feedback and "feedback" in options:
+            options["feedback"] = True
+        options = {**options, "reduction": reduction}
+        return f"{name}:{','.join(f'{option}={value}' for option, value in options.items())}"
+
+    return choice.choice(
+        [
+            plain(),
+            plain(),
+            f"route(ndim<2={plain()}; numel>1000={plain()}; *={plain()})",
+            f"schedule(0={plain()}; {choice.randint(1, 3)}={plain()}; {choice.randint(4, 6)}={plain()})",
+        ]
+    )
+
+
+def check_any_recipe_resumes(seed, world_size, num_specs):
+    choice = random.Random(f"{seed} {world_size}")
+    specs = [random_spec(choice) for _ in range(num_specs)]
+    run_ranks(job_resume, world_size, timeout=240, args=(specs, seed))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_so_is_one_with_any_recipe_stopped_at_any_step(world_size):
+    check_any_recipe_resumes(0, world_size, num_specs=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_so_is_one_with_any_of_many_recipes(seed, world_size):
+    check_any_recipe_resumes(seed, world_size, num_specs=8)
 
 
 def test_a_layout_changes_at_the_same_step_whenever_a_run_was_resumed():
@@ -198,9 +246,9 @@ def test_torchs_checkpoints_keep_every_ranks_own_residuals(tmp_path):
 # --- another number of ranks ---
 
 
-def job_save(rank, spec):
+def job_save(rank, spec, num_steps=4):
     model, optimizer, wire = make(spec)
-    train(model, optimizer, range(4))
+    train(model, optimizer, range(num_steps))
     return wire.state_dict()
 
 
@@ -230,11 +278,42 @@ def job_load(rank, spec, states):
         assert torch.allclose(sent[name] + left * scale, expected, rtol=1e-4, atol=1e-7), name
 
 
-@pytest.mark.parametrize("spec", ["int4", "sign:reduction=sum"])
+@pytest.mark.parametrize("spec", ["int4", "sign:feedback=true,reduction=sum"])
 def test_what_is_held_back_survives_a_change_of_the_number_of_ranks(spec):
     states = run_ranks(job_save, 3, args=(spec,))
     for world_size in (1, 2) if spec == "int4" else (4,):
         run_ranks(job_load, world_size, args=(spec, states))
+
+
+def job_load_any(rank, spec, states):
+    model, optimizer, wire = make(spec)
+    wire.load_state_dict(gradwire.merge_state_dicts(states))
+    (mine,) = wire.state_dict()["memory"].values()
+    for key, tensors in mine.items():
+        if key.startswith("residual:"):
+            saved = [state["memory"][f"rank{r}"][key] for r, state in enumerate(states)]
+            for name, tensor in tensors.items():
+                total, before = tensor.double(), torch.stack([each[name].double() for each in saved]).sum(0)
+                dist.all_reduce(total)
+                if "sum" not in spec:
+                    total, before = total / dist.get_world_size(), before / len(states)
+                rounding = 2**-8 if "bfloat16" in key else 1e-6
+                assert (total - before).abs().max() <= rounding * before.abs().max(), (spec, key, name)
+    train(model, optimizer, range(states[0]["step"], states[0]["step"] + 3))
+    mine = flat(model)
+    dist.broadcast(mine, 0)
+    assert torch.equal(mine, flat(model))
+    assert mine.isfinite().all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12))
+def test_so_does_what_any_recipe_holds_back(seed):
+    choice = random.Random(seed)
+    spec = random_spec(choice, feedback=True)
+    before, after = choice.sample([1, 2, 3, 4], 2)
+    states = run_ranks(job_save, before, args=(spec, choice.randint(1, 6)))
+    run_ranks(job_load_any, after, args=(spec, states))
 
 
 # --- what does not fit ---
@@ -275,7 +354,9 @@ def job_refusals(rank):
     # A state that is bad on one rank alone is an error on all, and on nobody loaded.
     with pytest.raises((ValueError, RuntimeError), match="it has no 'step'"):
         wire.load_state_dict(damaged(lambda state: state.pop("step") if rank == 1 else None))
-    with pytest.raises(ValueError, match=r"ranks call Wire.load_state_dict with different things.*step 3"):
+    with pytest.raises(
+        ValueError, match=r"ranks call Wire.load_state_dict with different things: the saved step is "
+    ):
         wire.load_state_dict(damaged(lambda state: state.update(step=2 + rank)))
     with pytest.raises(ValueError, match="they differ in 'step'"):
         gradwire.merge_state_dicts([good, {**good, "step": 9}])

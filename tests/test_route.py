@@ -52,6 +52,20 @@ def job_route(rank):
         assert wire.plan().bytes_sent == sent
 
     model = small_model()
+    by_size = {"ndim<2": "fp32", "(*, 30) & numel>=900": "int4", "numel<=60": "bf16", "0.*": "int8"}
+    with gradwire.attach(model, gradwire.route(by_size)) as wire:
+        planned = {route.recipe: route.parameters for route in wire.plan().routes}
+        assert planned == {
+            "ndim<2=fp32": ("0.bias", "2.bias", "4.bias", "5.bias"),
+            "(*, 30) & numel>=900=int4": ("2.weight", "4.weight"),
+            "numel<=60=bf16": ("5.weight",),
+            "0.*=int8": ("0.weight",),
+        }
+        with pytest.raises(ValueError, match="no parameter goes by the route 'numel>900'"):
+            wire.swap("route(numel>900=int8; *=fp32)")
+        with pytest.raises(ValueError, match=r"no route fits parameter '0.weight' of shape \(30, 10\)"):
+            wire.swap("route(ndim<=1=fp32)")
+
     with gradwire.attach(model, "int4") as wire:  # what int4 holds back goes its several ways
         check_law(wire, model, {3: chosen, 6: "route(*.weight=fp32; *=int4)"})
 
@@ -64,6 +78,8 @@ def test_a_route_is_a_recipe_like_any_other():
     chosen = gradwire.route({"*.norm*": "fp32", "*": "int4:block=64,feedback=false"})
     assert gradwire.recipe(str(chosen)) == chosen == pickle.loads(pickle.dumps(chosen))
     assert hash(gradwire.recipe(str(chosen))) == hash(chosen)
+    by_size = gradwire.route({"numel<=64": "fp32", "a.* & ndim >= 2": "int4:block=64", "(500, *)": "bf16"})
+    assert gradwire.recipe(str(by_size)) == by_size
     with pytest.raises(ValueError, match="depends on the parameters"):
         chosen.wire_bytes(1024, world_size=2)
 
@@ -76,6 +92,12 @@ def test_a_route_is_a_recipe_like_any_other():
         ({"a": "fp32", "*": "fp16:reduction=sum"}, "must reduce alike"),
         ({"*": "schedule(0=fp32)"}, "must be a plain one"),
         ({"a=b": "fp32"}, "no '='"),
+        ({"a;b": "fp32"}, "no ';'"),
+        ({"depth<2": "fp32"}, "ndim or numel with a number, as in 'ndim<2', unlike 'depth<2'"),
+        ({"numel<64k": "fp32"}, "unlike 'numel<64k'"),
+        ({"a & ": "fp32"}, "an empty pattern"),
+        ({"(3, n)": "fp32"}, "numbers and '*'"),
+        ({"(3, 4": "fp32"}, "numbers and '*'"),
     ],
 )
 def test_a_route_that_cannot_be_is_refused(routes, message):

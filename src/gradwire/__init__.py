@@ -6,10 +6,10 @@ from gradwire.errors import PeerError, WireError
 from gradwire.local_sgd import DiLoCo, LocalSGD, SlowMo
 from gradwire.overlap import OverlappedOptimizer, overlap_optimizer
 from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
-from gradwire.stats import BucketStats, StepStats, WireStats
+from gradwire.stats import BucketStats, ParameterStats, StepStats, WireStats
+from gradwire.telemetry import Telemetry
+from gradwire.version import __version__
 from gradwire.wire import Wire
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "RECIPES",
@@ -17,10 +17,12 @@ __all__ = [
     "DiLoCo",
     "LocalSGD",
     "OverlappedOptimizer",
+    "ParameterStats",
     "PeerError",
     "Recipe",
     "SlowMo",
     "StepStats",
+    "Telemetry",
     "Wire",
     "WireError",
     "WireStats",

@@ -8,23 +8,30 @@ import os
 import weakref
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
-from gradwire.execution import open_lane, timeout_of
+from gradwire.execution import backend_name, open_lane, timeout_of
 from gradwire.guard import Guard
+from gradwire.hook_runner import HookRunner
 from gradwire.layout import Layouts
 from gradwire.mixed_precision import has_events
-from gradwire.models import device_of, fit, num_transient, unwrap
+from gradwire.models import claim_of, device_of, fit, num_transient, unwrap
 from gradwire.ops import warm_up
-from gradwire.policy import NonfinitePolicy, OnNonfinite, check_mode
+from gradwire.options import Options
+from gradwire.policy import NonfinitePolicy, OnNonfinite
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.runners import HookRunner, RecipeRunner, Runner, hook_name
+from gradwire.runners import RecipeRunner, Runner
 from gradwire.slot import Slot, divides_by_active, free_slot
+from gradwire.telemetry import Recorder, Telemetry
+from gradwire.transport import NcclGroup
+from gradwire.verification import Verification
 from gradwire.wire import Hook, Wire
 
 log = logging.getLogger("gradwire")
@@ -42,6 +49,9 @@ def attach(
     state: object = None,
     timeout: timedelta | None = None,
     on_nonfinite: OnNonfinite = "propagate",
+    verify_every: int = 0,
+    grad_scaler: GradScaler | None = None,
+    telemetry: Telemetry | None = None,
 ) -> Wire:
     """Average the model's gradients by ``recipe`` from the next backward pass on.
 
@@ -57,11 +67,21 @@ def attach(
             rank, as DDP does; ``"skip"`` the step, that is set every ``.grad`` to None on every rank, so
             that no optimizer moves, and count it in `Wire.stats`; or ``"raise"`` FloatingPointError from
             ``backward()`` on every rank, on CUDA from the next one.
+        verify_every: every so many steps compare the averaged gradients over the ranks, bit for bit, and
+            raise `WireError` from ``backward()`` on every rank if they differ, with the step, the ranks and
+            the first parameter; 0, the default, for never. On CUDA such a step waits for the device. Not
+            done inside ``join()`` of a model with ``find_unused_parameters``.
+        grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one. What a recipe holds
+            back is in units of the scaled loss, and follows each change of its scale.
+        telemetry: what to record while the wire runs, see `Telemetry`; by default nothing.
 
     Raises:
-        TypeError: the model is not a ``DistributedDataParallel``, or the recipe is none.
+        TypeError: the model is not a ``DistributedDataParallel``, the recipe is none, or another argument
+            is not what it should be.
         ValueError: there is no such recipe or option, the model is attached already or has another
-            hook, or ranks attach different things.
+            hook, or ranks differ in gradwire's version, the recipe, the options or the parameters; the
+            text says which rank in what.
+        OSError: the file of ``telemetry`` cannot be written.
         RuntimeError: a rank did not attach in time.
 
     The environment variable ``GRADWIRE_DISABLE=1`` makes it leave the model to DDP's own averaging.
@@ -80,41 +100,65 @@ def attach(
     device = device_of(ddp)
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     try:
-        check_mode(on_nonfinite)
+        options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
         slot, chosen, state = _prepare(ddp, recipe, state)
-        if on_nonfinite != "propagate" and isinstance(chosen, Recipe) and not chosen.exchange.communicates:
-            raise ValueError(
-                f"{chosen} leaves every rank its own gradients, so ranks would not {on_nonfinite} together"
-            )
+        options.check(chosen)
+        if (
+            verify_every
+            and not isinstance(chosen, Recipe)
+            and device.type != "cpu"
+            and not _is_nccl(group, device)
+        ):
+            raise ValueError(f"verify_every= with a hook on {device.type} needs NCCL")
+        file = None if telemetry is None or disabled else telemetry.open_file(group.rank())
         if not disabled and isinstance(chosen, Recipe):
             warm_up(device, chosen.exchange.kernels)
     except Exception as error:
-        agree(group, meeting, f"error: {error}", timeout)
+        agree(group, meeting, error, timeout)
         raise
-    claim = repr(chosen) if isinstance(chosen, Recipe) else f"hook {hook_name(chosen)}"
-    if on_nonfinite != "propagate":
-        claim += f", on_nonfinite={on_nonfinite!r}"
-    agree(group, meeting, "GRADWIRE_DISABLE is set" if disabled else claim, timeout)
+    claim = {
+        "GRADWIRE_DISABLE": "set" if disabled else "not set",
+        **options.claim(),
+        **claim_of(ddp, chosen),
+    }
+    agree(group, meeting, claim, timeout)
     layouts = Layouts(ddp.module)
     if disabled:
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", chosen)
         return Wire(slot, None, chosen, layouts, timeout)
+    meter = options.meter()
     runner: Runner
     if isinstance(chosen, Recipe):
         lane = open_lane(group, device, meeting) if chosen.exchange.communicates else None
         # Nothing behind the model's hook may hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        may_skip = ddp.find_unused_parameters or ddp.static_graph
         runner = RecipeRunner(
-            chosen, lane, layouts, by_active, may_skip=may_skip, num_transient=num_transient(ddp)
+            chosen,
+            lane,
+            layouts,
+            by_active,
+            may_skip=ddp.find_unused_parameters or ddp.static_graph,
+            num_transient=num_transient(ddp),
+            loss_scale=options.loss_scale(),
+            meter=meter,
         )
     else:
         # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
-        runner = HookRunner(chosen, state, Guard(group, meeting) if device.type == "cpu" else None)
+        guard = Guard(group, meeting) if device.type == "cpu" else None
+        peers = NcclGroup(group) if _is_nccl(group, device) else None
+        runner = HookRunner(chosen, state, guard, layouts, peers)
     policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
-    bridge = Bridge(runner, group.rank(), policy)
+    verification = Verification(verify_every, ddp) if verify_every else None
+    recorder = None if telemetry is None else Recorder(telemetry, group.rank(), layouts, meter, file)
+    bridge = Bridge(runner, group.rank(), policy, verification, recorder)
     slot.take(bridge)
+    if recorder is not None:
+        recorder.tell("attach", 0, recipe=runner.name, world_size=group.size(), device=str(device))
     return Wire(slot, bridge, chosen, layouts, timeout)
+
+
+def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return device.type == "cuda" and backend_name(group, device) == "nccl"
 
 
 def _prepare(

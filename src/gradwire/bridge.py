@@ -9,10 +9,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.futures import Future
+from torch.profiler import record_function
 
-from gradwire.errors import Place, locate
+from gradwire.errors import Place, WireError, locate
+from gradwire.hook_runner import note_use
 from gradwire.policy import NonfinitePolicy
-from gradwire.runners import Runner, completed, note_use
+from gradwire.runners import Runner, completed
+from gradwire.telemetry import Recorder
+from gradwire.transport import Group
+from gradwire.verification import Verification, compare
 
 
 class Bridge:
@@ -26,9 +31,18 @@ class Bridge:
     the last bucket's hook itself waits and raises.
     """
 
-    def __init__(self, runner: Runner, rank: int, policy: NonfinitePolicy | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        rank: int,
+        policy: NonfinitePolicy | None = None,
+        verification: Verification | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.runner = runner
         self.policy = policy
+        self.verification = verification
+        self.recorder = recorder
         self.num_steps = 0
         """How many steps the run has had, those before a resume included."""
         self._rank = rank
@@ -44,7 +58,7 @@ class Bridge:
         local = bucket.buffer()  # before the hook, which may set another one
         try:
             if self.runner.failure is None:
-                future = self.runner.start(bucket, place, shadow=not in_backward)
+                future = self._start(bucket, place, shadow=not in_backward)
             else:
                 future = completed(local)
         except Exception as error:
@@ -58,18 +72,54 @@ class Bridge:
                 for shadow in shadows:
                     shadow.wait()
                 self.raise_failure()
+                self._verify(place, local.device, shadow=True)
         elif bucket.is_last():
             queue = Variable._execution_engine.queue_callback
-            queue(functools.partial(queue, self._finish))
+            queue(functools.partial(queue, functools.partial(self._finish, place, local.device)))
         return future
 
-    def _finish(self) -> None:
+    def _start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
+        if not torch._C._autograd._profiler_enabled():
+            return self.runner.start(bucket, place, shadow=shadow)
+        # The lane's thread is unknown to a profiler that was started after it, so this one records it.
+        with record_function(f"gradwire::{place.hook} bucket {place.bucket}") as recorded:
+            future = self.runner.start(bucket, place, shadow=shadow)
+            # DDP must wait for this one: a range that ends after its profiler is a crash.
+            ended: Future[Tensor] = recorded._call_end_callbacks_on_future(future)
+        return ended
+
+    def _finish(self, place: Place, device: torch.device) -> None:
         """What remains when DDP has finished a backward pass."""
         self.raise_failure()
-        if self.policy is not None:
-            self.policy.look(self.num_steps - 1)
+        step, policy, recorder = place.step, self.policy, self.recorder
+        try:
+            self._verify(place, device, shadow=False)
+            if policy is not None:
+                policy.look(step)
+        except (FloatingPointError, WireError) as error:
+            if recorder is not None:
+                recorder.tell_failure(step, error)
+            raise
+        if recorder is not None:
+            recorder.end_step(step, self.runner.stats, 0 if policy is None else policy.num_skipped)
+
+    def _verify(self, place: Place, device: torch.device, *, shadow: bool) -> None:
+        """Compare the gradients with those of the other ranks, if it is time."""
+        verification = self.verification
+        if verification is None or not verification.is_due(place.step):
+            return
+        own, everyone = verification.hashes(shadow=shadow), []
+
+        def talk(group: Group, device: torch.device) -> None:
+            everyone.extend(compare(own, group, device))
+
+        self.runner.confer(talk, place, device)
+        self.raise_failure()
+        verification.conclude(place.step, place.rank, everyone)
 
     def raise_failure(self) -> None:
         """Raise the first failure of any rank, if there is one."""
         if self.runner.failure is not None:
+            if self.recorder is not None:
+                self.recorder.tell_failure(self.num_steps - 1, self.runner.failure)
             raise self.runner.failure.with_traceback(None)

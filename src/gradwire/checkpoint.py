@@ -17,8 +17,8 @@ from torch import Tensor
 from gradwire.recipes import Reduction
 from gradwire.regroup import Grouping
 
-_VERSION = 1
-_KEYS = ("version", "recipe", "world_size", "step", "layouts", "entries", "memory")
+_VERSION = 2
+_KEYS = ("version", "recipe", "world_size", "step", "loss_scale", "layouts", "entries", "memory")
 
 States = Mapping[str, Mapping[str, Tensor]]
 """By state and parameter, as `Memory.state_dict` gives them."""
@@ -32,6 +32,8 @@ class Saved:
     step: int
     timeline: list[tuple[int, Grouping]]
     memory: States
+    loss_scale: float | None
+    """What residuals were multiplied with; None if that was not known."""
 
 
 def write(
@@ -41,6 +43,7 @@ def write(
     memory: States,
     rank: int,
     world_size: int,
+    loss_scale: float | None = None,
 ) -> dict[str, Any]:
     """The state of one rank, in the form of the note above."""
     return {
@@ -48,6 +51,7 @@ def write(
         "recipe": recipe,
         "world_size": world_size,
         "step": step,
+        "loss_scale": loss_scale,
         "layouts": [[start, [[d, list(names)] for d, names in buckets]] for start, buckets in timeline],
         "entries": [
             [state, name, list(tensor.shape)] for state, own in memory.items() for name, tensor in own.items()
@@ -118,9 +122,9 @@ def read(
     expected = {(key, name): tuple(shape) for key, name, shape in state["entries"]}
     wanted = range(saved_size) if saved_size != world_size else (rank,)
     memories = [_own(state["memory"], owner, expected, saved_size, world_size) for owner in wanted]
-    if saved_size == world_size:
-        return Saved(str(state["recipe"]), step, timeline, memories[0])
-    return Saved(str(state["recipe"]), step, timeline, _spread(memories, world_size, reduction))
+    own = memories[0] if saved_size == world_size else _spread(memories, world_size, reduction)
+    loss_scale = None if state["loss_scale"] is None else float(state["loss_scale"])
+    return Saved(str(state["recipe"]), step, timeline, own, loss_scale)
 
 
 def _own(

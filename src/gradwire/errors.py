@@ -78,7 +78,8 @@ def original(error: Exception) -> Exception:
         return error
     text = text.partition("\n\nAt:")[0]
     name, _, message = text.partition(": ")
-    kinds = [kind for kind in _subclasses(Exception) if kind.__name__ == name.rpartition(".")[2]]
+    called = [kind for kind in _subclasses(Exception) if kind.__name__ == name.rpartition(".")[2]]
+    kinds = [kind for kind in called if not issubclass(kind, WireError)]  # `locate` makes some of that name
     recovered: Exception = RuntimeError(text)
     if len(kinds) == 1:
         with contextlib.suppress(Exception):

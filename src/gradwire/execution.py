@@ -7,6 +7,9 @@ error is kept beside it, in `failure`, and the bridge raises it once DDP has fin
 
 from __future__ import annotations
 
+import collections
+import functools
+import logging
 import os
 import queue
 import threading
@@ -26,6 +29,9 @@ from gradwire.errors import Place, WireError, locate
 from gradwire.exchanges import Scratch
 from gradwire.failure import Failure
 from gradwire.transport import Alone, ClosedGroup, GlooGroup, Group, NcclGroup, Traffic
+from gradwire.watch import Progress, Watch
+
+log = logging.getLogger("gradwire")
 
 Run = Callable[[Tensor, Group, Scratch], Tensor]
 
@@ -64,7 +70,7 @@ class Lane(Protocol):
 def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str) -> Lane:
     """A lane for buckets on ``device``; collective over ``group``, and ``prefix`` must be new to it."""
     if device.type == "cuda" and backend_name(group, device) == "nccl":
-        return StreamLane(NcclGroup(group))
+        return StreamLane(NcclGroup(group), Failure(group, prefix), timeout_of(group))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"gradwire averages gradients on cpu and cuda, not on {device.type}")
     return WorkerLane(group, prefix)
@@ -72,7 +78,13 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str) -> La
 
 def open_local_lane(device: torch.device, name: str) -> Lane:
     """A lane for work that needs no other rank; its failures stay on this rank."""
-    return StreamLane(Alone()) if device.type == "cuda" else WorkerLane(None, name)
+    if device.type == "cuda":
+        return StreamLane(Alone(), Failure(None, name), dist.default_pg_timeout)
+    return WorkerLane(None, name)
+
+
+def report_nothing(place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
+    """For a task that belongs to no bucket, or to one that has been reported."""
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -99,14 +111,33 @@ def open_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
         ) from error
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """Where on a stream a bucket's exchange ends, and when it was put there."""
+
+    place: Place
+    end: torch.cuda.Event
+    since: float
+
+
 class StreamLane:
     """A side stream per device: work is enqueued in order and the host never waits."""
 
-    def __init__(self, group: NcclGroup | Alone) -> None:
+    def __init__(self, group: NcclGroup | Alone, failure: Failure, timeout: timedelta) -> None:
         self._group = group
+        self._failure = failure
         self._scratch = Scratch()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self.failure: WireError | None = None
+        # Host and device are rarely more than a step apart; the oldest that is not done is what counts.
+        marks: collections.deque[_Mark] = collections.deque(maxlen=256)
+        self._marks = marks
+        look = functools.partial(_look_at_stream, marks, time.monotonic())
+        watch = Watch(failure, timeout.total_seconds(), look, "stream")
+        self._finalizer = weakref.finalize(self, in_this_process(watch.end))
+
+    @property
+    def failure(self) -> WireError | None:
+        return self._failure.error
 
     def submit(self, task: Task) -> Future[Tensor]:
         device = task.flat.device
@@ -118,20 +149,35 @@ class StreamLane:
         with torch.cuda.stream(stream):
             before = self._group.traffic.copy()
             result = task.flat
-            try:
-                result = task.run(task.flat, self._group, self._scratch)
-            except Exception as error:
-                self.fail(locate(error, task.place))
+            if self.failure is None:  # after one, ranks may disagree about what to send
+                try:
+                    result = task.run(task.flat, self._group, self._scratch)
+                except Exception as error:
+                    self.fail(locate(error, task.place))
+                self._marks.append(_Mark(task.place, stream.record_event(), time.monotonic()))
             task.report(task.place, self._group.traffic.since(before), None)
             # Completed under the side stream, the future makes whoever reads it wait for that stream.
             future.set_result(result)
         return future
 
     def fail(self, error: WireError) -> None:
-        self.failure = self.failure or error
+        if self.failure is None:
+            # The other ranks wait on their devices, and torch may end this process before it raises.
+            log.error("%s", error)
+        self._failure.set(error)
 
     def close(self) -> None:
+        self._finalizer()
         self._group.close()
+
+
+def _look_at_stream(marks: collections.deque[_Mark], begin: float) -> Progress:
+    """The oldest bucket that the device has not finished, if there is one."""
+    mark = None
+    for mark in list(marks):
+        if not mark.end.query():
+            return Progress(mark.place, False, mark.since)
+    return Progress(None, True, begin) if mark is None else Progress(mark.place, True, mark.since)
 
 
 class WorkerLane:
@@ -140,11 +186,13 @@ class WorkerLane:
     def __init__(self, group: dist.ProcessGroup | None, prefix: str) -> None:
         own = Alone() if group is None else open_gloo(group, prefix)
         self._core = _Core(own, Failure(group, prefix))
+        timeout = dist.default_pg_timeout if group is None else timeout_of(group)
+        watch = Watch(self._core.failure, timeout.total_seconds(), self._core.look, prefix)
         # The thread knows the core alone, so a lane that nobody holds any more ends.
         self._thread = threading.Thread(target=self._core.serve, name=f"gradwire-{prefix}", daemon=True)
         self._thread.start()
         # Runs at exit too: a Gloo group that outlives the interpreter may abort the process.
-        self._finalizer = weakref.finalize(self, in_this_process(_end), self._core, self._thread)
+        self._finalizer = weakref.finalize(self, in_this_process(_end), self._core, self._thread, watch)
 
     @property
     def failure(self) -> WireError | None:
@@ -181,6 +229,12 @@ class _Core:
         self.lock = threading.Lock()
         self.ended = False
         self._scratch = Scratch()
+        self._place: Place | None = None
+        self._is_done, self._since = True, time.monotonic()
+
+    def look(self) -> Progress:
+        waits_for = self.group.waits_for if isinstance(self.group, GlooGroup) else None
+        return Progress(self._place, self._is_done, self._since, waits_for)
 
     def serve(self) -> None:
         with torch.no_grad():
@@ -204,11 +258,14 @@ class _Core:
         if self.failure.error is not None:
             return flat
         before, begin = self.group.traffic.copy(), time.perf_counter()
+        self._place, self._is_done, self._since = task.place, False, time.monotonic()
         try:
             result = task.run(flat, self.group, self._scratch)
         except ClosedGroup as error:
-            self.fail(self.failure.ask_peers() or _unexplained(error, task.place))
+            if self.failure.error is None:
+                self.fail(self.failure.explain(task.place, error, self.group.close))
             return flat
+        self._is_done, self._since = True, time.monotonic()
         elapsed = time.perf_counter() - begin
         task.report(task.place, self.group.traffic.since(before), elapsed)
         return result
@@ -229,14 +286,7 @@ class _Core:
         self.group.close()
 
 
-def _unexplained(error: ClosedGroup, place: Place) -> WireError:
-    return WireError(
-        f"{place}: {error}. That rank left, died or is stuck; its own output says why. Raise the timeout "
-        "of init_process_group if it is only slow"
-    )
-
-
-def _end(core: _Core, thread: threading.Thread) -> None:
+def _end(core: _Core, thread: threading.Thread, watch: Watch) -> None:
     with core.lock:
         core.ended = True
         core.jobs.put(None)
@@ -244,6 +294,7 @@ def _end(core: _Core, thread: threading.Thread) -> None:
     core.failure.settle()
     core.failure.error = core.failure.error or WireError("this wire has been detached")
     core.group.close()
+    watch.end()
     if thread is not threading.current_thread():
         thread.join(timeout=5)
 

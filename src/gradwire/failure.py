@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
-from gradwire.errors import PeerError, WireError
+from gradwire.board import Board, Standing
+from gradwire.errors import PeerError, Place, WireError
+from gradwire.transport import ClosedGroup
 
 # A rank posts its text before it closes its connections, so whoever sees them closed finds the text at
 # once; a rank that was killed posts nothing, and this is how long others look for it.
 _PATIENCE_S = 0.5
-_STORE_TIMEOUT = timedelta(seconds=5)
 
 
 class Failure:
@@ -25,9 +23,8 @@ class Failure:
     def __init__(self, group: dist.ProcessGroup | None, prefix: str) -> None:
         """Share it with the ranks of ``group``; without one, keep it to this rank."""
         self.error: WireError | None = None
+        self.board = None if group is None or group.size() == 1 else Board(group, prefix)
         self._lock = threading.Lock()
-        self._users_store: Any = None if group is None else group.get_group_store()
-        self._prefix = prefix
 
     def set(self, error: WireError) -> None:
         """Keep ``error`` unless there is one already, and leave its text for the other ranks."""
@@ -35,35 +32,70 @@ class Failure:
             if self.error is not None:
                 return
             self.error = error
-            if not isinstance(error, PeerError) and self._users_store is not None:
-                self._post(str(error))
+            if not isinstance(error, PeerError) and self.board is not None:
+                self.board.post_failure(str(error))
 
     def settle(self) -> None:
         """Wait until the text of a failure, if there is one, has been left for the other ranks."""
-        if self._lock.acquire(timeout=_STORE_TIMEOUT.total_seconds() * 2):
+        if self._lock.acquire(timeout=10):
             self._lock.release()
 
     def ask_peers(self) -> PeerError | None:
         """The failure that some rank has left, or None when there is none for a while."""
-        # The store may have gone down with the rank that hosts it; then there is no text to find.
-        with contextlib.suppress(RuntimeError):
-            store, give_up = self._open_store(), time.monotonic() + _PATIENCE_S
-            while not store.check(["failure"]):
-                if time.monotonic() >= give_up:
-                    return None
-                time.sleep(0.02)
-            return PeerError(store.get("failure").decode(errors="replace"))
+        give_up = time.monotonic() + _PATIENCE_S
+        while self.board is not None and self.board.answers:
+            text = self.board.failure()
+            if text is not None:
+                return PeerError(text)
+            if time.monotonic() >= give_up:
+                break
+            time.sleep(0.02)
         return None
 
-    def _post(self, text: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._open_store().compare_set("failure", "", text)
+    def explain(self, place: Place, closed: ClosedGroup, close: Callable[[], None]) -> WireError:
+        """Why a message has not come: what another rank has left, or who it is that all wait for.
 
-    def _open_store(self) -> PrefixStore:
-        """The store over a connection of our own: the user's thread may be waiting in the other one.
-
-        Made when it is needed: that can take seconds, and most runs never fail.
+        Says where this rank stands before it calls ``close``, which tells the others to say so too.
         """
-        store = PrefixStore(self._prefix, self._users_store.clone())
-        store.set_timeout(_STORE_TIMEOUT)
-        return store
+        if self.board is not None:
+            self.board.post_standing(Standing(place.step, place.bucket, waits_for=closed.peer))
+        close()
+        told = self.ask_peers()
+        return told or WireError(f"{place}: {closed}. {self.name_the_last(closed.peer)}")
+
+    def name_the_last(self, peer: int | None = None) -> str:
+        """Which rank is furthest behind, beginning with ``peer``, for whom this rank waits."""
+        board = self.board
+        if board is None:
+            return ""
+        standings: dict[int, Standing] = {}
+        silent = []
+        ranks = list(range(board.size)) if peer is None else [peer]
+        # From rank to rank, by whom each waits for: who says nothing is the one that keeps all.
+        for rank in ranks:
+            standing = board.standing(rank)
+            if standing is None:
+                silent.append(rank)
+                continue
+            standings[rank] = standing
+            following = standing.waits_for
+            if following is not None and following not in ranks:
+                ranks.append(following)
+        if not board.answers:
+            return (
+                "The group's store does not answer, so the other ranks cannot be asked. It lives with rank "
+                "0 if init_process_group has made it: then that is the rank that died or is stopped"
+            )
+        waiting = "".join(f"Rank {rank} {standing}. " for rank, standing in list(standings.items())[:4])
+        if silent:
+            who = ", ".join(map(str, silent[:8]))
+            return (
+                f"{waiting}Furthest behind is rank {who}, which says nothing: it left, died, is stopped or "
+                "stuck; its own output says why. Raise the timeout of init_process_group if it is only slow"
+            )
+        order = min(standing.order for standing in standings.values())
+        last = ", ".join(str(rank) for rank, standing in standings.items() if standing.order == order)
+        return (
+            f"{waiting}Furthest behind is rank {last}; see what it does there. Raise the timeout of "
+            "init_process_group if it is only slow"
+        )

@@ -2,8 +2,8 @@
 
 Our own exchanges wait in groups of their own and learn of a failure when those close. A user's hook waits
 in a group that we must not touch. So the ranks of a wire that runs such a hook also form a ring in which
-nothing is ever sent: each waits for its successor, and when that one closes, closes too. A failure goes
-round the ring in milliseconds, and costs nothing until then.
+nothing is sent but what ranks must agree on: each waits for its successor, and when that one closes, closes
+too. A failure goes round the ring in milliseconds, and costs nothing until then.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.board import Standing
 from gradwire.errors import Place, WireError
 from gradwire.execution import in_this_process, open_gloo, timeout_of
 from gradwire.failure import Failure
-from gradwire.transport import ClosedGroup
+from gradwire.transport import ClosedGroup, GlooGroup
+from gradwire.watch import Progress, Watch
 
 # A peer that ends normally closes the ring as well, while its last messages may still be on their way.
 # One that was killed closes the hook's own connections too, which the hook usually notices by itself.
@@ -39,7 +41,8 @@ class Guard:
         ]
         for thread in threads:
             thread.start()
-        self._finalizer = weakref.finalize(self, in_this_process(_end), core, threads)
+        watch = Watch(core.failure, core.timeout_s, core.look, prefix)
+        self._finalizer = weakref.finalize(self, in_this_process(_end), core, threads, watch)
 
     @property
     def failure(self) -> WireError | None:
@@ -53,6 +56,20 @@ class Guard:
         """Give up, on every rank."""
         self._core.fail(error)
 
+    @property
+    def group(self) -> GlooGroup:
+        """The ranks of the wire, to compare notes with before a hook is called."""
+        return self._core.ring
+
+    def add_who_is_last(self, error: WireError, place: Place, waited_s: float) -> None:
+        """If a hook failed after a long wait, its own timeout has struck: say for whom it waited."""
+        if waited_s > self._core.timeout_s / 2:
+            error.text += f". {self._core.who(place)}"
+
+    def explain(self, place: Place, closed: ClosedGroup) -> None:
+        """Give up because the ring has closed while this rank waited in it."""
+        self._core.fail(self._core.failure.explain(place, closed, self._core.ring.close))
+
     def close(self) -> None:
         self._finalizer()
 
@@ -60,39 +77,51 @@ class Guard:
 class _Core:
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
         self.failure = Failure(group, prefix)
-        self._timeout_s = timeout_of(group).total_seconds()
-        self._ring = open_gloo(group, prefix)
+        self.timeout_s = timeout_of(group).total_seconds()
+        self.ring = open_gloo(group, prefix)
         self._changed = threading.Condition()
         self._pending: dict[Future[Tensor], tuple[float, Place, Callable[[], None]]] = {}
         self._broken = self._closed = False
+        self._last: tuple[Place | None, float] = None, time.monotonic()
+
+    def look(self) -> Progress:
+        with self._changed:
+            oldest = min(self._pending.values(), key=lambda entry: entry[0], default=None)
+            if oldest is None:
+                return Progress(self._last[0], True, self._last[1])
+            return Progress(oldest[1], False, oldest[0] - self.timeout_s)
 
     def add(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
         with self._changed:
-            patience = min(_GRACE_S, self._timeout_s) if self._broken else self._timeout_s
+            patience = min(_GRACE_S, self.timeout_s) if self._broken else self.timeout_s
             self._pending[future] = time.monotonic() + patience, place, give_up
             self._changed.notify()
         future.add_done_callback(self._remove)
 
     def _remove(self, future: Future[Tensor]) -> None:
         with self._changed:
-            self._pending.pop(future, None)
+            entry = self._pending.pop(future, None)
+            if entry is not None:  # buckets may be done in any order
+                last = self._last[0]
+                is_later = last is None or (last.step, last.bucket) < (entry[1].step, entry[1].bucket)
+                self._last = entry[1] if is_later else last, time.monotonic()
 
     def fail(self, error: WireError) -> None:
         self.failure.set(error)
         self._give_up()
-        self._ring.close()
+        self.ring.close()
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._ring.close()
+        self.ring.close()
 
     def watch_ring(self) -> None:
-        if self._ring.size == 1:
+        if self.ring.size == 1:
             return
         with contextlib.suppress(ClosedGroup):
-            self._ring.watch((self._ring.rank + 1) % self._ring.size)
+            self.ring.watch((self.ring.rank + 1) % self.ring.size)
         if self._closed:
             return
         error = self.failure.error or self.failure.ask_peers()
@@ -101,13 +130,13 @@ class _Core:
             return
         with self._changed:
             self._broken = True
-            soon = time.monotonic() + min(_GRACE_S, self._timeout_s)
+            soon = time.monotonic() + min(_GRACE_S, self.timeout_s)
             self._pending = {
                 future: (min(deadline, soon), place, give_up)
                 for future, (deadline, place, give_up) in self._pending.items()
             }
             self._changed.notify()
-        self._ring.close()
+        self.ring.close()
 
     def watch_clock(self) -> None:
         while True:
@@ -126,9 +155,15 @@ class _Core:
             reason = (
                 "a peer left or died while this rank waited for it"
                 if self._broken
-                else f"the hook's future was not completed within {self._timeout_s:g} s"
+                else f"the hook's future was not completed within {self.timeout_s:g} s"
             )
-            self.fail(WireError(f"{place}: {reason}"))
+            self.fail(WireError(f"{place}: {reason}. {self.who(place)}"))
+
+    def who(self, place: Place | None) -> str:
+        """Who is furthest behind, by what each rank says; whom a hook waits for is not known."""
+        if place is not None and self.failure.board is not None:
+            self.failure.board.post_standing(Standing(place.step, place.bucket))
+        return self.failure.name_the_last()
 
     def _give_up(self) -> None:
         with self._changed:
@@ -137,9 +172,10 @@ class _Core:
             give_up()
 
 
-def _end(core: _Core, threads: list[threading.Thread]) -> None:
+def _end(core: _Core, threads: list[threading.Thread], watch: Watch) -> None:
     core.failure.settle()
     core.close()
+    watch.end()
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(timeout=5)

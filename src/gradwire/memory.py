@@ -39,6 +39,13 @@ class Memory:
         """Forget that state of a bucket's parameters."""
         self._states[name, dtype].drop(layout)
 
+    def rescale(self, name: str, factor: Tensor) -> None:
+        """Multiply the states called ``name`` of all parameters by a number, on whatever device it is."""
+        for (each, _), state in self._states.items():
+            if each == name:
+                for flat in state.flats():
+                    flat.mul_(factor.to(flat.device))
+
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` returns, made once; for what need not be saved, since it can be made again."""
         if key not in self._made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.exchanges import Exchange, LowRank, Route
+from gradwire.exchanges import Exchange, LowRank, Route, Selector
 from gradwire.layout import BucketLayout
 from gradwire.recipes import Recipe
 
@@ -47,7 +47,9 @@ class WirePlan:
 
 def make_plan(recipe: Recipe, layouts: Sequence[BucketLayout], rank: int, world_size: int) -> WirePlan:
     """What ``rank`` sends for these buckets."""
-    routes = recipe.exchange.routes if isinstance(recipe.exchange, Route) else (("*", recipe.exchange),)
+    routes = (
+        recipe.exchange.routes if isinstance(recipe.exchange, Route) else ((Selector("*"), recipe.exchange),)
+    )
     texts = str(recipe)[len("route(") : -1].split("; ") if len(routes) > 1 else [str(recipe)]
     router = Route(routes)
     planned = []

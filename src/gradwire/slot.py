@@ -13,8 +13,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.bridge import Bridge
+from gradwire.hook_runner import hook_name
 from gradwire.mixed_precision import take_over
-from gradwire.runners import hook_name
 
 
 class Slot:

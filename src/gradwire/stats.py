@@ -35,6 +35,25 @@ class StepStats:
 
 
 @dataclass(frozen=True)
+class ParameterStats:
+    """One parameter in a step that `Telemetry` compared with the uncompressed mean of its gradients.
+
+    None stands for what is not known or not finite. Norms are Euclidean, in units of the scaled loss if
+    there is a ``GradScaler``.
+    """
+
+    name: str
+    gradient_norm: float | None
+    """Of the uncompressed mean."""
+    relative_error: float | None
+    """Norm of what the wire gave less the uncompressed mean, by the norm of the latter."""
+    cosine: float | None
+    """Between what the wire gave and the uncompressed mean."""
+    residual_norm: float | None
+    """Of what this rank holds back after the step, in units of its own gradient; None if nothing is kept."""
+
+
+@dataclass(frozen=True)
 class WireStats:
     """Totals since attach, and the most recent steps, bucket by bucket.
 
@@ -49,6 +68,8 @@ class WireStats:
     steps: tuple[StepStats, ...] = field(repr=False)
     num_skipped: int = 0
     """Steps that ``on_nonfinite="skip"`` has left out."""
+    parameters: tuple[ParameterStats, ...] = field(default=(), repr=False)
+    """The last step that `Telemetry` compared, parameter by parameter."""
 
 
 class StatsBook:
@@ -80,6 +101,13 @@ class StatsBook:
                 for total, figure in zip(self._totals, figures, strict=True)
             ]
 
+    def of_step(self, step: int) -> dict[str, float | None]:
+        """The figures of all buckets of a recent step together; None where one of them is not known."""
+        with self._lock:
+            buckets = next((own for number, own in reversed(self._steps) if number == step), [])
+        figures = ("bytes_sent", "num_messages", "wait_ms", "work_ms")
+        return {figure: _total([getattr(bucket, figure) for bucket in buckets]) for figure in figures}
+
     def read(self, num_steps: int) -> WireStats:
         """Everything collected so far."""
         with self._lock:
@@ -92,3 +120,8 @@ class StatsBook:
                 work_ms,
                 tuple(StepStats(step, tuple(buckets)) for step, buckets in self._steps),
             )
+
+
+def _total(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from gradwire.errors import Place, WireError, locate
 from gradwire.exchanges import Scratch
-from gradwire.execution import Lane, Task, future_for
+from gradwire.execution import Lane, Task, future_for, report_nothing
 from gradwire.layout import BucketLayout, Layouts
-from gradwire.runners import Runner
-from gradwire.transport import Group, Traffic
+from gradwire.runners import Runner, Talk
+from gradwire.transport import Group
 
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Group], None]
 """Steps parameters with their averaged gradients; the group is the lane's."""
@@ -83,7 +83,7 @@ class SteppingRunner:
             _require_gradients(layout, parameters)
         averaged = self.inner.start(bucket, place, shadow=shadow)
         run = functools.partial(self._run, averaged, layout, parameters, place)
-        task = Task(bucket.buffer(), run, place, _report_nothing)
+        task = Task(bucket.buffer(), run, place, report_nothing)
         if bucket.is_last() and not shadow and self._after_backward is not None:
             # Twice, so that it runs when DDP has finished: see the note in `bridge.py`.
             queue = Variable._execution_engine.queue_callback
@@ -123,6 +123,9 @@ class SteppingRunner:
             raise
         return result
 
+    def confer(self, talk: Talk, place: Place, device: torch.device) -> None:
+        self.inner.confer(talk, place, device)
+
     def fail(self, error: WireError) -> None:
         self.inner.fail(error)
         self._lane.fail(error)
@@ -155,7 +158,3 @@ def _require_gradients(layout: BucketLayout, parameters: list[Tensor]) -> None:
                 f"parameter {slot.name} got no gradient in this step: whether others used it is known "
                 "after the backward pass alone, too late for a step in it. Freeze it, or step as usual"
             )
-
-
-def _report_nothing(place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
-    """The averaging has reported itself."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-# No message ever carries this tag: see `GlooGroup.close`.
+# Two tags that no message carries: see `GlooGroup.close` and `GlooGroup.watch`.
 _CLOSING_TAG = 0
-_NUM_TAGS = 1 << 20
+_WATCHING_TAG = 1
+_NUM_ROUNDS = 1 << 15
 
 
 @dataclass
@@ -147,7 +149,9 @@ class GlooGroup:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
-        self._tag = _CLOSING_TAG
+        self.waits_for: int | None = None
+        """The rank whose message this one is waiting for, if it is waiting."""
+        self._round = 0
         # torch's stubs leave out most of this class.
         self._group: Any = ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timeout)
 
@@ -158,16 +162,14 @@ class GlooGroup:
         return self._group
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
-        self._tag = self._tag % _NUM_TAGS + 1
-        return _GlooMessages(self, self.raw, self._tag, rows)
+        self._round = self._round % (_NUM_ROUNDS - 1) + 1
+        return _GlooMessages(self, self.raw, self._round, rows)
 
     def watch(self, peer: int) -> None:
         """Block until ``peer`` closes the group or dies; nothing is ever sent for it."""
-        try:
+        with _closing(peer):
             # For as long as the run lasts, whatever the group's own timeout is.
-            self.raw.recv([torch.zeros(1)], peer, _NUM_TAGS + 1).wait(timedelta(days=365))
-        except RuntimeError as error:
-            raise ClosedGroup(peer, str(error)) from error
+            self.raw.recv([torch.zeros(1)], peer, _WATCHING_TAG).wait(timedelta(days=365))
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -182,21 +184,22 @@ class GlooGroup:
 
 
 class _GlooMessages:
-    def __init__(self, owner: GlooGroup, group: Any, tag: int, rows: Sequence[Tensor]) -> None:
+    def __init__(self, owner: GlooGroup, group: Any, number: int, rows: Sequence[Tensor]) -> None:
         self._owner = owner
         self._group = group
-        self._tag = tag
-        self._receives = {
-            peer: group.recv([row], peer, tag)
-            for peer, row in enumerate(rows)
-            if peer != owner.rank and row.numel()
-        }
+        self._number = number
+        self._receives: dict[int, dist.Work] = {}
         self._sends: dict[int, dist.Work] = {}
+        for peer, row in enumerate(rows):
+            if peer != owner.rank and row.numel():
+                with _closing(peer):
+                    self._receives[peer] = group.recv([row], peer, _tag(number, row))
 
     def send(self, peer: int, row: Tensor) -> None:
         if row.numel() == 0:
             return
-        self._sends[peer] = self._group.send([row], peer, self._tag)
+        with _closing(peer):
+            self._sends[peer] = self._group.send([row], peer, _tag(self._number, row))
         self._owner.traffic.bytes_sent += row.numel() * row.element_size()
         self._owner.traffic.num_messages += 1
 
@@ -212,13 +215,31 @@ class _GlooMessages:
         work = works.pop(peer, None)
         if work is None:
             return
-        begin = time.perf_counter()
-        try:
+        begin, self._owner.waits_for = time.perf_counter(), peer
+        with _closing(peer):
             work.wait()
-        except RuntimeError as error:
-            raise ClosedGroup(peer, str(error)) from error
-        finally:
-            self._owner.traffic.wait_s += time.perf_counter() - begin
+        self._owner.waits_for = None
+        self._owner.traffic.wait_s += time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def _closing(peer: int) -> Iterator[None]:
+    """Make Gloo's error, which any call on a closed connection raises, one about ``peer``."""
+    try:
+        yield
+    except RuntimeError as error:
+        # "[file.cc:553] Connection closed by peer [127.0.0.1]:80. This is typically caused by ..."
+        reason = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". This is typically")[0]
+        raise ClosedGroup(peer, reason) from error
+
+
+def _tag(number: int, row: Tensor) -> int:
+    """The tag of one message of a round, its size included.
+
+    Gloo ends the process when a message meets a receive of another size; a message that nobody expects is
+    an error after the timeout.
+    """
+    return number << 16 | row.numel() * row.element_size() % 65521
 
 
 class Alone:

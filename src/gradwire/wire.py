@@ -8,6 +8,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,13 +17,14 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.errors import WireError
 from gradwire.execution import open_lane
+from gradwire.hook_runner import hook_name
 from gradwire.layout import BucketLayout, Layouts
-from gradwire.models import device_of, fit, trained_names
+from gradwire.models import claim_of, device_of, fit, require_averaging, trained_names
 from gradwire.ops import warm_up
 from gradwire.plan import WirePlan, make_plan
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.runners import RecipeRunner, Runner, hook_name
+from gradwire.runners import RecipeRunner, Runner
 from gradwire.slot import Slot
 from gradwire.stats import WireStats
 
@@ -56,8 +58,12 @@ class Wire:
         if self._bridge is None:
             return WireStats(0, None, None, None, None, ())
         stats = self._bridge.runner.stats.read(self._bridge.num_steps - self._first_step)
-        policy = self._bridge.policy
-        return stats if policy is None else replace(stats, num_skipped=policy.num_skipped)
+        policy, recorder = self._bridge.policy, self._bridge.recorder
+        return replace(
+            stats,
+            num_skipped=0 if policy is None else policy.num_skipped,
+            parameters=() if recorder is None else recorder.parameters,
+        )
 
     @property
     def looks_at_gradients(self) -> bool:
@@ -93,7 +99,9 @@ class Wire:
         step = 0 if self._bridge is None else self._bridge.num_steps
         timeline = [] if runner is None else runner.timeline.save(step)
         memory = {} if runner is None else runner.memory.state_dict()
-        return checkpoint.write(self._name, step, timeline, memory, group.rank(), group.size())
+        held = None if runner is None or runner.loss_scale is None else runner.loss_scale.held
+        loss_scale = None if held is None else float(held)
+        return checkpoint.write(self._name, step, timeline, memory, group.rank(), group.size(), loss_scale)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`, also on another number of ranks; collective.
@@ -120,15 +128,22 @@ class Wire:
             reduction = self.recipe.reduction if isinstance(self.recipe, Recipe) else "mean"
             saved = checkpoint.read(state, trained_names(self.model), group.rank(), group.size(), reduction)
         except Exception as error:
-            agree(group, meeting, f"error: {error}", self._timeout, caller)
+            agree(group, meeting, error, self._timeout, caller)
             raise
-        agree(group, meeting, f"step {saved.step}, {saved.timeline}", self._timeout, caller)
+        claim = {"the saved step": str(saved.step), "the saved layout": str(saved.timeline)}
+        claim["the saved loss scale"] = str(saved.loss_scale)
+        agree(group, meeting, {**claim, **claim_of(self.model, self.recipe)}, self._timeout, caller)
         if self._bridge is None:
             return
         self._bridge.num_steps = self._first_step = saved.step
         if runner is not None:
             runner.memory.load_state_dict(saved.memory, device_of(self.model))
             runner.timeline.load(saved.step, saved.timeline)
+            if runner.loss_scale is not None:
+                runner.loss_scale.held = saved.loss_scale
+            elif saved.loss_scale is not None:  # from here on, losses are not scaled
+                runner.memory.rescale("residual", torch.tensor(1 / saved.loss_scale, dtype=torch.float64))
+        self._tell("load", saved_by=saved.recipe)
 
     def swap(self, recipe: str | Recipe) -> None:
         """Average by another recipe from the next step on; collective, between steps.
@@ -150,14 +165,18 @@ class Wire:
         group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
         try:
             chosen = fit(parse_recipe(recipe), self.model)
+            if self._bridge is not None and (self._bridge.policy or self._bridge.verification):
+                require_averaging(chosen, "on_nonfinite= and verify_every= do not work with it")
             warm_up(device_of(self.model), chosen.exchange.kernels)
         except Exception as error:
-            agree(group, meeting, f"error: {error}", self._timeout, caller)
+            agree(group, meeting, error, self._timeout, caller)
             raise
         step = 0 if self._bridge is None else self._bridge.num_steps
-        agree(group, meeting, f"{chosen!r} from step {step} on", self._timeout, caller)
+        claim = {"the step": str(step), **claim_of(self.model, chosen)}
+        agree(group, meeting, claim, self._timeout, caller)
         if self._recipe_runner is not None:
             self._recipe_runner.swap(chosen, lambda: open_lane(group, device_of(self.model), meeting))
+        self._tell("swap", recipe=str(chosen), before=self._name)
         self.recipe = chosen
 
     def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:
@@ -213,6 +232,13 @@ class Wire:
             if self.attached:
                 self._slot.bridge = None
             self._bridge.runner.close()
+            self._tell("detach")
+            if self._bridge.recorder is not None:
+                self._bridge.recorder.close()
+
+    def _tell(self, event: str, **details: str) -> None:
+        if self._bridge is not None and self._bridge.recorder is not None:
+            self._bridge.recorder.tell(event, self._bridge.num_steps, **details)
 
     @property
     def failure(self) -> WireError | None:

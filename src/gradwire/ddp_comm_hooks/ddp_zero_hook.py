@@ -24,8 +24,8 @@ from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
 from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.execution import backend_name, open_lane
+from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
-from gradwire.runners import HookRunner, hook_name
 from gradwire.stepping import SteppingRunner, step_parameters
 from gradwire.transport import Group, gather
 

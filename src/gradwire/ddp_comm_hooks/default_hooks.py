@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradwire.ddp_comm_hooks._raw import run_recipe
+from gradwire.hook_runner import hook_name, require_future
 from gradwire.recipes import Recipe, bf16, fp16, fp32
-from gradwire.runners import hook_name, require_future
 
 __all__ = [
     "allreduce_hook",

@@ -19,9 +19,10 @@ from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
 from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.execution import open_lane, open_local_lane
+from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
 from gradwire.recipes import fp32
-from gradwire.runners import HookRunner, RecipeRunner, Runner, hook_name
+from gradwire.runners import RecipeRunner, Runner
 from gradwire.stepping import SteppingRunner
 from gradwire.transport import Group
 

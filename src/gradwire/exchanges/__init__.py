@@ -14,6 +14,7 @@ from gradwire.exchanges.noop import Noop
 from gradwire.exchanges.route import Route
 from gradwire.exchanges.schedule import Schedule
 from gradwire.exchanges.scratch import Scratch
+from gradwire.exchanges.selector import Selector
 from gradwire.exchanges.sparse import average_sparse
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.ops import Family
@@ -27,6 +28,7 @@ __all__ = [
     "Route",
     "Schedule",
     "Scratch",
+    "Selector",
     "TwoShot",
     "average_sparse",
 ]

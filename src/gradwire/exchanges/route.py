@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.selector import Selector
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops import Family
 
 if TYPE_CHECKING:
     from gradwire.exchanges import Exchange
 
+    Part = tuple[Exchange, BucketLayout, tuple[Slot, ...]]
+
 
 @dataclass(frozen=True)
 class Route:
-    """Each parameter by the exchange of the first pattern that fits its name.
+    """Each parameter by the exchange of the first selector that fits it.
 
     The values of each exchange are copied together, exchanged as a bucket of their own, and copied back.
     """
 
-    routes: tuple[tuple[str, Exchange], ...]
+    routes: tuple[tuple[Selector, Exchange], ...]
 
     @property
     def communicates(self) -> bool:
@@ -36,27 +39,18 @@ class Route:
     def kernels(self) -> frozenset[Family]:
         return frozenset().union(*(exchange.kernels for _, exchange in self.routes))
 
-    def check(self, names: Iterable[str]) -> None:
-        """ValueError for a pattern that no parameter goes by, or a parameter without a pattern."""
-        used = {self._choose(name) for name in names}
-        for number, (pattern, _) in enumerate(self.routes):
+    def check(self, slots: Iterable[Slot]) -> None:
+        """ValueError for a selector that no parameter goes by, or a parameter without one."""
+        used = {self.choose(slot) for slot in slots}
+        for number, (selector, _) in enumerate(self.routes):
             if number not in used:
                 raise ValueError(
-                    f"no parameter goes by the route {pattern!r}: check its spelling and its place"
+                    f"no parameter goes by the route {str(selector)!r}: check its spelling and its place"
                 )
 
-    def split(self, layout: BucketLayout) -> list[tuple[Exchange, BucketLayout, list[Slot]]]:
+    def split(self, layout: BucketLayout) -> tuple[Part, ...]:
         """Each exchange with its part of a bucket, and where the part's parameters lie in the whole."""
-        parts = []
-        for number, (_, exchange) in enumerate(self.routes):
-            own = [slot for slot in layout.slots if self._choose(slot.name) == number]
-            if own:
-                offsets = itertools.accumulate((slot.numel for slot in own), initial=0)
-                slots = tuple(replace(slot, offset=o) for slot, o in zip(own, offsets, strict=False))
-                # An index of its own: seeds of stochastic rounding must differ from part to part.
-                index = layout.index * len(self.routes) + number
-                parts.append((exchange, BucketLayout(index, layout.dtype, slots), own))
-        return parts
+        return _split(self, layout)
 
     def run(self, flat: Tensor, context: Context) -> None:
         parts = self.split(context.layout)
@@ -83,8 +77,25 @@ class Route:
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         raise ValueError("what a route sends depends on the parameters, not on their number: see Wire.plan()")
 
-    def _choose(self, name: str) -> int:
-        for number, (pattern, _) in enumerate(self.routes):
-            if fnmatchcase(name, pattern):
+    def choose(self, slot: Slot) -> int:
+        """The number of a parameter's route; ValueError if it has none."""
+        for number, (selector, _) in enumerate(self.routes):
+            if selector.fits(slot):
                 return number
-        raise ValueError(f"no route fits parameter {name!r}; end with one for '*'")
+        shape = tuple(slot.shape)
+        raise ValueError(f"no route fits parameter {slot.name!r} of shape {shape}; end with one for '*'")
+
+
+# The patterns of every parameter of a bucket, in every step, would take longer than a small exchange.
+@functools.lru_cache(maxsize=256)
+def _split(route: Route, layout: BucketLayout) -> tuple[Part, ...]:
+    parts = []
+    for number, (_, exchange) in enumerate(route.routes):
+        own = tuple(slot for slot in layout.slots if route.choose(slot) == number)
+        if own:
+            offsets = itertools.accumulate((slot.numel for slot in own), initial=0)
+            slots = tuple(replace(slot, offset=o) for slot, o in zip(own, offsets, strict=False))
+            # An index of its own: seeds of stochastic rounding must differ from part to part.
+            index = layout.index * len(route.routes) + number
+            parts.append((exchange, BucketLayout(index, layout.dtype, slots), own))
+    return tuple(parts)

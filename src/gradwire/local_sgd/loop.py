@@ -19,7 +19,7 @@ from gradwire.execution import open_lane, timeout_of
 from gradwire.layout import Layouts
 from gradwire.local_sgd.buckets import ParameterBucket, make_buckets
 from gradwire.local_sgd.outer import Outer
-from gradwire.models import device_of, fit, unwrap
+from gradwire.models import claim_of, device_of, fit, unwrap
 from gradwire.ops import warm_up
 from gradwire.recipes import Recipe, noop
 from gradwire.recipes import recipe as parse_recipe
@@ -84,9 +84,10 @@ class LocalSGD:
             self._parameters()
             warm_up(device_of(ddp), self.recipe.exchange.kernels)
         except Exception as error:
-            agree(self._group, meeting, f"error: {error}", self._timeout, "gradwire.LocalSGD")
+            agree(self._group, meeting, error, self._timeout, "gradwire.LocalSGD")
             raise
-        claim = f"period={period}, warmup_steps={warmup_steps}, {self.recipe!r}, outer={outer!r}"
+        options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
+        claim = {**options, **claim_of(ddp, self.recipe)}
         agree(self._group, meeting, claim, self._timeout, "gradwire.LocalSGD")
 
         self._num_steps = self._num_averages = 0
@@ -204,7 +205,7 @@ class LocalSGD:
 
     def _use_wire(self) -> None:
         """Average gradients during warm-up, and not after it."""
-        if not self._disabled and self._wire.recipe != self._wanted_recipe():
+        if not self._disabled and self._wire.recipe != fit(self._wanted_recipe(), self._ddp):
             self._wire.detach()
             self._wire = attach(self._ddp, self._wanted_recipe(), timeout=self._timeout)
 

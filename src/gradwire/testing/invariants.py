@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.attachment import attach
+from gradwire.hook_runner import hook_name
 from gradwire.recipes import Recipe
-from gradwire.runners import hook_name
 
 if TYPE_CHECKING:
     from gradwire.testing.matrix import Case

@@ -1,0 +1,204 @@
+"""A hook of the user's as a runner, with what it returns checked."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from gradwire import fingerprint
+from gradwire.agreement import require_same
+from gradwire.errors import Place, WireError, locate, original
+from gradwire.execution import future_for
+from gradwire.guard import Guard
+from gradwire.layout import BucketLayout, Layouts
+from gradwire.runners import Runner, Talk, completed
+from gradwire.stats import StatsBook
+from gradwire.transport import ClosedGroup, Group
+
+
+class HookRunner:
+    """Runs a hook of the user's or of torch's, and checks what it returns."""
+
+    def __init__(
+        self,
+        hook: Callable[..., Any],
+        state: object,
+        guard: Guard | None,
+        layouts: Layouts | None = None,
+        peers: Group | None = None,
+    ) -> None:
+        """Without a guard, nobody ends the waiting for peers that have failed.
+
+        ``peers`` are the ranks to compare new ``layouts`` with, the guard's if there is one.
+        """
+        self.name = hook_name(hook)
+        self.stats = StatsBook()
+        self._hook = hook
+        self._state = state
+        self._guard = guard
+        self._layouts = layouts
+        self._peers = guard.group if guard is not None else peers
+        self._agreed: dict[int, BucketLayout] = {}
+        self._failure: WireError | None = None
+
+    @property
+    def failure(self) -> WireError | None:
+        return self._failure if self._guard is None else self._guard.failure
+
+    def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
+        local = bucket.buffer()
+        self._agree(bucket, place)
+        if self.failure is not None:
+            return completed(local)
+        begin = time.perf_counter()
+        with _noting() as used:
+            answer = require_future(self.name, self._hook(self._state, bucket))
+        work_s, called = time.perf_counter() - begin, time.perf_counter()
+        outer, lock = future_for(local), threading.Lock()
+
+        def settle(value: Tensor) -> None:
+            with lock:
+                if not outer.done():
+                    outer.set_result(value)
+
+        held = [self]
+
+        def take(done: Future[Any]) -> None:
+            # A thread of the hook's group runs this, and may still be here when the model and the runner are
+            # gone. It must not be the one to drop the group: a thread that joins itself aborts the process.
+            value = held.pop()._check(done, local, place, used, called, work_s)
+            used.clear()
+            settle(value)
+
+        if self._guard is not None:
+            self._guard.watch(answer, place, lambda: settle(local))
+        answer.add_done_callback(take)
+        return outer
+
+    def _check(
+        self,
+        done: Future[Any],
+        local: Tensor,
+        place: Place,
+        used: list[Runner],
+        called: float,
+        work_s: float,
+    ) -> Tensor:
+        """What the hook has made of a bucket, or the bucket as it was, and the wire has failed."""
+        # torch would only log what is raised here, and DDP would wait for ever.
+        try:
+            value = check_result(self.name, done.value(), local)
+            for failure in filter(None, (runner.failure for runner in used)):
+                raise failure
+        except Exception as error:
+            located = locate(original(error), place)
+            if self._guard is not None:
+                self._guard.add_who_is_last(located, place, time.perf_counter() - called)
+            self.fail(located)
+            return local
+        waited_s = time.perf_counter() - called
+        times = (None, None) if local.is_cuda else (waited_s, work_s)
+        self.stats.record(place, None, None, *times)
+        return value
+
+    def _agree(self, bucket: GradBucket, place: Place) -> None:
+        if self._layouts is None or self._peers is None:
+            return
+        layout = self._layouts.of(bucket)
+        if self._agreed.get(layout.index) != layout:
+            self._agreed[layout.index] = layout
+            talk = functools.partial(require_same, fingerprint.of_bucket(layout))
+            self.confer(talk, place, bucket.buffer().device)
+
+    def confer(self, talk: Talk, place: Place, device: torch.device) -> None:
+        assert self._peers is not None
+        try:
+            talk(self._peers, torch.device("cpu") if self._guard is not None else device)
+        except ClosedGroup as closed:
+            if self._guard is None:
+                raise
+            self._guard.explain(place, closed)
+        except Exception as error:
+            self.fail(locate(error, place))
+
+    def fail(self, error: WireError) -> None:
+        if self._guard is None:
+            self._failure = self._failure or error
+        else:
+            self._guard.fail(error)
+
+    def close(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+
+
+_calls = threading.local()
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[list[Runner]]:
+    """The runners that are used inside: hooks of ours nest in others, and their futures never fail."""
+    outer, _calls.used = getattr(_calls, "used", None), []
+    try:
+        yield _calls.used
+    finally:
+        _calls.used = outer
+
+
+def note_use(runner: Runner) -> None:
+    """Tell the hook that is being called, if one is, that it depends on ``runner``."""
+    used = getattr(_calls, "used", None)
+    if used is not None:
+        used.append(runner)
+
+
+def require_future(name: str, answer: object) -> Future[Any]:
+    """``answer`` if it is what a hook must return; else TypeError."""
+    if not isinstance(answer, torch._C.Future):
+        kind = type(answer)
+        raise TypeError(
+            f"{name} must return a torch.futures.Future object, but got {kind.__module__}.{kind.__qualname__}"
+        )
+    return answer  # type: ignore[return-value]  # torch.futures.Future is its Python face
+
+
+def check_result(name: str, value: object, bucket: Tensor) -> Tensor:
+    """``value`` if DDP can take it for the bucket's new content; else TypeError or ValueError."""
+    if not isinstance(value, Tensor):
+        kind = type(value)
+        raise TypeError(
+            f"the future of {name} must hold one tensor, but holds {kind.__module__}.{kind.__qualname__}"
+        )
+    if value.dtype != bucket.dtype:
+        raise TypeError(
+            f"the future of {name} holds {value.dtype}, but the bucket is {bucket.dtype}; cast the result"
+        )
+    if value.device != bucket.device:
+        raise ValueError(
+            f"the future of {name} holds a tensor on {value.device}, but the bucket is on {bucket.device}"
+        )
+    if value.shape != bucket.shape:
+        raise ValueError(
+            f"the future of {name} holds a tensor of shape {tuple(value.shape)}, but the bucket's is "
+            f"{tuple(bucket.shape)}"
+        )
+    if value.layout != bucket.layout:
+        raise ValueError(f"the future of {name} holds a {value.layout} tensor for a {bucket.layout} bucket")
+    return value
+
+
+def hook_name(hook: Callable[..., Any]) -> str:
+    """``module.qualname`` of a function, a partial's function or a callable object's class."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"{named.__module__}.{named.__qualname__}"

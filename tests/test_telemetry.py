@@ -1,0 +1,182 @@
+"""What a wire tells about itself while it runs."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.profiler import profile
+
+import gradwire
+from gradwire.testing import run_ranks
+from tests.test_bridge import backward, small_model
+
+
+class Writer:
+    """What TensorBoard's has."""
+
+    def __init__(self):
+        self.scalars = {}
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        self.scalars[tag, global_step] = scalar_value
+
+
+class BrokenWriter:
+    num_calls = 0
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        self.num_calls += 1
+        raise OSError("no space left")
+
+
+def events_of(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def job_figures(rank, folder):
+    plain, model, writer = small_model(), small_model(), Writer() if rank == 0 else None
+    telemetry = gradwire.Telemetry(every=3, jsonl=folder / "wire.jsonl", writer=writer)
+    unobserved = small_model()
+    with (
+        gradwire.attach(model, "int4", telemetry=telemetry) as wire,
+        gradwire.attach(unobserved, "int4") as silent,
+    ):
+        for step in range(5):
+            for each in (plain, model, unobserved):
+                backward(each, step)
+            for (name, p), q, r in zip(
+                model.module.named_parameters(), unobserved.parameters(), plain.parameters(), strict=True
+            ):
+                assert torch.equal(p.grad, q.grad), "looking changes nothing"
+                found = {each.name: each for each in wire.stats().parameters}[name]
+                if step % 3 == 0:
+                    error = (p.grad - r.grad).norm() / r.grad.norm()
+                    assert found.relative_error == pytest.approx(error.item(), rel=1e-4, abs=1e-6), name
+                    cosine = torch.cosine_similarity(p.grad.flatten(), r.grad.flatten(), 0)
+                    assert found.cosine == pytest.approx(cosine.item(), abs=1e-4)
+                    assert found.gradient_norm == pytest.approx(r.grad.norm().item(), rel=1e-4)
+                    (memory,) = wire.state_dict()["memory"].values()
+                    held = memory["residual:float32"][name].norm()
+                    assert found.residual_norm == pytest.approx(held.item(), rel=1e-4, abs=1e-9)
+        # Comparing sends more, which is no figure of the recipe's.
+        assert wire.stats().bytes_sent == silent.stats().bytes_sent
+        assert silent.stats().parameters == ()
+        wire.swap("bf16")
+        backward(model, 6)
+    if rank == 0:
+        told = events_of(folder / "wire.jsonl")
+        assert [(event["event"], event["step"]) for event in told] == [
+            ("attach", 0),
+            ("step", 0),
+            ("rebuild", 1),
+            ("step", 3),
+            ("swap", 5),
+            ("detach", 6),
+        ]
+        assert (told[4]["before"], told[4]["recipe"]) == ("int4", "bf16")
+        last = told[3]
+        assert last["bytes_sent"] == sum(each.bytes_sent for each in silent.stats().steps[3].buckets)
+        assert writer.scalars["gradwire/bytes_sent", 3] == last["bytes_sent"]
+        for name, own in last["parameters"].items():
+            assert writer.scalars[f"gradwire/cosine/{name}", 3] == own["cosine"]
+        assert 0 < last["relative_error"] < 1
+        total = math.hypot(*(own["residual_norm"] for own in last["parameters"].values()))
+        assert last["residual_norm"] == pytest.approx(total)
+
+
+def job_events(rank, folder):
+    model = small_model()
+    every_rank = gradwire.Telemetry(every=2, jsonl=f"{folder}/rank{{rank}}.jsonl", errors=False)
+    with gradwire.attach(model, "int4", telemetry=every_rank, on_nonfinite="skip") as wire:
+        backward(model, 0)
+        model.zero_grad()
+        (model(torch.randn(4, 10)).sum() * (float("nan") if rank else 1.0)).backward()
+        state = wire.state_dict()
+        wire.load_state_dict(state)
+        assert wire.stats().parameters == (), "errors were not asked for"
+    told = events_of(folder / f"rank{rank}.jsonl")
+    assert [event["event"] for event in told] == ["attach", "step", "rebuild", "skip", "load", "detach"]
+    assert all(event["rank"] == rank for event in told)
+    assert told[3]["num_skipped"] == 1
+
+    def failing(state, bucket):
+        raise KeyError("broken")
+
+    broken = small_model()
+    with gradwire.attach(broken, failing, telemetry=every_rank):
+        for _ in range(2):
+            with pytest.raises(gradwire.WireError, match="broken"):
+                backward(broken)
+    told = events_of(folder / f"rank{rank}.jsonl")[6:]
+    assert [event["event"] for event in told] == ["attach", "failure", "detach"], "once"
+    assert ", step 0, bucket 0, hook" in told[1]["text"]
+
+    # A gradient that is not finite has figures that are not known, and no NaN in the file.
+    with gradwire.attach(model, "int4", telemetry=gradwire.Telemetry(jsonl=folder / "nan.jsonl")) as wire:
+        (model(torch.randn(4, 10)).sum() * float("nan")).backward()
+        assert all(each.relative_error is None for each in wire.stats().parameters)
+    if rank == 0:
+        assert events_of(folder / "nan.jsonl")[1]["parameters"]["0.weight"]["cosine"] is None
+
+    # A disk that is full ends the telling, on one rank, and not the run.
+    for jsonl, writer in (("/dev/full", None), (None, BrokenWriter())):
+        telemetry = gradwire.Telemetry(every=1, jsonl=jsonl, writer=writer if rank == 0 else None)
+        with gradwire.attach(model, "int4", telemetry=telemetry) as wire:
+            for step in range(3):
+                backward(model, step)
+            assert wire.failure is None
+        assert writer is None or writer.num_calls == (rank == 0), "once is enough"
+
+    with pytest.raises((OSError, RuntimeError), match="No such file"):
+        gradwire.attach(model, "int4", telemetry=gradwire.Telemetry(jsonl=folder / "nowhere" / "a"))
+    with pytest.raises(ValueError, match="telemetry of errors is .*every 5 steps on rank"):
+        gradwire.attach(model, "int4", telemetry=gradwire.Telemetry(every=5) if rank else None)
+    with pytest.raises(TypeError, match="must be a gradwire.Telemetry, not str"):
+        gradwire.attach(model, "int4", telemetry="wire.jsonl")
+
+
+def job_profile(rank):
+    for spec in ("int4", "powersgd:rank=1"):
+        model = small_model()
+        with gradwire.attach(model, spec) as wire:
+            backward(model, 0)
+            for _ in range(5):  # each ends right after its last bucket
+                with profile() as seen:
+                    backward(model, 1)
+                    backward(model, 2)
+            names = [event.name for event in seen.events() if event.name.startswith("gradwire::")]
+            assert sorted(names) == sorted(2 * [f"gradwire::{spec} bucket {b.index}" for b in wire.layout()])
+    model, hook = small_model(), torch_hooks.allreduce_hook
+    with gradwire.attach(model, hook, state=dist.group.WORLD), profile() as seen:
+        backward(model, 0)
+    assert any(event.name.endswith("allreduce_hook bucket 0") for event in seen.events())
+
+
+def job_all(rank, folder):
+    job_figures(rank, folder)
+    job_events(rank, folder)
+    job_profile(rank)
+
+
+def test_figures_are_those_of_the_gradients_and_events_those_that_happened(tmp_path):
+    run_ranks(job_all, 2, args=(tmp_path,))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"every": 0}, ValueError, "every 1 or more steps"),
+        ({"every": 2.5}, TypeError, "a number of steps, not 2.5"),
+        ({"jsonl": 3}, TypeError, "name of a file, not int"),
+        ({"writer": object()}, TypeError, "no add_scalar"),
+    ],
+)
+def test_telemetry_that_cannot_be_is_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        gradwire.Telemetry(**options)
