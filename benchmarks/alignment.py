@@ -1,22 +1,39 @@
 """How much of the true mean is in what each recipe makes of it, some steps into training.
 
-    python benchmarks/alignment.py --recipes sign sign:feedback=false int4
+    python benchmarks/alignment.py --recipes sign sign:feedback=true int4
 
 Prints the length of the averaged gradient over that of the true mean, and the cosine between the two, in the
-small setting of convergence.py.
+small setting of convergence.py; and which share of the true mean's energy the signs and the mean magnitude of
+each parameter hold, for parameters over a vocabulary, for vectors, and for all other matrices.
 """
 
 import argparse
+from collections.abc import Collection
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from convergence import SETTINGS, Trainer
+from gradwire.models import tables_of
 from lm import corpus
 
+DEFAULTS = ["int8", "int4", "sign", "sign:tables=same", "sign:feedback=true,tables=same", "powersgd"]
+KINDS = ("tables", "vectors", "matrices")
 
-def alignment(recipe: str, num_steps: int, texts: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """The ratio of lengths, and the cosine, in the last of some steps."""
+
+@dataclass(frozen=True)
+class Alignment:
+    """The last of some steps."""
+
+    length: float
+    cosine: float
+    one_bit: dict[str, float]
+    """By kind of parameter: (sum of magnitudes)^2 / n over the sum of squares, 1 if all are alike."""
+
+
+def alignment(recipe: str, num_steps: int, texts: tuple[Tensor, Tensor]) -> Alignment:
+    """How one recipe averages after it has trained the model so far."""
     trainer = Trainer(SETTINGS["small"], recipe, 0, texts, eager=True)
     ranks = trainer.ranks
     for step in range(num_steps - 1):
@@ -24,28 +41,40 @@ def alignment(recipe: str, num_steps: int, texts: tuple[Tensor, Tensor]) -> tupl
     for rank in range(ranks.world_size):
         with ranks.backward_of(rank):
             trainer.backward(trainer.starts[num_steps - 1, rank])
-    everyone = [
-        torch.cat([g.flatten() for g in ranks.gradients(r).values()]) for r in range(ranks.world_size)
-    ]
-    mean = torch.stack(everyone).mean(dim=0)
+    everyone = [ranks.gradients(rank) for rank in range(ranks.world_size)]
+    means = {name: torch.stack([own[name] for own in everyone]).mean(dim=0) for name in everyone[0]}
     ranks.average()
-    made = torch.cat([g.flatten() for g in ranks.gradients(0).values()])
-    return float(made.norm() / mean.norm()), float(torch.cosine_similarity(made, mean, dim=0))
+    mean, made = (torch.cat([g.flatten() for g in each.values()]) for each in (means, ranks.gradients(0)))
+    cosine = float(torch.cosine_similarity(made, mean, dim=0))
+    return Alignment(float(made.norm() / mean.norm()), cosine, one_bit(means, tables_of(trainer.model)))
+
+
+def one_bit(gradients: dict[str, Tensor], tables: Collection[str]) -> dict[str, float]:
+    """What signs and a mean magnitude hold of each kind of parameter's gradients."""
+    held, whole = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+    for name, gradient in gradients.items():
+        kind = "tables" if name in tables else "vectors" if gradient.dim() < 2 else "matrices"
+        held[kind] += float(gradient.abs().sum() ** 2 / gradient.numel())
+        whole[kind] += float(gradient.square().sum())
+    return {kind: held[kind] / whole[kind] for kind in KINDS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipes", nargs="+", default=["int8", "int4", "sign", "sign:feedback=false"])
+    parser.add_argument("--recipes", nargs="+", default=DEFAULTS)
     parser.add_argument("--steps", type=int, default=26)
     options = parser.parse_args()
     torch.set_num_threads(1)
     texts = corpus()
-    print(f"{'step ' + str(options.steps):24} {'length':>8} {'cosine':>8}")
+    print(
+        f"{'step ' + str(options.steps):32} {'length':>8} {'cosine':>8} {''.join(f'{k:>10}' for k in KINDS)}"
+    )
     for recipe in options.recipes:
-        length, cosine = alignment(recipe, options.steps, texts)
-        print(f"{recipe:24} {length:8.2f} {cosine:8.3f}")
+        found = alignment(recipe, options.steps, texts)
+        shares = "".join(f"{found.one_bit[kind]:10.2f}" for kind in KINDS)
+        print(f"{recipe:32} {found.length:8.2f} {found.cosine:8.3f} {shares}")
 
 
 if __name__ == "__main__":

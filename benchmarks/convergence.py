@@ -40,7 +40,8 @@ RECIPES = [
     "int4",
     "int4:feedback=false",
     "sign",
-    "powersgd:rank=4",
+    "sign:feedback=true",
+    "powersgd",
     "powersgd:rank=1",
     "acp",
 ]

@@ -164,18 +164,35 @@ def test_the_reduce_kernel_equals_the_reference(n, num_rows, row_dtype, scale, s
     assert same_bits(encoded_a, encoded_b)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@settings(max_examples=40, deadline=None)
 @given(n=SIZES.filter(bool), seed=st.integers(0, 2**16), scale=st.sampled_from([1.0, 2.0**15, 2.0**-20]))
-def test_the_fp16_kernels_equal_the_reference(n, seed, scale):
+def test_the_casts_equal_the_reference(dtype, n, seed, scale):
     values = draw_values(n, torch.float32, seed, 1.0)
-    fast, slow = torch.empty(n, dtype=torch.float16), torch.empty(n, dtype=torch.float16)
-    cpu.encode_fp16(values, scale, fast)
+    fast, slow = torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype)
+    cpu.encode(values, scale, fast)
     reference.cast_scaled(values, scale, slow)
     assert same_bits(fast, slow)
     fast_back, slow_back = torch.empty(n), torch.empty(n)
-    cpu.decode_fp16(fast, 1 / scale, fast_back)
+    cpu.decode(fast, 1 / scale, fast_back)
     reference.cast_scaled(slow, 1 / scale, slow_back)
     assert same_bits(fast_back, slow_back)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 16], ids="from value {}".format)
+@pytest.mark.parametrize("codec", [Cast(torch.bfloat16), Blocks("int8", 64)], ids=str)
+def test_many_values_are_decoded_wherever_they_lie(codec, offset):
+    n = (1 << 18) + 5
+    values = draw_values(n, torch.float32, 1, 1.0)
+    row = torch.empty(codec.wire_bytes(n), dtype=torch.uint8)
+    codec.encode(values, row, None, Seed(0, 0))
+    # In pieces that are too small to be written past the caches.
+    expected = torch.cat([round_trip(codec, piece) for piece in values.split(1 << 16)])
+    around = torch.full((n + 32,), 7.0)
+    codec.decode(row, around[offset : offset + n])
+    assert same_bits(around[offset : offset + n], expected)
+    assert (around[:offset] == 7).all()
+    assert (around[offset + n :] == 7).all()
 
 
 @pytest.mark.parametrize("values", [[1.0, -3.0], [-0.0], [1e-40, -2e-41], [math.inf, 1.0], [1.0, -math.inf]])

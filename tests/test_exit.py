@@ -78,3 +78,21 @@ def test_kernels_compile_where_no_cache_can_be_written(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+def test_kernels_are_compiled_anew_when_a_file_they_use_has_changed(tmp_path, monkeypatch):
+    import numba
+
+    from gradwire.ops.cpu import compiling
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def hits():
+        def twice(value):
+            return 2 * value
+
+        return sum(compiling.kernel((numba.float32,))(twice).stats.cache_hits.values())
+
+    assert [hits(), hits()] == [0, 1]
+    monkeypatch.setattr(compiling, "_sources", lambda: "of another version")
+    assert [hits(), hits()] == [0, 1]

@@ -72,6 +72,8 @@ def test_every_host_has_an_address_and_torchruns_environment(tmp_path):
     with Lab(hosts=2) as lab, Lab(hosts=1) as other:
         assert lab.run(["sh", "-c", script], env={"FOLDER": str(tmp_path)}) == 0
         assert other.run(["true"]) == 0
+        # Else NCCL would go around the links.
+        assert len({lab.environment(host)["NCCL_HOSTID"] for host in range(2)}) == 2
     for host in range(2):
         fields = (tmp_path / str(host)).read_text().split()
         assert fields[:2] == [f"{host}/2", "10.77.0.1"]

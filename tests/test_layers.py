@@ -19,6 +19,7 @@ FLOORS = [
     "policy",
     "verification",
     "exchanges",
+    "specs",
     "recipes",
     "agreement",
     "fingerprint",

@@ -9,10 +9,11 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.exchanges import LowRank
 from gradwire.exchanges.matrices import plan_of
+from gradwire.exchanges.one_shot import one_round_pays
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops.cpu import low_rank as cpu
 from gradwire.ops.reference import low_rank as reference
-from gradwire.testing import run_ranks
+from gradwire.testing import VirtualRanks, run_ranks
 from tests.test_powersgd_hook import Given, draw, outer
 
 try:
@@ -253,7 +254,8 @@ def job_large_factors(rank):
     one = outer(1, 3000, 8)
     for spec in ("powersgd:min_compression_rate=0", "acp:min_compression_rate=0"):
         seen = train(spec, [[one * (rank + 1)] for _ in range(4)])
-        assert torch.allclose(seen[-1][0], 2 * one, rtol=1e-3, atol=1e-4 * float(one.abs().max())), spec
+        # ACP-SGD, which finds one factor a step, takes a few to come close.
+        assert (seen[-1][0] - 2 * one).norm() < 0.05 * (2 * one).norm(), spec
 
 
 def test_large_factors_of_three_ranks_are_summed_in_two_rounds():
@@ -263,6 +265,25 @@ def test_large_factors_of_three_ranks_are_summed_in_two_rounds():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_what_is_sent_and_what_is_kept_make_up_what_there_was(world_size):
     run_ranks(job_laws, world_size)
+
+
+@pytest.mark.parametrize("spec", ["powersgd:rank=4", "acp:rank=4"])
+def test_factors_that_take_two_rounds_are_summed_without_what_is_held_back(spec):
+    net = torch.nn.Linear(3000, 40)
+    ranks = VirtualRanks(net, spec, world_size=3)
+    given, sent = torch.zeros_like(net.weight), torch.zeros_like(net.weight)
+    for step in range(3):
+        for rank in range(3):
+            torch.manual_seed(10 * step + rank)
+            with ranks.backward_of(rank):
+                net(torch.randn(8, 3000)).square().mean().backward()
+            given += ranks.gradients(rank)["weight"] / 3
+        ranks.average()
+        sent += ranks.gradients(2)["weight"]
+    assert not one_round_pays(4 * 4 * 3000, 3), "the longer factor"
+    held = sum(memory.named()["residual"]["weight"] for memory in ranks.memories) / 3
+    assert held.norm() > 0.1 * given.norm()
+    torch.testing.assert_close(sent + held, given, rtol=1e-4, atol=1e-6)
 
 
 def job_steps_that_do_not_count(rank):

@@ -19,7 +19,7 @@ from tests.rows import ROWS
 
 SPECS = [row.spec for row in ROWS if 2 in row.world_sizes] + [
     "int4:residual=bf16,rounding=stochastic",
-    "schedule(0=int4; 2=fp32; 4=sign)",
+    "schedule(0=int4; 2=fp32; 4=sign:feedback=true)",
     "route(*.bias=fp32; *=int4:rounding=stochastic)",
 ]
 NUM_STEPS = 7
@@ -278,7 +278,7 @@ def job_load(rank, spec, states):
         assert torch.allclose(sent[name] + left * scale, expected, rtol=1e-4, atol=1e-7), name
 
 
-@pytest.mark.parametrize("spec", ["int4", "sign:reduction=sum"])
+@pytest.mark.parametrize("spec", ["int4", "sign:feedback=true,reduction=sum"])
 def test_what_is_held_back_survives_a_change_of_the_number_of_ranks(spec):
     states = run_ranks(job_save, 3, args=(spec,))
     for world_size in (1, 2) if spec == "int4" else (4,):

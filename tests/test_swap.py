@@ -40,12 +40,12 @@ def check_law(wire, model, sequence):
 def job_swaps(rank):
     model = small_model()
     wire = gradwire.attach(model, "int4")
-    memory = check_law(wire, model, {3: "fp32", 6: "sign"})
+    memory = check_law(wire, model, {3: "fp32", 6: "sign:feedback=true"})
     assert set(memory) == {"residual:float32"}
     wire.detach()
 
     model = small_model()
-    with gradwire.attach(model, "sign") as wire:
+    with gradwire.attach(model, "sign:feedback=true") as wire:
         assert check_law(wire, model, {4: "fp32"}) == {}, "everything has been sent"
         assert wire.recipe == gradwire.fp32()
 

@@ -15,7 +15,7 @@ from gradwire.testing import RanksFailed, VirtualRanks, run_ranks, run_virtual_r
 from gradwire.transport import gather
 from tests.rows import ROWS
 
-MORE_SPECS = ["int4:rounding=stochastic,seed=3", "sign:residual=bf16"]
+MORE_SPECS = ["int4:rounding=stochastic,seed=3", "sign:feedback=true,residual=bf16"]
 # A matrix and a vector, one value, and more ranks than aligned chunks.
 SHAPES = [[(40, 30), (17,)], [(1,)], [(24, 16), (24, 16), (200,)]]
 NUM_STEPS = 3
@@ -106,7 +106,7 @@ def train(model, backward, steps=4):
     return [p.detach().clone() for p in model.parameters()]
 
 
-TRAINED = ["fp32", "int4", "sign"]
+TRAINED = ["fp32", "int4", "sign:feedback=true"]
 
 
 def job_train(rank):
@@ -155,7 +155,7 @@ def test_several_backward_passes_of_a_rank_add_up_over_many_ranks_and_buckets():
 
 def test_what_32_workers_hold_back_is_what_the_means_lack():
     model = Net()
-    ranks = VirtualRanks(model, "sign", world_size=32)
+    ranks = VirtualRanks(model, "sign:feedback=true", world_size=32)
     sent = torch.zeros(96, 40)
     given = torch.zeros(96, 40)
     for step in range(5):

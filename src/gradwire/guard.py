@@ -101,8 +101,10 @@ class _Core:
     def _remove(self, future: Future[Tensor]) -> None:
         with self._changed:
             entry = self._pending.pop(future, None)
-            if entry is not None:
-                self._last = entry[1], time.monotonic()
+            if entry is not None:  # buckets may be done in any order
+                last = self._last[0]
+                is_later = last is None or (last.step, last.bucket) < (entry[1].step, entry[1].bucket)
+                self._last = entry[1] if is_later else last, time.monotonic()
 
     def fail(self, error: WireError) -> None:
         self.failure.set(error)

@@ -62,7 +62,8 @@ class Layouts:
     def __init__(self, module: nn.Module | None = None) -> None:
         """Take names from ``module``; without one, parameters are named as they are first seen."""
         self._names: dict[int, str] = {}
-        self._named = module is not None
+        self.are_named = module is not None
+        """Whether a parameter has the same name on every rank, whatever was seen there before."""
         if module is not None:
             # A shared parameter has several names; the first is its name, as in state_dict().
             for name, parameter in module.named_parameters():
@@ -111,7 +112,7 @@ class Layouts:
 
     def _name(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:
-            if self._named:
+            if self.are_named:
                 raise ValueError(
                     f"a bucket holds a parameter of shape {tuple(parameter.shape)} that the model had "
                     "not when gradwire was attached; attach again after changing a model's parameters"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -67,6 +67,20 @@ def require_averaging(recipe: Recipe, why: str) -> None:
         raise ValueError(f"{recipe} leaves every rank its own gradients, so {why}")
 
 
+def tables_of(module: nn.Module) -> list[str]:
+    """The parameters over a vocabulary: embedding tables, and what has their shape or their length.
+
+    Such are the weight and the bias of the layer that predicts what an embedding stands for. In one step
+    most of their gradient is next to nothing, where a batch has no such word, and the rest is large, which
+    neither the mean magnitude of a block nor a few directions tell: see docs/fidelity.md.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    # Sparse gradients are not compressed.
+    tables = [m.weight for m in module.modules() if isinstance(m, kinds) and not m.sparse]
+    shapes = {table.shape for table in tables} | {table.shape[:1] for table in tables}
+    return [canonical_name(name) for name, p in module.named_parameters() if p.shape in shapes]
+
+
 def num_transient(ddp: DistributedDataParallel) -> int:
     """After how many steps DDP rebuilds its buckets; 0 if never, or if buckets cannot wait for others."""
     if ddp.mixed_precision is not None:
@@ -93,10 +107,17 @@ def fit(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
     fitted = recipe.placed(_local_size(group))
     if group.size() % (fitted.local_size or 1):
         raise ValueError(f"recipe {fitted}: {group.size()} ranks cannot be nodes of {fitted.local_size}")
+    names = trained_names(ddp)
+    fitted = with_tables_apart(fitted, ddp.module, names)
     if isinstance(fitted.exchange, Route):
-        trained = trained_names(ddp)
         named = ddp.module.named_parameters()
-        parameters = [p for name, p in named if canonical_name(name) in trained]
+        parameters = [p for name, p in named if canonical_name(name) in names]
         for_want_of_buckets = Layouts(ddp.module).guess(parameters)
         fitted.exchange.check(slot for layout in for_want_of_buckets for slot in layout.slots)
     return fitted
+
+
+def with_tables_apart(recipe: Recipe, module: nn.Module, trained: Collection[str]) -> Recipe:
+    """``recipe`` with parameters over a vocabulary by its recipe for tables, if the model has others too."""
+    tables = [name for name in tables_of(module) if name in trained]
+    return recipe.apart(tables) if len(tables) < len(trained) else recipe

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
-import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,10 +13,12 @@ import torch
 
 from gradwire.codecs import Blocks, Cast, Codec, Raw
 from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Route, Schedule, Selector, TwoShot
+from gradwire.specs import parse_options, spec_of
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
 Rounding = Literal["nearest", "stochastic"]
+Tables = Literal["same", "fp32", "bf16", "int8", "int4"]
 
 _RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -37,10 +37,15 @@ class Recipe:
     reduction: Reduction = "mean"
     local_size: int | None = None
     """Ranks in a node, for a recipe in two levels; 1 for one level; None for what the launcher says."""
+    tables: Tables = "same"
+    """The recipe of parameters over a vocabulary, whose gradients this one would lose: see `apart`."""
 
     def __post_init__(self) -> None:
         if self.reduction not in typing.get_args(Reduction):
             raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
+        if self.tables not in typing.get_args(Tables):
+            allowed = ", ".join(map(repr, typing.get_args(Tables)))
+            raise ValueError(f"tables must be one of {allowed}, not {self.tables!r}")
 
     def __str__(self) -> str:
         return self.name
@@ -49,10 +54,30 @@ class Recipe:
         """This recipe on nodes of so many ranks; itself if it knows its nodes, or cannot have any."""
         if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
             return self
-        name = f"{self.name}{',' if ':' in self.name else ':'}local_size={local_size}"
+        exchange = Hierarchical(self.exchange, local_size)
         return replace(
-            self, name=name, exchange=Hierarchical(self.exchange, local_size), local_size=local_size
+            self, name=self._name_with("local_size", local_size), exchange=exchange, local_size=local_size
         )
+
+    def apart(self, names: Iterable[str]) -> Recipe:
+        """A route that takes the parameters ``names`` by the recipe for tables, and all others by this one.
+
+        Itself if it has none, if there are no such parameters, or if a name cannot stand in a route.
+
+        >>> print(recipe("powersgd").apart(["embed.weight"]))
+        route(embed.weight=int4; *=powersgd:tables=same)
+        """
+        chosen = [name for name in names if not set(name) & set("*?[=;")]
+        if self.tables == "same" or not chosen:
+            return self
+        nodes = {} if self.local_size is None else {"local_size": self.local_size}
+        other = RECIPES[self.tables](reduction=self.reduction, **nodes)
+        own = replace(self, name=self._name_with("tables", "same"), tables="same")
+        return route({**dict.fromkeys(chosen, other), "*": own})
+
+    def _name_with(self, option: str, value: object) -> str:
+        given = re.sub(rf"(?<=[:,]){option}=[^,]*,?", "", self.name).rstrip(":,")
+        return f"{given}{',' if ':' in given else ':'}{option}={value}"
 
     def link_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
@@ -142,12 +167,16 @@ def int4(
 
 def sign(
     block: int = 512,
-    feedback: bool = True,
+    feedback: bool = False,
     residual: Residual = "fp32",
     reduction: Reduction = "mean",
     local_size: int | None = None,
+    tables: Tables = "int4",
 ) -> Recipe:
-    """One bit, the sign, and the mean magnitude of each block; what they leave out is sent later."""
+    """One bit, the sign, and the mean magnitude of each block; parameters over a vocabulary by ``tables``.
+
+    With ``feedback`` what they leave out is sent later: for SGD, not for Adam.
+    """
     return _two_shot(sign, locals(), Blocks("sign", block))
 
 
@@ -160,13 +189,15 @@ def powersgd(
     whole: bool = False,
     seed: int = 0,
     reduction: Reduction = "mean",
+    tables: Tables = "int4",
 ) -> Recipe:
     """PowerSGD: matrices as two factors of this rank, about a hundredth of fp32's bytes.
 
     From step ``start`` on; what the factors leave out is sent later. ``whole`` takes a bucket for one matrix.
+    Parameters over a vocabulary go by ``tables``.
     """
     exchange = LowRank(rank, start, min_compression_rate, feedback, warm_start, seed, whole)
-    return Recipe(_spec(powersgd, locals()), exchange, reduction)
+    return Recipe(spec_of(powersgd, locals()), exchange, reduction, tables=tables)
 
 
 def acp(
@@ -176,10 +207,11 @@ def acp(
     feedback: bool = True,
     seed: int = 0,
     reduction: Reduction = "mean",
+    tables: Tables = "int4",
 ) -> Recipe:
     """ACP-SGD: like PowerSGD, but one factor a step, in turns; half the bytes, messages and arithmetic."""
     exchange = LowRank(rank, start, min_compression_rate, feedback, seed=seed, num_rounds=1)
-    return Recipe(_spec(acp, locals()), exchange, reduction)
+    return Recipe(spec_of(acp, locals()), exchange, reduction, tables=tables)
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -259,17 +291,6 @@ def _parse_schedule(spec: str) -> Recipe:
     return schedule(stages)
 
 
-def _spec(factory: Callable[..., Recipe], options: dict[str, object]) -> str:
-    """The text from which `recipe` makes the same recipe."""
-    parameters = inspect.signature(factory).parameters
-    changed = [f"{k}={_text(options[k])}" for k, p in parameters.items() if options[k] != p.default]
-    return ":".join(filter(None, (factory.__name__, ",".join(changed))))
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Codec) -> Recipe:
     """The recipe of a factory, from its arguments."""
     for name, choices in {"residual": Residual, "rounding": Rounding}.items():
@@ -283,7 +304,8 @@ def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Co
         raise ValueError(f"local_size is the number of ranks in a node, not {local_size}")
     is_flat = local_size is None or local_size == 1
     exchange = flat if is_flat else Hierarchical(flat, local_size)
-    return Recipe(_spec(factory, options), exchange, options["reduction"], local_size)
+    tables = options.get("tables", "same")
+    return Recipe(spec_of(factory, options), exchange, options["reduction"], local_size, tables)
 
 
 def recipe(spec: str | Recipe) -> Recipe:
@@ -310,45 +332,9 @@ def recipe(spec: str | Recipe) -> Recipe:
     name, _, options = spec.partition(":")
     if name not in RECIPES:
         raise ValueError(f"there is no recipe {name!r}{_suggestion(name)} Recipes: {', '.join(RECIPES)}")
-    return RECIPES[name](**_parse_options(name, options))
+    return RECIPES[name](**parse_options(RECIPES[name], options))
 
 
 def _suggestion(name: str) -> str:
     near = difflib.get_close_matches(name.lower(), RECIPES, n=2, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."
-
-
-def _parse_options(name: str, text: str) -> dict[str, object]:
-    annotations = typing.get_type_hints(RECIPES[name])
-    known = inspect.signature(RECIPES[name]).parameters
-    options: dict[str, object] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            raise ValueError(f"recipe {name!r}: {item!r} is not of the form option=value")
-        if key not in known:
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"recipe {name!r} has no option {key!r}; {has}")
-        if key in options:
-            raise ValueError(f"recipe {name!r}: option {key!r} is given twice")
-        options[key] = _parse_value(name, key, value, annotations[key])
-    return options
-
-
-def _parse_value(name: str, key: str, text: str, kind: object) -> object:
-    if isinstance(kind, types.UnionType):  # `int | None` and the like: the first kind that fits
-        if text.lower() == "none" and types.NoneType in typing.get_args(kind):
-            return None
-        kind = next(arm for arm in typing.get_args(kind) if arm is not types.NoneType)
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-    if kind is bool:
-        choices = ("true", "false")
-    try:
-        if choices:
-            if text.lower() not in choices:
-                raise ValueError
-            return text.lower() == "true" if kind is bool else text.lower()
-        return typing.cast("Callable[[str], object]", kind)(text)
-    except ValueError:
-        wanted = " or ".join(choices) if choices else getattr(kind, "__name__", str(kind))
-        raise ValueError(f"recipe {name!r}: option {key!r} must be {wanted}, not {text!r}") from None

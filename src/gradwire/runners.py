@@ -126,7 +126,7 @@ class RecipeRunner:
         self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place
     ) -> Future[Tensor]:
         assert self._lane is not None
-        if self._agreed.get(layout.index) != (self._recipe, layout):
+        if self._layouts.are_named and self._agreed.get(layout.index) != (self._recipe, layout):
             # Ranks that would send messages of different sizes must not begin. Nobody waits for this: if it
             # fails, the lane runs nothing more.
             self._agreed[layout.index] = self._recipe, layout

@@ -47,19 +47,15 @@ class Cast:
 
     def encode(self, values: Tensor, row: Tensor, residual: Tensor | None, seed: ops.Seed) -> None:
         header, halves = self._split(row)
-        if header is None:
-            halves.copy_(values)
-        else:
+        up: ops.Scale = 1.0
+        if header is not None:
             up, down = _power_of_two_scale(ops.absmax(values))
             header.copy_(down)
-            ops.cast_scaled(values, up, halves)
+        ops.cast_scaled(values, up, halves)
 
     def decode(self, row: Tensor, values: Tensor) -> None:
         header, halves = self._split(row)
-        if header is None:
-            values.copy_(halves)
-        else:
-            ops.cast_scaled(halves, header, values)
+        ops.cast_scaled(halves, 1.0 if header is None else header, values)
 
     def reduce(
         self,

@@ -205,7 +205,7 @@ class LocalSGD:
 
     def _use_wire(self) -> None:
         """Average gradients during warm-up, and not after it."""
-        if not self._disabled and self._wire.recipe != self._wanted_recipe():
+        if not self._disabled and self._wire.recipe != fit(self._wanted_recipe(), self._ddp):
             self._wire.detach()
             self._wire = attach(self._ddp, self._wanted_recipe(), timeout=self._timeout)
 

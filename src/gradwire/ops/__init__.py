@@ -41,8 +41,7 @@ Scale = float | Tensor
 Family = Literal["casts", "blocks", "low_rank"]
 """Kernels that are compiled together."""
 
-# What the numba kernels read from a row.
-_ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def reduce_rows(
@@ -63,17 +62,17 @@ def reduce_rows(
     depends neither on a value's position nor on who owns it. ``encoded`` may be ``own``, for values that
     travel as they are.
     """
-    fast = _fast(own) and encoded.dtype in _ROW_DTYPES
+    fast = _fast(own) and encoded.dtype in (torch.float32, *_HALVES)
     kernels = _cpu_casts() if fast else reference_casts
     kernels.reduce_rows(rows, header_bytes, own, own_index, scales, up, down, encoded)
 
 
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
     """``out = values * scale``, multiplied in the wider of the two dtypes, at least fp32."""
-    if _fast(values) and out.dtype == torch.float16:
-        _cpu_casts().encode_fp16(values, scale, out)
-    elif _fast(out) and values.dtype == torch.float16:
-        _cpu_casts().decode_fp16(values, scale, out)
+    if _fast(values) and out.dtype in _HALVES:
+        _cpu_casts().encode(values, scale, out)
+    elif _fast(out) and values.dtype in _HALVES:
+        _cpu_casts().decode(values, scale, out)
     else:
         reference_casts.cast_scaled(values, scale, out)
 

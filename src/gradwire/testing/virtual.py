@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
 from gradwire.exchanges import Context, Scratch
-from gradwire.layout import BucketLayout, Layouts
+from gradwire.layout import BucketLayout, Layouts, canonical_name
 from gradwire.memory import Memory
+from gradwire.models import with_tables_apart
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.testing.virtual_group import run_virtual_ranks
@@ -60,6 +61,8 @@ class VirtualRanks:
         self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
         if not self._parameters:
             raise ValueError("the model has no parameter that requires a gradient: nothing to average")
+        trained = [canonical_name(name) for name, p in model.named_parameters() if p.requires_grad]
+        self.recipe = with_tables_apart(self.recipe, model, trained)
         self.layouts = _bucketed(model, self._parameters, bucket_cap_mb)
         """Which parameter lies where in each bucket."""
         device = self._parameters[0].device

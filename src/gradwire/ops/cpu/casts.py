@@ -13,26 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.ops.cpu.scalars import (
-    F4,
-    I8,
-    U2,
-    bf16_to_f32,
-    f16_to_f32,
-    f32_to_bf16,
-    f32_to_f16,
-    kernel,
-    larger,
-)
+from gradwire.ops.cpu.compiling import helper, kernel
+from gradwire.ops.cpu.scalars import F4, I8, U2, f32_to_half, half_to_f32, larger
+from gradwire.ops.cpu.vectors import fence, part, streams_to, write
 
 # Partial sums of this many values, 8 KiB, stay in the first-level cache beside what is added to them.
-_BLOCK = 2048
-
-_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_TILE = 2048
 
 
-@kernel((F4[::1], F4, F4[::1], numba.boolean))
-def _add_f32(values: Any, scale: Any, total: Any, first: Any) -> None:
+@helper
+def _add_singles(values: Any, scale: Any, total: Any, first: Any) -> None:
     if first:
         for i in range(values.size):
             total[i] = values[i] * scale
@@ -41,55 +31,52 @@ def _add_f32(values: Any, scale: Any, total: Any, first: Any) -> None:
             total[i] += values[i] * scale
 
 
-@kernel((U2[::1], F4, F4[::1], numba.boolean))
-def _add_f16(values: Any, scale: Any, total: Any, first: Any) -> None:
+@helper
+def _add_halves(values: Any, is_bf16: Any, scale: Any, total: Any, first: Any) -> None:
     if first:
         for i in range(values.size):
-            total[i] = f16_to_f32(values[i]) * scale
+            total[i] = half_to_f32(values[i], is_bf16) * scale
     else:
         for i in range(values.size):
-            total[i] += f16_to_f32(values[i]) * scale
+            total[i] += half_to_f32(values[i], is_bf16) * scale
 
 
-@kernel((U2[::1], F4, F4[::1], numba.boolean))
-def _add_bf16(values: Any, scale: Any, total: Any, first: Any) -> None:
-    if first:
-        for i in range(values.size):
-            total[i] = bf16_to_f32(values[i]) * scale
-    else:
-        for i in range(values.size):
-            total[i] += bf16_to_f32(values[i]) * scale
+@helper
+def _encode_sum(total: Any, is_bf16: Any, up: Any, down: Any, own: Any, encoded: Any) -> None:
+    for i in range(own.size):
+        half = f32_to_half(total[i] * up, is_bf16)
+        encoded[i] = half
+        own[i] = half_to_f32(half, is_bf16) * down
 
 
 @kernel((F4[::1], F4, F4[::1], F4))
-def _pair_f32(values: Any, scale: Any, own: Any, own_scale: Any) -> None:
+def _pair_singles(values: Any, scale: Any, own: Any, own_scale: Any) -> None:
     for i in range(own.size):
         own[i] = own[i] * own_scale + values[i] * scale
 
 
-@kernel((U2[::1], F4, F4[::1], F4, F4, F4, U2[::1]))
-def _pair_f16(values: Any, scale: Any, own: Any, own_scale: Any, up: Any, down: Any, encoded: Any) -> None:
+@kernel((U2[::1], F4, F4[::1], F4, numba.boolean, F4, F4, U2[::1]))
+def _pair_halves(
+    values: Any, scale: Any, own: Any, own_scale: Any, is_bf16: Any, up: Any, down: Any, encoded: Any
+) -> None:
     for i in range(own.size):
-        half = f32_to_f16((own[i] * own_scale + f16_to_f32(values[i]) * scale) * up)
+        total = own[i] * own_scale + half_to_f32(values[i], is_bf16) * scale
+        half = f32_to_half(total * up, is_bf16)
         encoded[i] = half
-        own[i] = f16_to_f32(half) * down
-
-
-@kernel((U2[::1], F4, F4[::1], F4, U2[::1]))
-def _pair_bf16(values: Any, scale: Any, own: Any, own_scale: Any, encoded: Any) -> None:
-    for i in range(own.size):
-        half = f32_to_bf16(own[i] * own_scale + bf16_to_f32(values[i]) * scale)
-        encoded[i] = half
-        own[i] = bf16_to_f32(half)
+        own[i] = half_to_f32(half, is_bf16) * down
 
 
 @kernel(
-    (U2[::1], F4[::1], I8, I8, I8, F4[::1], I8, F4[::1], F4, F4, U2[::1]),
+    (
+        *(U2[::1], F4[::1], numba.boolean, numba.boolean, I8, I8),
+        *(F4[::1], I8, F4[::1], F4, F4, U2[::1], F4[::1]),
+    )
 )
 def _reduce(
     halves: Any,
     singles: Any,
-    code: Any,
+    is_single: Any,
+    is_bf16: Any,
     stride: Any,
     header: Any,
     own: Any,
@@ -98,48 +85,40 @@ def _reduce(
     up: Any,
     down: Any,
     encoded: Any,
+    total: Any,
 ) -> None:
-    total = np.empty(_BLOCK, np.float32)
-    for start in range(0, own.size, _BLOCK):
-        length = min(_BLOCK, own.size - start)
-        block, own_block = total[:length], own[start : start + length]
+    for start in range(0, own.size, _TILE):
+        size = min(_TILE, own.size - start)
+        x, tile = part(total, 0, size), part(own, start, size)
         for r in range(scales.size):
             begin = r * stride + header + start
             if r == own_index:
-                _add_f32(own_block, scales[r], block, r == 0)
-            elif code == 0:
-                _add_f32(singles[begin : begin + length], scales[r], block, r == 0)
-            elif code == 1:
-                _add_f16(halves[begin : begin + length], scales[r], block, r == 0)
+                _add_singles(tile, scales[r], x, r == 0)
+            elif is_single:
+                _add_singles(part(singles, begin, size), scales[r], x, r == 0)
             else:
-                _add_bf16(halves[begin : begin + length], scales[r], block, r == 0)
-        if code == 0:
-            for i in range(length):
-                own_block[i] = block[i]
-        elif code == 1:
-            encoded_block = encoded[start : start + length]
-            for i in range(length):
-                half = f32_to_f16(block[i] * up)
-                encoded_block[i] = half
-                own_block[i] = f16_to_f32(half) * down
+                _add_halves(part(halves, begin, size), is_bf16, scales[r], x, r == 0)
+        if is_single:
+            write(x, tile, False)
         else:
-            encoded_block = encoded[start : start + length]
-            for i in range(length):
-                half = f32_to_bf16(block[i])
-                encoded_block[i] = half
-                own_block[i] = bf16_to_f32(half)
+            _encode_sum(x, is_bf16, up, down, tile, part(encoded, start, size))
 
 
-@kernel((F4[::1], F4, U2[::1]))
-def _encode_fp16(values: Any, scale: Any, out: Any) -> None:
+@kernel((F4[::1], F4, U2[::1], numba.boolean))
+def _encode(values: Any, scale: Any, out: Any, is_bf16: Any) -> None:
     for i in range(values.size):
-        out[i] = f32_to_f16(values[i] * scale)
+        out[i] = f32_to_half(values[i] * scale, is_bf16)
 
 
-@kernel((U2[::1], F4, F4[::1]))
-def _decode_fp16(values: Any, scale: Any, out: Any) -> None:
-    for i in range(values.size):
-        out[i] = f16_to_f32(values[i]) * scale
+@kernel((U2[::1], F4, F4[::1], numba.boolean, numba.boolean, F4[::1]))
+def _decode(values: Any, scale: Any, out: Any, is_bf16: Any, streams: Any, y: Any) -> None:
+    for start in range(0, out.size, _TILE):
+        size = min(_TILE, out.size - start)
+        halves = part(values, start, size)
+        for i in range(size):
+            y[i] = half_to_f32(halves[i], is_bf16) * scale
+        write(y, part(out, start, size), streams)
+    fence()
 
 
 @kernel((F4[::1],))
@@ -168,16 +147,15 @@ def reduce_rows(
         other = rows[1 - own_index, header_bytes : header_bytes + own.numel() * item]
         terms = _bits(other.view(encoded.dtype)), weights[1 - own_index], own.numpy(), weights[own_index]
         if encoded.dtype == torch.float32:
-            _pair_f32(*terms)
-        elif encoded.dtype == torch.float16:
-            _pair_f16(*terms, *factors, _bits(encoded))
+            _pair_singles(*terms)
         else:
-            _pair_bf16(*terms, _bits(encoded))
+            _pair_halves(*terms, encoded.dtype == torch.bfloat16, *factors, _bits(encoded))
         return
     _reduce(
         flat.view(torch.uint16).numpy(),
         flat.view(torch.float32).numpy(),
-        _CODES[encoded.dtype],
+        encoded.dtype == torch.float32,
+        encoded.dtype == torch.bfloat16,
         rows.stride(0) // item,
         header_bytes // item,
         own.numpy(),
@@ -185,6 +163,7 @@ def reduce_rows(
         weights,
         *factors,
         encoded.view(torch.uint16).numpy(),
+        np.empty(_TILE, np.float32),
     )
 
 
@@ -193,12 +172,13 @@ def _bits(values: Tensor) -> Any:
     return (values if values.dtype == torch.float32 else values.view(torch.uint16)).numpy()
 
 
-def encode_fp16(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
-    _encode_fp16(values.numpy(), np.float32(float(scale)), _bits(out))
+def encode(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
+    _encode(values.numpy(), np.float32(float(scale)), _bits(out), out.dtype == torch.bfloat16)
 
 
-def decode_fp16(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
-    _decode_fp16(_bits(values), np.float32(float(scale)), out.numpy())
+def decode(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
+    factor, y = np.float32(float(scale)), np.empty(_TILE, np.float32)
+    _decode(_bits(values), factor, out.numpy(), values.dtype == torch.bfloat16, streams_to(out), y)
 
 
 def absmax(values: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.ops.cpu.scalars import F4, I4, from_bits, kernel, larger
+from gradwire.ops.cpu.compiling import kernel
+from gradwire.ops.cpu.scalars import F4, I4, from_bits, larger
 from gradwire.ops.reference.low_rank import NEGLIGIBLE
 
 _INFINITY = 0x7F800000

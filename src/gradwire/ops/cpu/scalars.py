@@ -6,7 +6,6 @@ function here is a few instructions of LLVM, inlined and vectorised with the loo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -17,26 +16,6 @@ I4, I8, F4, U1, U2 = numba.int32, numba.int64, numba.float32, numba.uint8, numba
 
 _WORD = ir.IntType(32)
 _ABS = 0x7FFFFFFF
-
-
-def kernel(
-    *signature: Any, reorders_sums: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile at once, without the GIL, from numba's cache on disk if a folder for it can be written.
-
-    ``reorders_sums`` lets a sum be taken in as many parts as a vector has, the same ones each time.
-    """
-
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-        if reorders_sums:
-            options["fastmath"] = {"reassoc", "contract", "nsz"}
-        try:
-            return numba.njit(*signature, cache=True, **options)(function)  # type: ignore[no-any-return]
-        except RuntimeError:  # no folder to cache in can be written
-            return numba.njit(*signature, **options)(function)  # type: ignore[no-any-return]
-
-    return compiled
 
 
 def _word(value: int) -> ir.Constant:
@@ -92,10 +71,11 @@ def pack(typing_context: Any, low: Any, high: Any) -> Any:
     """A byte of the lowest 4 bits of each."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        both = builder.or_(builder.and_(args[0], _word(15)), builder.shl(args[1], _word(4)))
-        return builder.trunc(both, ir.IntType(8))
+        byte = ir.IntType(8)
+        low = builder.and_(args[0], ir.Constant(byte, 15))
+        return builder.or_(low, builder.shl(args[1], ir.Constant(byte, 4)))
 
-    return U1(I4, I4), generate
+    return U1(U1, U1), generate
 
 
 @intrinsic
@@ -121,14 +101,20 @@ def signed_byte(typing_context: Any, byte: Any) -> Any:
 
 
 @intrinsic
-def sign_at(typing_context: Any, value: Any, mask: Any, position: Any) -> Any:
-    """A byte with the sign bit of ``value`` at ``position``, if ``mask`` is 1; without, if it is 0."""
+def signs(
+    typing_context: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, mask: Any
+) -> Any:
+    """A byte of eight sign bits, the first in its lowest bit, if ``mask`` is -1; 0 if it is 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sign = builder.and_(builder.lshr(builder.bitcast(args[0], _WORD), _word(31)), args[1])
-        return builder.trunc(builder.shl(sign, args[2]), ir.IntType(8))
+        *values, mask = args
+        byte = _word(0)
+        for place, value in enumerate(values):
+            sign = builder.lshr(builder.bitcast(value, _WORD), _word(31))
+            byte = builder.or_(byte, builder.shl(sign, _word(place)))
+        return builder.trunc(builder.and_(byte, mask), ir.IntType(8))
 
-    return U1(F4, I4, I4), generate
+    return U1(*[F4] * 8, I4), generate
 
 
 @intrinsic
@@ -144,13 +130,15 @@ def with_sign(typing_context: Any, value: Any, byte: Any, position: Any) -> Any:
 
 
 @intrinsic
-def merge(typing_context: Any, first: Any, second: Any) -> Any:
-    """The bits of two bytes."""
+def with_sign_of(typing_context: Any, magnitude: Any, value: Any, mask: Any) -> Any:
+    """``magnitude``, which is not negative, with the sign of ``value``; without if ``mask`` is 0, not -1."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.or_(args[0], args[1])
+        sign = builder.and_(builder.bitcast(args[1], _WORD), _word(-0x80000000))
+        word = builder.or_(builder.bitcast(args[0], _WORD), builder.and_(sign, args[2]))
+        return builder.bitcast(word, ir.FloatType())
 
-    return U1(U1, U1), generate
+    return F4(F4, F4, I4), generate
 
 
 def _mix(builder: Any, x: Any) -> Any:
@@ -254,36 +242,22 @@ def f32_to_bf16(typing_context: Any, value: Any) -> Any:
 
 
 @intrinsic
-def f16_to_f32(typing_context: Any, half: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+def half_to_f32(typing_context: Any, half: Any, is_bf16: Any) -> Any:
+    """From the bits of a bf16 or an fp16."""
 
-    return F4(U2), generate
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        from_f16 = builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        return builder.select(args[1], _widen_bf16(builder, args[0]), from_f16)
+
+    return F4(U2, numba.boolean), generate
 
 
 @intrinsic
-def f32_to_f16(typing_context: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return U2(F4), generate
-
-
-@intrinsic
-def load(typing_context: Any, stored: Any) -> Any:
-    """An fp32, from itself or from the bits of a bf16."""
+def f32_to_half(typing_context: Any, value: Any, is_bf16: Any) -> Any:
+    """To the bits of a bf16 or an fp16."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return args[0] if stored == F4 else _widen_bf16(builder, args[0])
+        to_f16 = builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+        return builder.select(args[1], _narrow_bf16(builder, args[0]), to_f16)
 
-    return F4(stored), generate
-
-
-@intrinsic
-def store_as(typing_context: Any, like: Any, value: Any) -> Any:
-    """``value`` as an fp32 or as the bits of a bf16, whichever ``like`` is."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return args[1] if like == F4 else _narrow_bf16(builder, args[1])
-
-    return like(like, F4), generate
+    return U2(F4, numba.boolean), generate

@@ -1,0 +1,57 @@
+"""Options as text: a factory's name and those of its arguments that are not as by default."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, Literal
+
+
+def spec_of(factory: Callable[..., Any], options: dict[str, object]) -> str:
+    """The text from which the same is made: ``"int4:block=64"``, from all arguments of a factory."""
+    parameters = inspect.signature(factory).parameters
+    changed = [f"{k}={_text(options[k])}" for k, p in parameters.items() if options[k] != p.default]
+    return ":".join(filter(None, (factory.__name__, ",".join(changed))))
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_options(factory: Callable[..., Any], text: str) -> dict[str, object]:
+    """The arguments that ``"block=64,feedback=false"`` gives a factory; ValueError if they cannot be."""
+    name, annotations = factory.__name__, typing.get_type_hints(factory)
+    known = inspect.signature(factory).parameters
+    options: dict[str, object] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise ValueError(f"recipe {name!r}: {item!r} is not of the form option=value")
+        if key not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"recipe {name!r} has no option {key!r}; {has}")
+        if key in options:
+            raise ValueError(f"recipe {name!r}: option {key!r} is given twice")
+        options[key] = _parse_value(name, key, value, annotations[key])
+    return options
+
+
+def _parse_value(name: str, key: str, text: str, kind: object) -> object:
+    if isinstance(kind, types.UnionType):  # `int | None` and the like: the first kind that fits
+        if text.lower() == "none" and types.NoneType in typing.get_args(kind):
+            return None
+        kind = next(arm for arm in typing.get_args(kind) if arm is not types.NoneType)
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    if kind is bool:
+        choices = ("true", "false")
+    try:
+        if choices:
+            if text.lower() not in choices:
+                raise ValueError
+            return text.lower() == "true" if kind is bool else text.lower()
+        return typing.cast("Callable[[str], object]", kind)(text)
+    except ValueError:
+        wanted = " or ".join(choices) if choices else getattr(kind, "__name__", str(kind))
+        raise ValueError(f"recipe {name!r}: option {key!r} must be {wanted}, not {text!r}") from None
