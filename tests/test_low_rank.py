@@ -1,19 +1,25 @@
 """Low-rank factors: kernels equal to the reference, what they must survive, and the exchange's laws."""
 
+import contextlib
 import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import gradwire
-from gradwire.exchanges import LowRank
+from gradwire.exchanges import Context, LowRank, Scratch
 from gradwire.exchanges.matrices import plan_of
 from gradwire.exchanges.one_shot import one_round_pays
 from gradwire.layout import BucketLayout, Slot
+from gradwire.memory import Memory
+from gradwire.ops.batches import Batch, Batches, Matrix
 from gradwire.ops.cpu import low_rank as cpu
 from gradwire.ops.reference import low_rank as reference
-from gradwire.testing import VirtualRanks, run_ranks
+from gradwire.testing import VirtualRanks, run_ranks, run_virtual_ranks
 from tests.test_powersgd_hook import Given, draw, outer
 
 try:
@@ -21,56 +27,129 @@ try:
 except ImportError:  # no Triton for this platform
     cuda = None
 
-SHAPES = [
-    (1, 1, 1, 1),
-    (3, 7, 40, 1),
-    (2, 33, 65, 2),
-    (1, 40, 7, 3),
-    (2, 64, 64, 4),
-    (1, 130, 31, 5),
-    (1, 20, 20, 9),
-]
+# Vectors, one value, wide, tall, odd, and two of a kind: matrices of several shapes in one bucket.
+SHAPES = [(7, 40), (33, 65), (), (7, 40), (40, 7), (1, 1), (3,), (64, 64), (130, 31), (20, 20), (7, 40)]
 KERNELS = [(cpu, torch.float32), (reference, torch.float32), (reference, torch.float64)]
 if cuda is not None:
     KERNELS.append((cuda, torch.float32))  # in Triton's interpreter
+FAST = [module for module in (cpu, cuda) if module is not None]
+
+
+def layout_of(*shapes, stride=None, dtype=torch.float32):
+    slots, offset = [], 0
+    for i, shape in enumerate(shapes):
+        own = stride or torch.empty(shape, device="meta").stride()
+        slots.append(Slot(f"p{i}", offset, torch.Size(shape), own))
+        offset += math.prod(shape)
+    return BucketLayout(0, dtype, tuple(slots))
 
 
 # --- kernels ---
 
 
-@pytest.mark.parametrize(("k", "n", "m", "r"), SHAPES)
-def test_the_kernels_equal_the_reference_within_rounding(k, n, m, r):
-    matrices, left, right, values = draw(1, (k, n, m), (k, r, n), (k, r, m), (k, n, m))
-    values[0, 0, 0] = math.nan
-    results = []
-    for module in (cpu, reference):
-        p, q, sums, largest = left.clone(), right.clone(), matrices.clone(), torch.empty(k)
-        given, product = values.clone(), torch.empty(k, n, m)
-        module.accumulate(list(given), list(sums), largest)
-        module.project(sums, right, p)
-        module.project_back(sums, left, q)
-        module.subtract(sums, left, right)
-        module.multiply(left, right, list(product))
-        spare, zeros = right.clone(), torch.zeros_like(right)
-        module.orthogonalize(spare, None)
-        module.orthogonalize(zeros, right)
-        again, total = torch.empty_like(p), matrices.clone()
-        module.accumulate_and_project(list(values.clone()), total, largest, right, again)
-        assert torch.allclose(again, p, atol=1e-3)
-        results.append((p, q, sums, total, given, product, spare, zeros, largest.nan_to_num(-1)))
-    for fast, slow in zip(*results, strict=True):
-        assert torch.allclose(fast, slow, rtol=1e-5, atol=1e-4 * slow.abs().max())
-    assert results[0][4][0, 0, 0] == 0, "what is not finite is taken out"
+def all_kernels(module, plan, flat):
+    """What each kernel makes of a bucket, with two matrices that do not count."""
+    sums, left, right = draw(1, plan.sums.numel, plan.left.numel, plan.right.numel)
+    own_left, own_right = draw(2, plan.left.numel, plan.right.numel)
+    votes, batches, bucket = torch.empty(plan.num_matrices), plan.batches, flat.clone()
+    found = {}
+    p, q = torch.empty_like(left), torch.empty_like(right)
+    module.accumulate_and_project(batches, bucket, sums, votes, right, p)
+    assert torch.equal(bucket.nan_to_num(), flat.nan_to_num()), "values are left alone"
+    found.update(votes=votes.clone(), sums=sums.clone(), p=p)
+    module.project_back(batches, sums, left, q)
+    found.update(q=q)
+    again, other = torch.empty_like(right), draw(1, plan.sums.numel)[0]
+    module.accumulate_and_project_back(batches, bucket, other, votes, left, again)
+    assert torch.equal(other, sums)
+    found.update(again=again)
+    for side, factor in (("left", own_left), ("right", own_right)):
+        for spare in (None, left if side == "left" else right):
+            vectors = factor.clone()
+            vectors[:20] = 0
+            module.orthogonalize(batches, side, vectors, spare)
+            found[side, spare is None] = vectors
+    infinite, kept = right.clone(), torch.zeros_like(right)
+    infinite[-1] = math.inf
+    module.judge(batches, "right", infinite, votes, kept)
+    found.update(verdict=votes.clone(), kept=kept)
+    module.finish(batches, bucket, sums, left, right, own_left, own_right, votes)
+    found.update(bucket=bucket, residual=sums)
+    without = flat.clone()
+    module.finish(batches, without, None, left, right, own_left, own_right, votes)
+    assert torch.allclose(without, bucket, atol=1e-5, equal_nan=True)
+    return found
 
 
-@pytest.mark.parametrize("k", [2, 5])
-def test_a_matrix_has_the_same_bits_in_every_batch(k):
-    matrices, right = draw(1, (k, 33, 65), (k, 4, 65))
-    together, alone = torch.empty(k, 4, 33), torch.empty(k, 4, 33)
-    cpu.project(matrices, right, together)
-    for i in range(k):
-        cpu.project(matrices[i : i + 1].clone(), right[i : i + 1].clone(), alone[i : i + 1])
-    assert torch.equal(together, alone)
+@pytest.mark.parametrize("rank", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("module", FAST)
+def test_the_kernels_equal_the_reference_within_rounding(module, rank):
+    plan = plan_of(layout_of(*SHAPES), rank, 0, False)
+    (flat,) = draw(3, layout_of(*SHAPES).numel)
+    first, second = plan.batches.matrices[:2]
+    flat[first.start + 3], flat[first.start + 5] = math.nan, -math.inf
+    flat[second.start : second.start + second.numel] = 0
+    fast, slow = all_kernels(module, plan, flat), all_kernels(reference, plan, flat)
+    for name, have in fast.items():
+        close = 1e-4 * slow[name].nan_to_num(0, 0, 0).abs().max()
+        assert torch.allclose(have, slow[name], rtol=1e-5, atol=close, equal_nan=True), name
+    votes, verdict = fast["votes"], fast["verdict"]
+    assert [votes[0].isnan(), votes[1], votes[2:].eq(1).all()] == [True, 0, True]
+    assert verdict[-1].isnan(), "a factor that is not finite does not count either"
+    assert torch.equal(fast["kept"] != 0, expand(plan, "right", verdict > 0))
+    values = [v for batch in plan.batches for v in batch.values(fast["bucket"])]
+    assert [values[0].isnan().all(), (values[1] == 0).all(), values[-1].isnan().all()] == [True] * 3
+    assert all(v.isfinite().all() for v in values[1:-1])
+    before = draw(1, plan.sums.numel)[0]
+    for batch in plan.batches:
+        for k, (old, new) in enumerate(zip(batch.sums(before), batch.sums(fast["residual"]), strict=True)):
+            if not verdict[batch.first + k] > 0:
+                assert torch.allclose(old, new, atol=1e-6), "as it was"
+
+
+def expand(plan, side, flags):
+    """A flag for each matrix, as one for each value of its factor."""
+    out = torch.empty(plan.left.numel if side == "left" else plan.right.numel, dtype=torch.bool)
+    for batch in plan.batches:
+        batch.factors(side, out).copy_(batch.each(flags).view(-1, 1, 1))
+    return out
+
+
+def test_half_precision_buckets_go_through_the_same_kernels():
+    plan = plan_of(layout_of((33, 65), (40, 7), dtype=torch.bfloat16), 2, 0, False)
+    flat = draw(3, 33 * 65 + 280)[0].bfloat16()
+    for module in [m for m in (cuda,) if m is not None]:
+        fast, slow = all_kernels(module, plan, flat), all_kernels(reference, plan, flat)
+        for name, have in fast.items():
+            close = 0.01 * slow[name].nan_to_num(0, 0, 0).abs().max()
+            assert torch.allclose(have, slow[name], atol=close, equal_nan=True), name
+
+
+def test_a_matrix_has_the_same_bits_in_every_bucket():
+    shapes = [(33, 65), (33, 65), (40, 7)]
+    plan = plan_of(layout_of(*shapes), 4, 0, False)
+    (flat,) = draw(1, plan.sums.numel)
+    together = all_kernels(cpu, plan, flat)
+    for batch in plan.batches:
+        for k, matrix in enumerate(batch.matrices):
+            alone = plan_of(layout_of((matrix.rows, matrix.columns)), 4, 0, False)
+            votes, right = torch.empty(1), batch.factors("right", draw(1, *sizes_of(plan))[2])[k].flatten()
+            values, left = batch.values(flat)[k].flatten(), torch.empty(alone.left.numel)
+            sums = batch.sums(draw(1, plan.sums.numel)[0])[k].flatten().clone()
+            cpu.accumulate_and_project(alone.batches, values, sums, votes, right, left)
+            assert torch.equal(left, batch.factors("left", together["p"])[k].flatten())
+
+
+def sizes_of(plan):
+    return plan.sums.numel, plan.left.numel, plan.right.numel
+
+
+def one_factor(module, vectors, spare):
+    """Orthogonalize the left factor of one matrix, (rank, length)."""
+    batches = Batches(
+        (Batch((Matrix("", 0, vectors.shape[1], vectors.shape[0]),), vectors.shape[0], 0, 0, 0, 0),)
+    )
+    module.orthogonalize(batches, "left", vectors.view(-1), None if spare is None else spare.view(-1))
 
 
 @pytest.mark.parametrize(("module", "dtype"), KERNELS, ids=str)
@@ -79,47 +158,37 @@ def test_orthogonal_vectors_come_of_whatever_there_is(module, dtype, magnitude):
     a, b, c = draw(3, 50, 50, 50)
     a, b, c = (v.to(dtype) / v.abs().max() for v in (a, b, c))
     # Twice the same, a sum of others, one that is nothing, one that is new.
-    vectors = (torch.stack([a, a, b, a + b, torch.zeros(50), c]) * magnitude).to(dtype)[None].clone()
-    module.orthogonalize(vectors, None)
+    vectors = (torch.stack([a, a, b, a + b, torch.zeros(50), c]) * magnitude).to(dtype)
+    one_factor(module, vectors, None)
     wanted = torch.diag(torch.tensor([1.0, 0, 1, 0, 0, 1], dtype=dtype))
-    assert torch.allclose(vectors[0] @ vectors[0].T, wanted, atol=1e-5)
+    assert torch.allclose(vectors @ vectors.T, wanted, atol=1e-5)
     spanned = torch.stack([a, b, c]).to(dtype)
-    assert torch.allclose(spanned @ vectors[0].T @ vectors[0], spanned, atol=1e-4)
+    assert torch.allclose(spanned @ vectors.T @ vectors, spanned, atol=1e-4)
 
-    spare = draw(4, (1, 6, 50))[0].to(dtype)
-    vectors = (torch.stack([a, a, torch.zeros(50), b, torch.full((50,), math.nan), c])[None] * magnitude).to(
-        dtype
-    )
-    module.orthogonalize(vectors, spare)
-    assert torch.allclose(vectors[0] @ vectors[0].T, torch.eye(6, dtype=dtype), atol=1e-5)
+    spare = draw(4, (6, 50))[0].to(dtype)
+    given = torch.stack([a, a, torch.zeros(50), b, torch.full((50,), math.nan), c])
+    vectors = (given * magnitude).to(dtype)
+    one_factor(module, vectors, spare)
+    assert torch.allclose(vectors @ vectors.T, torch.eye(6, dtype=dtype), atol=1e-5)
 
 
 @pytest.mark.parametrize(("module", "dtype"), KERNELS, ids=str)
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_is_not_finite_shows_unless_there_is_a_spare(module, dtype, poison):
-    vectors = draw(5, (1, 4, 20))[0].to(dtype)
-    vectors[0, 1, 3] = poison
-    module.orthogonalize(vectors, None)
-    assert vectors[0, 0].isfinite().all()
-    assert vectors[0, 1:].isnan().all()
+    vectors = draw(5, (4, 20))[0].to(dtype)
+    vectors[1, 3] = poison
+    one_factor(module, vectors, None)
+    assert vectors[0].isfinite().all()
+    assert vectors[1:].isnan().all()
 
 
 # --- what becomes of a parameter ---
 
 
-def layout_of(*shapes, stride=None):
-    slots, offset = [], 0
-    for i, shape in enumerate(shapes):
-        own = stride or torch.empty(shape, device="meta").stride()
-        slots.append(Slot(f"p{i}", offset, torch.Size(shape), own))
-        offset += math.prod(shape)
-    return BucketLayout(0, torch.float32, tuple(slots))
-
-
 def test_only_what_pays_is_compressed():
     layout = layout_of((40, 20), (20,), (), (40, 20), (0, 7), (1, 500), (6, 4), (64, 3, 3, 3))
     plan = plan_of(layout, 2, 2.0, False)
-    assert [(m.name, m.rows, m.columns) for m in plan.matrices] == [
+    assert [(m.name, m.rows, m.columns) for m in plan.batches.matrices] == [
         ("p0", 40, 20),
         ("p3", 40, 20),
         ("p7", 64, 27),
@@ -140,14 +209,14 @@ def test_only_what_pays_is_compressed():
     ],
 )
 def test_a_matrix_is_what_lies_in_memory(shape, stride, matrix):
-    (found,) = plan_of(layout_of(shape, stride=stride), 1, 0, False).matrices
+    (found,) = plan_of(layout_of(shape, stride=stride), 1, 0, False).batches.matrices
     assert (found.rows, found.columns) == matrix
 
 
 @pytest.mark.parametrize("numel", [1, 3, 4, 17, 97, 9991, 25_000_003])
 def test_one_matrix_for_all_is_nearly_square_and_leaves_out_next_to_nothing(numel):
     plan = plan_of(layout_of((numel,)), 1, 2.0, True)
-    for matrix in plan.matrices:
+    for matrix in plan.batches.matrices:
         assert matrix.columns <= matrix.rows <= 2 * matrix.columns + 128
         assert plan.num_plain == numel - matrix.numel < max(matrix.columns / 30, 4)
 
@@ -340,3 +409,100 @@ def job_start(rank):
 
 def test_the_first_steps_are_plain_until_the_start():
     run_ranks(job_start, 2)
+
+
+# --- many ranks in one process ---
+
+
+def run_steps(group, exchange, layout, steps, memory, first_step=0):
+    """The averaged buckets of each step, given this rank's own."""
+    scratch, seen = Scratch(), []
+    for step, given in enumerate(steps, first_step):
+        flat = given.clone()
+        exchange.run(flat, Context(group, scratch, 1 / group.size, layout, memory, step))
+        seen.append(flat)
+    return seen
+
+
+def steps_of(rank, layout, num_steps, dtype=torch.float32):
+    return [draw(100 * rank + step, layout.numel)[0].to(dtype) for step in range(num_steps)]
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+@pytest.mark.parametrize("world_size", [3, 5])
+def test_messages_that_go_in_two_shots_lose_nothing_either(num_rounds, world_size):
+    layout = layout_of((900, 800), (50,), (700, 900))  # too many values for one shot
+    exchange = LowRank(8, num_rounds=num_rounds)
+    assert not one_round_pays(4 * exchange.plan(layout).left.numel, world_size)
+
+    def job(group):
+        memory, steps = Memory(), steps_of(group.rank, layout, 3)
+        seen = run_steps(group, exchange, layout, steps, memory)
+        residuals = [memory.named()["residual"].get(slot.name) for slot in layout.slots]
+        kept = torch.cat([torch.zeros(50) if r is None else r.flatten() for r in residuals])
+        return sum(seen), sum(steps), kept
+
+    results = run_virtual_ranks(job, world_size)
+    sent, given, kept = (torch.stack(values) for values in zip(*results, strict=True))
+    assert (sent == sent[0]).all(), "the same bits on every rank"
+    assert torch.allclose(sent[0] + kept.mean(0), given.mean(0), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_was_held_back_is_released_on_one_rank_and_where_nothing_is_compressed(dtype):
+    layout = layout_of((30, 20), (20,), dtype=dtype)
+    for world_size, held in ((1, ("p0", "p1")), (2, ("p1",))):
+
+        def job(group, held=held):
+            memory = Memory()
+            shapes = {slot.name: slot.shape for slot in layout.slots}
+            memory.load({"residual": {name: torch.ones(shapes[name], dtype=dtype) for name in held}})
+            (flat,) = run_steps(group, LowRank(1), layout, [torch.zeros(620, dtype=dtype)], memory)
+            return flat, set(memory.named().get("residual", ()))
+
+        for flat, names in run_virtual_ranks(job, world_size):
+            assert (flat[600:] == 1).all()
+            assert (flat[:600] == (1 if "p0" in held else 0)).all()
+            assert names == (set() if world_size == 1 else {"p0"})
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_a_steady_state_allocates_no_tensors(num_rounds):
+    layout = layout_of((600, 500), (500,), (500, 600))
+    exchange = LowRank(4, num_rounds=num_rounds)
+
+    def job(group):
+        memory, scratch, largest = Memory(), Scratch(), []
+        (flat,) = draw(group.rank, layout.numel)
+        for step in range(5):
+            context = Context(group, scratch, 0.5, layout, memory, step)
+            with largest_allocation() as found:
+                exchange.run(flat, context)
+            largest.append(found)
+        return largest
+
+    for largest in run_virtual_ranks(job, 2):
+        assert largest[0]["bytes"] > layout.numel, "the first step makes what the others use"
+        # With one round, the second step is the first to find its side.
+        assert [found["bytes"] for found in largest[2:]] == [0] * 3, largest
+
+
+@contextlib.contextmanager
+def largest_allocation():
+    """The bytes of the largest tensor that is made inside, by any op of torch, of memory of its own."""
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            given = {
+                t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+            }
+            result = func(*args, **(kwargs or {}))
+            for made in tree_leaves(result):
+                if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
+                    found["bytes"] = max(found["bytes"], made.untyped_storage().nbytes())
+                    found["op"] = str(func)
+            return result
+
+    found = {"bytes": 0}
+    with Look():
+        yield found

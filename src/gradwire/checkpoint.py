@@ -52,12 +52,22 @@ def write(
         "world_size": world_size,
         "step": step,
         "loss_scale": loss_scale,
-        "layouts": [[start, [[d, list(names)] for d, names in buckets]] for start, buckets in timeline],
+        "layouts": write_layouts(timeline),
         "entries": [
             [state, name, list(tensor.shape)] for state, own in memory.items() for name, tensor in own.items()
         ],
         "memory": {f"rank{rank}": {state: dict(tensors) for state, tensors in memory.items()}},
     }
+
+
+def write_layouts(timeline: Sequence[tuple[int, Grouping]]) -> list[Any]:
+    """A timeline as lists, numbers and strings."""
+    return [[start, [[dtype, list(names)] for dtype, names in buckets]] for start, buckets in timeline]
+
+
+def read_layouts(layouts: Sequence[Any]) -> list[tuple[int, Grouping]]:
+    """The timeline that `write_layouts` was given."""
+    return [(int(s), tuple((d, tuple(names)) for d, names in buckets)) for s, buckets in layouts]
 
 
 def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -112,7 +122,7 @@ def read(
     """Check a state against the model's parameters; ValueError names what is wrong with it."""
     _require_keys(state)
     step, saved_size = int(state["step"]), int(state["world_size"])
-    timeline = [(int(s), tuple((d, tuple(n)) for d, n in buckets)) for s, buckets in state["layouts"]]
+    timeline = read_layouts(state["layouts"])
     for _, grouping in timeline:
         known = {name for _, bucket in grouping for name in bucket}
         for name in sorted(known - names):

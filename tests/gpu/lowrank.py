@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp_comm_hooks import powerSGD_hook as hooks
+from gradwire.ops.batches import Batch, Batches, Matrix
 from gradwire.ops.cuda import low_rank as cuda
 from gradwire.ops.reference import low_rank as reference
 from gradwire.testing import check_hook, run_ranks
@@ -18,18 +19,57 @@ from gradwire.testing.invariants import _device, _groups
 NUM_STEPS = 10
 
 
+# k matrices of n x m at rank r; those of one bucket are taken in one launch.
+BUCKETS = [
+    [(1, 1, 1, 1)],
+    [(3, 65, 40, 2), (5, 1000, 300, 4), (2, 4096, 1024, 4), (1, 1024, 4096, 4)],
+    [(1, 3072, 1024, 32)],
+    [(1, 50257, 64, 4), (1, 64, 64, 4)],
+]
+
+
+def batches_of(shapes):
+    batches, first, start, left, right = [], 0, 0, 0, 0
+    for k, n, m, r in shapes:
+        matrices = tuple(Matrix("", start + i * n * m, n, m) for i in range(k))
+        batches.append(Batch(matrices, r, first, start, left, right))
+        first, start, left, right = first + k, start + k * n * m, left + k * r * n, right + k * r * m
+    return Batches(tuple(batches)), (first, start, left, right)
+
+
+def close(fast, slow, tolerance=1e-4):
+    bound = tolerance * max(1.0, slow.nan_to_num(0, 0, 0).abs().max().item())
+    return torch.allclose(fast, slow, rtol=tolerance, atol=bound, equal_nan=True)
+
+
 def check_kernel():
-    for k, r, length in ((1, 1, 1), (3, 2, 65), (2, 4, 4096), (5, 4, 1000), (1, 32, 3072), (1, 4, 50257)):
-        vectors, spare = torch.randn(2, k, r, length, device="cuda")
+    for shapes in BUCKETS:
+        batches, (num_matrices, numel, num_left, num_right) = batches_of(shapes)
         for magnitude in (1.0, 1e-20, 1e30):
-            for other in (None, spare):
-                given = vectors * magnitude
-                if r > 1:
-                    given[:, 1] = 0 if other is None else given[:, 0]
-                fast, slow = given.clone(), given.clone()
-                cuda.orthogonalize(fast, other)
-                reference.orthogonalize(slow, other)
-                assert torch.allclose(fast, slow, atol=1e-4), (k, r, length, magnitude)
+            for has_spare in (False, True):
+                vectors, spare = torch.randn(2, num_left, device="cuda")
+                vectors *= magnitude
+                vectors[: num_left // 3] = 0
+                fast, slow = vectors.clone(), vectors.clone()
+                for module, out in ((cuda, fast), (reference, slow)):
+                    module.orthogonalize(batches, "left", out, spare if has_spare else None)
+                assert close(fast, slow), (shapes, magnitude, has_spare)
+        for dtype in (torch.float32, torch.bfloat16):
+            flat, sums = torch.randn(numel, device="cuda").to(dtype), torch.randn(numel, device="cuda")
+            left, own_left = torch.randn(2, num_left, device="cuda")
+            right, own_right = torch.randn(2, num_right, device="cuda")
+            flat[0] = float("inf")  # the first matrix does not count
+            found = []
+            for module in (cuda, reference):
+                votes = torch.empty(num_matrices, device="cuda")
+                bucket, total, p = flat.clone(), sums.clone(), torch.empty_like(left)
+                kept = torch.zeros_like(right)
+                module.accumulate_and_project(batches, bucket, total, votes, right, p)
+                module.judge(batches, "right", right, votes, kept)
+                module.finish(batches, bucket, total, left, right, own_left, own_right, votes)
+                found.append((bucket.float(), total, p, votes, kept))
+            tolerance = 1e-4 if dtype == torch.float32 else 2.0**-7  # the last place of a bf16
+            assert all(close(a, b, tolerance) for a, b in zip(*found, strict=True)), (shapes, dtype)
 
 
 def job_no_waiting(rank):

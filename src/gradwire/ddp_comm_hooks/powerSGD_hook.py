@@ -12,12 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
+from gradwire.checkpoint import read_layouts, write_layouts
 from gradwire.ddp_comm_hooks._raw import group_or_world
 from gradwire.exchanges import LowRank
 from gradwire.execution import open_lane
 from gradwire.layout import Layouts
 from gradwire.memory import Memory
+from gradwire.models import num_transient
 from gradwire.recipes import Recipe, powersgd
+from gradwire.regroup import Grouping
 from gradwire.runners import RecipeRunner
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -35,6 +38,8 @@ _OPTIONS = (
     "compression_stats_logging_frequency",
     "batch_tensors_with_same_shape",
 )
+# A raw hook cannot know after how many steps DDP rebuilds its buckets; never after more.
+_MAX_TRANSIENT = 2
 _COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 
 
@@ -104,6 +109,9 @@ class PowerSGDState:
         self._layouts, self._has_names = Layouts(), False
         # Whether what was loaded goes by name; None if nothing was.
         self._loaded_names = loaded_names
+        # One matrix for all of a bucket goes on in the buckets it was saved in, until DDP has them again.
+        self._loaded_layouts: list[tuple[int, Grouping]] = []
+        self._num_transient = _MAX_TRANSIENT
         self._bridges: dict[tuple[Recipe, str, int], Bridge] = {}
 
     def gradwire_bind(self, ddp: DistributedDataParallel) -> None:
@@ -118,6 +126,7 @@ class PowerSGDState:
             )
         self.process_group = ddp.process_group
         self._layouts, self._has_names = Layouts(ddp.module), True
+        self._num_transient = num_transient(ddp)
         self._bridges.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,13 +138,25 @@ class PowerSGDState:
             name: {parameter: value.clone() for parameter, value in values.items()}
             for name, values in self._memory.named().items()
         }
-        return {"counters": self._take(_COUNTERS), "memory": memory, "by_name": self._has_names}
+        layouts = write_layouts(self._timeline()) if memory else []
+        counters = self._take(_COUNTERS)
+        return {"counters": counters, "memory": memory, "layouts": layouts, "by_name": self._has_names}
+
+    def _timeline(self) -> list[tuple[int, Grouping]]:
+        """Which buckets held the one matrix for all that the memory is of, if it is of such."""
+        for (recipe, *_), bridge in self._bridges.items():
+            if _is_whole(recipe):
+                assert isinstance(bridge.runner, RecipeRunner)
+                return bridge.runner.timeline.save(self.iter)
+        return self._loaded_layouts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken; before the first step, or between two."""
         self._set(state_dict["counters"])
         self._memory.load(state_dict["memory"])
         self._loaded_names = state_dict["by_name"] if state_dict["memory"] else None
+        self._loaded_layouts = read_layouts(state_dict["layouts"])
+        self._bridges.clear()
 
     def compression_stats(self) -> tuple[float, int, int]:
         """The rate of compression so far, and how many values there were before and after it."""
@@ -193,7 +214,12 @@ class PowerSGDState:
         if bridge is None:
             lane = open_lane(group, bucket.buffer().device, next_meeting(group))
             # A raw hook cannot know whether a parameter may be unused; one matrix for all must.
-            runner = RecipeRunner(recipe, lane, self._layouts, may_skip=whole, memory=self._memory)
+            moves = self._num_transient if whole and self._loaded_layouts else 0
+            runner = RecipeRunner(
+                recipe, lane, self._layouts, may_skip=whole, memory=self._memory, num_transient=moves
+            )
+            if moves:
+                runner.timeline.load(self.iter, self._loaded_layouts)
             bridge = self._bridges[key] = Bridge(runner, group.rank())
         if bucket.index() == 0:
             bridge.num_steps = self.iter
@@ -227,6 +253,10 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: N802
     """Average a bucket as two factors of one square matrix: cheaper, and less accurate by far."""
     return _checked(state)._run(bucket, whole=True)
+
+
+def _is_whole(recipe: Recipe) -> bool:
+    return isinstance(recipe.exchange, LowRank) and recipe.exchange.whole
 
 
 def _checked(state: object) -> PowerSGDState:

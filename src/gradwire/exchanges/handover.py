@@ -9,7 +9,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.skipped import mask_of_skipped
 
 _NAME = "residual"
-_DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def take_over_residuals(flat: Tensor, context: Context, kept: torch.dtype | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -13,15 +13,15 @@ from torch import Tensor
 from gradwire import ops
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.matrices import Batch, Plan, plan_of
+from gradwire.exchanges.handover import take_over_residuals
+from gradwire.exchanges.matrices import Plan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes, sum_values
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.layout import BucketLayout, Slot
+from gradwire.ops.batches import OTHER, Side
 
 _PLAIN = TwoShot(Raw())
-
-Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class LowRank:
     mean of that is what the mean has left out, so results are those of residuals taken against the mean,
     but these stay bounded, where the others gather the differences between ranks without end.
 
-    Note [Steps that do not count]: a matrix whose gradient is not finite on some rank is NaN on all, since
-    NaN in the factors of one rank is NaN in the sum. One whose gradient is zero on every rank is zero:
-    DDP drops what becomes of a parameter that no rank has used. Of both, the residual and the warm start are
-    as they were before the step.
+    Note [Steps that do not count]: with the first message, each rank votes on each matrix: 0 if its gradient
+    is zero, 1 if not, NaN if it is not finite. So a matrix whose gradient is not finite on some rank is NaN
+    on all. One whose gradient is zero on every rank is zero: DDP drops what becomes of a parameter that no
+    rank has used. Of both, the residual and the warm start are as they were before the step.
     """
 
     rank: int = 4
@@ -80,11 +80,14 @@ class LowRank:
             return
         # At least fp32: whatever the bucket is, products and residuals are not rounded to 16 bits.
         work = torch.promote_types(flat.dtype, torch.float32)
+        compressed = replace(context, layout=plan.sums)
         if self.feedback:
+            take_over_residuals(flat, compressed, work)
             sums = context.memory.flat("residual", plan.sums, work, flat.device)
         else:
             num_bytes = plan.sums.numel * work.itemsize
             sums = context.scratch.bytes("sums", num_bytes, flat.device).view(work).zero_()
+            take_over_residuals(sums, compressed, None)
         skipping = (
             skipped_parameters(flat, sums, context)
             if self.whole and self.feedback and context.may_skip
@@ -139,41 +142,37 @@ class _Averaging:
         self._sums = sums
         self._context = context
         self._kernels = ops.low_rank(flat, sums)
-        self._values = [matrix.view(flat) for matrix in plan.matrices]
-        self._totals = [m for batch in plan.batches for m in batch.sums(sums)]
 
     def run(self) -> None:
-        if self._options.num_rounds == 1 and self._options._found(self._context.step) == "right":
-            left = self._start("left")
-            right, own_right, votes = self._find("right", left, first=True)
-            self._finish(left, right, left, own_right, votes, "right")
-            return
-        right = self._start("right")
-        left, own_left, votes = self._find("left", right, first=True)
-        if self._options.num_rounds == 1:
-            self._finish(left, right, own_left, right, votes, "left")
-            return
-        for batch in self._plan.batches:
-            self._kernels.orthogonalize(batch.left(left), None)
-        right, own_right, _ = self._find("right", left, first=False)
-        self._finish(left, right, left, own_right, votes, "right")
+        batches = self._plan.batches
+        side = self._options._found(self._context.step) if self._options.num_rounds == 1 else "left"
+        basis = self._start(OTHER[side])
+        factor, own, votes = self._find_first(side, basis)
+        if self._options.num_rounds == 2:
+            self._kernels.orthogonalize(batches, side, factor, None)
+            side, basis = "right", factor
+            factor, own = self._find_second(basis)
+        kept = self._remembered(side) if self._options.warm_start else None
+        self._kernels.judge(batches, side, factor, votes, kept)
+        sums = self._sums if self._options.feedback else None
+        means, owns = ((factor, basis), (own, basis)) if side == "left" else ((basis, factor), (basis, own))
+        self._kernels.finish(batches, self._flat, sums, *means, *owns, votes)
 
     def _start(self, side: Side) -> Tensor:
         """An orthonormal basis to start from: that of the step before, and chance where there is none."""
-        layout, options = self._layout(side), self._options
-        dtype, device, memory = self._sums.dtype, self._sums.device, self._context.memory
+        options, dtype, device = self._options, self._sums.dtype, self._sums.device
         if options.warm_start:
             basis = self._remembered(side)
-            spare = memory.once((layout, dtype, device, options.seed), lambda: self._draw(layout, 0))
+            key = self._plan, side, dtype, device, options.seed
+            spare = self._context.memory.once(key, lambda: self._draw(side, 0))
         else:
-            basis, spare = self._draw(layout, self._context.step), None
-        for batch in self._plan.batches:
-            part = getattr(batch, side)
-            self._kernels.orthogonalize(part(basis), None if spare is None else part(spare))
+            basis, spare = self._draw(side, self._context.step), None
+        self._kernels.orthogonalize(self._plan.batches, side, basis, spare)
         return basis
 
-    def _draw(self, layout: BucketLayout, step: int) -> Tensor:
+    def _draw(self, side: Side, step: int) -> Tensor:
         """Normal numbers that depend on the seed, the parameter and the step, not on the bucket."""
+        layout = self._layout(side)
         flat = torch.empty(layout.numel, dtype=self._sums.dtype, device=self._sums.device)
         generator = torch.Generator(flat.device)
         for slot in layout.slots:
@@ -183,60 +182,39 @@ class _Averaging:
             flat[slot.offset : slot.offset + slot.numel].normal_(generator=generator)
         return flat
 
-    def _find(self, side: Side, basis: Tensor, *, first: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The factor of this side: of all ranks together and of this one; the first also sends the rest."""
-        layout, other = self._layout(side), _OTHER[side]
-        num_matrices = self._plan.num_matrices if first else 0
-        num_plain = self._plan.num_plain if first else 0
-        message = self._scratch(f"message {side}", layout.numel + num_matrices + num_plain)
-        factor, votes, plain = message.split([layout.numel, num_matrices, num_plain])
-        if first:
-            _copy_runs(self._flat, plain, self._plan.runs, to_bucket=False)
-        for batch in self._plan.batches:
-            found, known = getattr(batch, side)(factor), getattr(batch, other)(basis)
-            values, sums, largest = self._values[batch.slice], batch.sums(self._sums), votes[batch.slice]
-            if side == "left":
-                self._kernels.accumulate_and_project(values, sums, largest, known, found)
-            else:
-                if first:
-                    self._kernels.accumulate(values, list(sums), largest)
-                self._kernels.project_back(sums, known, found)
-            if first:  # NaN if the gradient is not finite, else 0
-                found.add_((largest * 0).view(-1, 1, 1))
-        if first:
-            votes.copy_(votes != 0)
-        own = self._scratch(f"own {side}", layout.numel).copy_(factor)
+    def _find_first(self, side: Side, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The factor of this side, of all ranks and of this one, and the votes; sends the rest too."""
+        plan, kernels = self._plan, self._kernels
+        sizes = [self._layout(side).numel, plan.num_matrices, plan.num_plain]
+        message = self._scratch("first", sum(sizes))
+        factor, votes, plain = message.split(sizes)
+        find = kernels.accumulate_and_project if side == "left" else kernels.accumulate_and_project_back
+        find(plan.batches, self._flat, self._sums, votes, basis, factor)
+        outside, inside = self._runs(plain)
+        _copy(outside, inside)
+        take_over_residuals(plain, replace(self._context, layout=plan.plain), None)
+        # In two rounds, what is found first is but where the second begins.
+        own = factor if self._options.num_rounds == 2 else self._scratch("own", factor.numel()).copy_(factor)
         sum_values(message, self._context)
-        if first:
-            _copy_runs(self._flat, plain, self._plan.runs, to_bucket=True)
+        _copy(inside, outside)
         return factor, own, votes
 
-    def _finish(
-        self, left: Tensor, right: Tensor, own_left: Tensor, own_right: Tensor, votes: Tensor, found: Side
-    ) -> None:
-        """Write the product to the bucket, take this rank's own from the sums, and keep what was found."""
-        batches, factor = self._plan.batches, left if found == "left" else right
-        own, basis = (own_left, own_right) if found == "left" else (own_right, own_left)
-        parts = [getattr(batch, found) for batch in batches]
-        finite = torch.cat([(part(factor) * 0).sum((1, 2)) == 0 for part in parts])
-        counts = finite & (votes != 0)
-        # On CUDA, looking would wait for the device.
-        some_do_not_count = factor.is_cuda or not bool(counts.all())
-        if some_do_not_count:
-            for k, (value, total) in enumerate(zip(self._values, self._totals, strict=True)):
-                total.addcmul_(value.to(total.dtype), (~counts[k]).to(total.dtype), value=-1)
-        if self._options.warm_start:
-            kept = self._remembered(found)
-            for part, batch in zip(parts, batches, strict=True):
-                torch.where(_each(counts, batch), part(factor), part(kept), out=part(kept))
-        for part, batch in zip(parts, batches, strict=True):
-            if some_do_not_count:
-                part(factor).masked_fill_(_each(finite & ~counts, batch), 0)
-                part(own).masked_fill_(_each(~counts, batch), 0)
-                getattr(batch, _OTHER[found])(basis).nan_to_num_(0.0)
-            self._kernels.multiply(batch.left(left), batch.right(right), self._values[batch.slice])
-            if self._options.feedback:
-                self._kernels.subtract(batch.sums(self._sums), batch.left(own_left), batch.right(own_right))
+    def _find_second(self, left: Tensor) -> tuple[Tensor, Tensor]:
+        """The right factor, of all ranks together and of this one."""
+        message = self._scratch("second", self._plan.right.numel)
+        self._kernels.project_back(self._plan.batches, self._sums, left, message)
+        own = self._scratch("own", message.numel()).copy_(message)
+        sum_values(message, self._context)
+        return message, own
+
+    def _runs(self, plain: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What is sent as it is, in the message and in the bucket."""
+        outside, inside, position = [], [], 0
+        for start, end in self._plan.runs:
+            outside.append(plain[position : position + end - start])
+            inside.append(self._flat[start:end])
+            position += end - start
+        return outside, inside
 
     def _remembered(self, side: Side) -> Tensor:
         memory, layout = self._context.memory, self._layout(side)
@@ -250,22 +228,9 @@ class _Averaging:
         return self._context.scratch.bytes(name, num_bytes, self._sums.device).view(self._sums.dtype)
 
 
-_NAMES = {"left": "P", "right": "Q"}
-_OTHER: dict[Side, Side] = {"left": "right", "right": "left"}
+_NAMES: dict[Side, str] = {"left": "P", "right": "Q"}
 
 
-def _each(flags: Tensor, batch: Batch) -> Tensor:
-    """One flag for each matrix of a batch, against its factors."""
-    return flags[batch.slice].view(-1, 1, 1)
-
-
-def _copy_runs(flat: Tensor, packed: Tensor, runs: tuple[tuple[int, int], ...], *, to_bucket: bool) -> None:
-    """Between a bucket and the values of it that are sent as they are, one after the other."""
-    position = 0
-    for start, end in runs:
-        inside, outside = flat[start:end], packed[position : position + end - start]
-        if to_bucket:
-            inside.copy_(outside)
-        else:
-            outside.copy_(inside)
-        position += end - start
+def _copy(to: list[Tensor], source: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, source)

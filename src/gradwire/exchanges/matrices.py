@@ -3,90 +3,41 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from gradwire.layout import BucketLayout, Slot
+from gradwire.ops.batches import Batch, Batches, Matrix
 
 # How far from a square the one matrix of a bucket may be, to leave out fewer values.
 _NUM_SIDES = 64
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A run of a bucket's values, as a matrix in memory's own order."""
-
-    name: str
-    start: int
-    rows: int
-    columns: int
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.columns
-
-    def view(self, flat: Tensor) -> Tensor:
-        """The matrix's values in a bucket."""
-        return flat[self.start : self.start + self.numel].view(self.rows, self.columns)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Matrices of one shape, and where each of their states begins, one matrix after the other."""
-
-    matrices: tuple[Matrix, ...]
-    rank: int
-    first: int
-    """How many matrices stand in batches before."""
-    sums_start: int
-    left_start: int
-    right_start: int
-
-    @property
-    def slice(self) -> slice:
-        return slice(self.first, self.first + len(self.matrices))
-
-    def sums(self, flat: Tensor) -> Tensor:
-        """(k, rows, columns)."""
-        shape = len(self.matrices), self.matrices[0].rows, self.matrices[0].columns
-        return _part(flat, self.sums_start, shape)
-
-    def left(self, flat: Tensor) -> Tensor:
-        """(k, rank, rows)."""
-        return _part(flat, self.left_start, (len(self.matrices), self.rank, self.matrices[0].rows))
-
-    def right(self, flat: Tensor) -> Tensor:
-        """(k, rank, columns)."""
-        return _part(flat, self.right_start, (len(self.matrices), self.rank, self.matrices[0].columns))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of caches, as its batches are
 class Plan:
     """What becomes of each value of a bucket: compressed in a matrix, or sent as it is."""
 
-    batches: tuple[Batch, ...]
+    batches: Batches
     runs: tuple[tuple[int, int], ...]
     """Where what is sent as it is begins and ends."""
     sums: BucketLayout
     """Where the residuals of compressed values lie."""
+    plain: BucketLayout
+    """Where parameters lie of which nothing is compressed, one after the other."""
     left: BucketLayout
     right: BucketLayout
 
     @property
     def num_matrices(self) -> int:
-        return sum(len(batch.matrices) for batch in self.batches)
+        return len(self.batches.matrices)
 
     @property
     def num_plain(self) -> int:
         return sum(end - start for start, end in self.runs)
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        return [matrix for batch in self.batches for matrix in batch.matrices]
 
 
 def pays(rows: int, columns: int, rank: int, min_compression_rate: float) -> bool:
@@ -111,10 +62,11 @@ def plan_of(layout: BucketLayout, rank: int, min_compression_rate: float, whole:
         left += len(group) * own_rank * rows
         right += len(group) * own_rank * columns
     return Plan(
-        batches=tuple(batches),
+        batches=Batches(tuple(batches)),
         runs=_between(chosen, layout.numel),
         # One matrix for all holds its values where the bucket does, and their residuals go by parameter.
-        sums=layout if whole else _sums(layout, batches),
+        sums=layout if whole else _packed(layout, [m.name for batch in batches for m in batch.matrices]),
+        plain=_packed(layout, [] if whole else _others(layout, chosen)),
         left=_factors(layout, batches, lambda matrix: matrix.rows),
         right=_factors(layout, batches, lambda matrix: matrix.columns),
     )
@@ -152,12 +104,16 @@ def _between(matrices: Iterable[Matrix], numel: int) -> tuple[tuple[int, int], .
     return tuple((start, end) for start, end in [*runs, (position, numel)] if end > start)
 
 
-def _sums(layout: BucketLayout, batches: list[Batch]) -> BucketLayout:
+def _others(layout: BucketLayout, matrices: list[Matrix]) -> list[str]:
+    names = {matrix.name for matrix in matrices}
+    return [slot.name for slot in layout.slots if slot.name not in names]
+
+
+def _packed(layout: BucketLayout, names: list[str]) -> BucketLayout:
+    """These parameters, one after the other."""
     slots = {slot.name: slot for slot in layout.slots}
-    moved, offset = [], 0
-    for matrix in (matrix for batch in batches for matrix in batch.matrices):
-        moved.append(replace(slots[matrix.name], offset=offset))
-        offset += matrix.numel
+    offsets = itertools.accumulate((slots[name].numel for name in names), initial=0)
+    moved = [replace(slots[name], offset=offset) for name, offset in zip(names, offsets, strict=False)]
     return replace(layout, slots=tuple(moved))
 
 
@@ -169,7 +125,3 @@ def _factors(layout: BucketLayout, batches: list[Batch], length_of: Callable[[Ma
             slots.append(Slot(matrix.name, offset, shape, (shape[1], 1)))
             offset += shape.numel()
     return replace(layout, slots=tuple(slots))
-
-
-def _part(flat: Tensor, start: int, shape: tuple[int, int, int]) -> Tensor:
-    return flat[start : start + math.prod(shape)].view(shape)

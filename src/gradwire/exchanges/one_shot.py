@@ -20,7 +20,10 @@ _TWO_SHOT = TwoShot(Raw())
 
 
 def sum_values(values: Tensor, context: Context) -> None:
-    """Replace ``values`` by the sum over ranks of ``values * scale``, in rank order, in one round or two."""
+    """Replace ``values`` by the sum over ranks of ``values * scale``, in one round or two.
+
+    In rank order, in fp32 or fp64, whichever ``values`` are; over NCCL by its own allreduce.
+    """
     group = context.group
     num_bytes = values.numel() * values.element_size()
     if group.size == 1:
@@ -30,7 +33,7 @@ def sum_values(values: Tensor, context: Context) -> None:
         group.native_sum(values.mul_(context.scale))
         return
     if not one_round_pays(num_bytes, group.size):
-        # Not `run`, which would take the bucket's residuals for those of these values.
+        # Not `run`, which would take these for the bucket, and residuals of the bucket for theirs.
         _TWO_SHOT.average(values, None, context)
         return
     stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

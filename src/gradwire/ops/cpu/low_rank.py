@@ -1,12 +1,14 @@
 """Low-rank factors in numba, for fp32 matrices in host memory; one matrix at a time, one thread, no GIL.
 
 A result depends on its own matrix alone, not on what shares its batch, so it is the same in every bucket.
-Importing this module compiles the kernels (6 s), or reads them from numba's cache on disk.
+A pass over the matrices takes what memory takes, up to four vectors at once. Importing this module compiles
+the kernels (6 s), or reads them from numba's cache on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numba
@@ -14,18 +16,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.ops.batches import Batches, Side
 from gradwire.ops.cpu.compiling import kernel
-from gradwire.ops.cpu.scalars import F4, I4, from_bits, larger
+from gradwire.ops.cpu.scalars import F4, I4, I8, from_bits, larger
 from gradwire.ops.reference.low_rank import NEGLIGIBLE
 
 _INFINITY = 0x7F800000
-_MATRIX = F4[:, ::1]
+_VECTOR, _MATRIX = F4[::1], F4[:, ::1]
 _F8 = numba.float64
 _NEGLIGIBLE = NEGLIGIBLE[torch.float32]
 
 
-@kernel((F4[::1], F4[::1]))
+@kernel((_VECTOR, _VECTOR))
 def _accumulate(values: Any, sums: Any) -> Any:
+    """Add what is finite; the bits of the largest magnitude."""
     largest = I4(0)
     for i in range(values.size):
         magnitude = larger(I4(0), values[i])
@@ -34,71 +38,131 @@ def _accumulate(values: Any, sums: Any) -> Any:
     return largest
 
 
-@kernel((_MATRIX, _MATRIX, _MATRIX, numba.boolean, _MATRIX), reorders_sums=True)
-def _project(matrix: Any, basis: Any, out: Any, adds: Any, values: Any) -> Any:
-    """The largest magnitude of the values that are added to the matrix first, row by row, if they are."""
+@kernel((I4,))
+def _vote(largest: Any) -> Any:
+    if largest >= I4(_INFINITY):
+        return F4(np.nan)
+    return F4(largest > I4(0))
+
+
+@kernel((_MATRIX, _MATRIX, _MATRIX, _MATRIX), reorders_sums=True)
+def _accumulate_and_project(values: Any, matrix: Any, basis: Any, out: Any) -> Any:
     n, m = matrix.shape
     last = basis.shape[0] - 1
     largest = I4(0)
     for i in range(n):
-        row = matrix[i]
-        if adds:
-            largest = max(largest, _accumulate(values[i], row))
+        own, row = values[i], matrix[i]
         # Four vectors for each load of the row; the last ones stand in for those there are not.
         for c in range(0, last + 1, 4):
             c1, c2, c3 = min(c + 1, last), min(c + 2, last), min(c + 3, last)
             b0, b1, b2, b3 = basis[c], basis[c1], basis[c2], basis[c3]
             s0 = s1 = s2 = s3 = F4(0)
-            for j in range(m):
-                s0 += row[j] * b0[j]
-                s1 += row[j] * b1[j]
-                s2 += row[j] * b2[j]
-                s3 += row[j] * b3[j]
+            if c == 0:
+                for j in range(m):
+                    value = own[j]
+                    largest = larger(largest, value)
+                    total = row[j] + (value if larger(I4(0), value) < I4(_INFINITY) else F4(0))
+                    row[j] = total
+                    s0 += total * b0[j]
+                    s1 += total * b1[j]
+                    s2 += total * b2[j]
+                    s3 += total * b3[j]
+            else:
+                for j in range(m):
+                    s0 += row[j] * b0[j]
+                    s1 += row[j] * b1[j]
+                    s2 += row[j] * b2[j]
+                    s3 += row[j] * b3[j]
             out[c3, i], out[c2, i], out[c1, i], out[c, i] = s3, s2, s1, s0
-    return from_bits(largest)
+    return _vote(largest)
 
 
-@kernel((_MATRIX, _MATRIX, _MATRIX), reorders_sums=True)
-def _project_back(matrix: Any, basis: Any, out: Any) -> None:
+@kernel((_MATRIX, I8, I8, _MATRIX, _MATRIX), reorders_sums=True)
+def _add_rows(matrix: Any, i: Any, step: Any, basis: Any, out: Any) -> None:
+    """Add the products of row i and the three that lie ``step``, twice and three times that behind it."""
+    k, l, h = i + step, i + 2 * step, i + 3 * step  # noqa: E741
+    m0, m1, m2, m3 = matrix[i], matrix[k], matrix[l], matrix[h]
+    r, m = out.shape
+    full = r - r % 4
+    for c in range(0, full, 4):
+        # Four rows and four vectors for each load of the rows, and each load and store of a sum.
+        t0, t1, t2, t3 = out[c], out[c + 1], out[c + 2], out[c + 3]
+        p0, p1, p2, p3 = basis[c], basis[c + 1], basis[c + 2], basis[c + 3]
+        a0, a1, a2, a3 = p0[i], p0[k], p0[l], p0[h]
+        b0, b1, b2, b3 = p1[i], p1[k], p1[l], p1[h]
+        c0, c1, c2, c3 = p2[i], p2[k], p2[l], p2[h]
+        d0, d1, d2, d3 = p3[i], p3[k], p3[l], p3[h]
+        for j in range(m):
+            x, y, z, w = m0[j], m1[j], m2[j], m3[j]
+            t0[j] += (a0 * x + a1 * y) + (a2 * z + a3 * w)
+            t1[j] += (b0 * x + b1 * y) + (b2 * z + b3 * w)
+            t2[j] += (c0 * x + c1 * y) + (c2 * z + c3 * w)
+            t3[j] += (d0 * x + d1 * y) + (d2 * z + d3 * w)
+    for c in range(full, r):
+        total, p = out[c], basis[c]
+        e0, e1, e2, e3 = p[i], p[k], p[l], p[h]
+        for j in range(m):
+            total[j] += (e0 * m0[j] + e1 * m1[j]) + (e2 * m2[j] + e3 * m3[j])
+
+
+@kernel((_MATRIX, _MATRIX, numba.boolean, _MATRIX, _MATRIX), reorders_sums=True)
+def _project_back(values: Any, matrix: Any, adds: Any, basis: Any, out: Any) -> Any:
     n, m = matrix.shape
     out[:] = 0
-    full = n - n % 4
-    # Four rows for each load and store of a sum.
-    for i in range(0, full, 4):
-        m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
-        for c in range(basis.shape[0]):
-            p0, p1, p2, p3 = basis[c, i], basis[c, i + 1], basis[c, i + 2], basis[c, i + 3]
-            total = out[c]
-            for j in range(m):
-                total[j] += (p0 * m0[j] + p1 * m1[j]) + (p2 * m2[j] + p3 * m3[j])
-    for i in range(full, n):
+    # A quarter of the matrix apart: the processor fetches four streams faster than one (6.2 ms against 8.8
+    # for 18.9 M values).
+    quarter = n // 4
+    largest = I4(0)
+    for i in range(quarter):
+        if adds:
+            for k in range(i, 4 * quarter, quarter):
+                largest = max(largest, _accumulate(values[k], matrix[k]))
+        _add_rows(matrix, i, quarter, basis, out)
+    for i in range(4 * quarter, n):
+        if adds:
+            largest = max(largest, _accumulate(values[i], matrix[i]))
         for c in range(basis.shape[0]):
             for j in range(m):
                 out[c, j] += basis[c, i] * matrix[i, j]
+    return _vote(largest)
 
 
-@kernel((_MATRIX, _MATRIX, F4, numba.boolean, _MATRIX), reorders_sums=True)
-def _add_product(left: Any, right: Any, sign: Any, adds: Any, out: Any) -> None:
-    n, m = out.shape
+@kernel((_MATRIX, _MATRIX, _MATRIX, _MATRIX, _MATRIX, numba.boolean, _MATRIX), reorders_sums=True)
+def _finish(
+    left: Any, right: Any, own_left: Any, own_right: Any, matrix: Any, has_sums: Any, values: Any
+) -> None:
+    n, m = values.shape
     last = left.shape[0] - 1
     for i in range(n):
-        row = out[i]
+        out, row = values[i], matrix[i]
         for c in range(0, last + 1, 4):
             c1, c2, c3 = min(c + 1, last), min(c + 2, last), min(c + 3, last)
             q0, q1, q2, q3 = right[c], right[c1], right[c2], right[c3]
-            p0 = sign * left[c, i]
-            p1 = sign * left[c1, i] if c + 1 <= last else F4(0)
-            p2 = sign * left[c2, i] if c + 2 <= last else F4(0)
-            p3 = sign * left[c3, i] if c + 3 <= last else F4(0)
-            if adds or c > 0:
+            p0 = left[c, i]
+            p1 = left[c1, i] if c + 1 <= last else F4(0)
+            p2 = left[c2, i] if c + 2 <= last else F4(0)
+            p3 = left[c3, i] if c + 3 <= last else F4(0)
+            if not has_sums:
                 for j in range(m):
-                    row[j] += (p0 * q0[j] + p1 * q1[j]) + (p2 * q2[j] + p3 * q3[j])
+                    product = (p0 * q0[j] + p1 * q1[j]) + (p2 * q2[j] + p3 * q3[j])
+                    out[j] = product if c == 0 else out[j] + product
+                continue
+            o0, o1, o2, o3 = own_right[c], own_right[c1], own_right[c2], own_right[c3]
+            e0 = own_left[c, i]
+            e1 = own_left[c1, i] if c + 1 <= last else F4(0)
+            e2 = own_left[c2, i] if c + 2 <= last else F4(0)
+            e3 = own_left[c3, i] if c + 3 <= last else F4(0)
+            if c == 0:
+                for j in range(m):
+                    out[j] = (p0 * q0[j] + p1 * q1[j]) + (p2 * q2[j] + p3 * q3[j])
+                    row[j] -= (e0 * o0[j] + e1 * o1[j]) + (e2 * o2[j] + e3 * o3[j])
             else:
                 for j in range(m):
-                    row[j] = (p0 * q0[j] + p1 * q1[j]) + (p2 * q2[j] + p3 * q3[j])
+                    out[j] += (p0 * q0[j] + p1 * q1[j]) + (p2 * q2[j] + p3 * q3[j])
+                    row[j] -= (e0 * o0[j] + e1 * o1[j]) + (e2 * o2[j] + e3 * o3[j])
 
 
-@kernel((F4[::1], _F8[::1], _MATRIX, numba.int64), reorders_sums=True)
+@kernel((_VECTOR, _F8[::1], _MATRIX, I8), reorders_sums=True)
 def _direction(own: Any, rest: Any, vectors: Any, num_before: Any) -> Any:
     """Leave in ``rest`` what is orthogonal to the vectors before, of length one; False if that is nothing."""
     top = I4(0)
@@ -147,55 +211,84 @@ def _orthogonalize(vectors: Any, spare: Any, has_spare: Any) -> None:
             own[:] = 0
 
 
-def accumulate(values: Sequence[Tensor], sums: Sequence[Tensor], largest: Tensor) -> None:
-    found = [
-        _accumulate(value.view(-1).numpy(), total.view(-1).numpy())
-        for value, total in zip(values, sums, strict=True)
-    ]
-    largest.copy_(torch.tensor(found, dtype=torch.int32).view(torch.float32))
-    _take_out(values, largest)
+@kernel((_MATRIX,))
+def _is_finite(factor: Any) -> Any:
+    largest = I4(0)
+    for c in range(factor.shape[0]):
+        row = factor[c]
+        for j in range(row.size):
+            largest = larger(largest, row[j])
+    return largest < I4(_INFINITY)
 
 
 def accumulate_and_project(
-    values: Sequence[Tensor], matrices: Tensor, largest: Tensor, basis: Tensor, out: Tensor
+    batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, right: Tensor, left: Tensor
 ) -> None:
-    arrays = zip(values, matrices.numpy(), basis.numpy(), out.numpy(), strict=True)
-    largest.copy_(torch.tensor([_project(total, q, p, True, value.numpy()) for value, total, q, p in arrays]))
-    _take_out(values, largest)
+    for k, values, total, p, q in _matrices(batches, flat, sums, left, right):
+        votes.numpy()[k] = _accumulate_and_project(values, total, q, p)
 
 
-def _take_out(values: Sequence[Tensor], largest: Tensor) -> None:
-    """Set to zero what is not finite."""
-    if not bool(largest.isfinite().all()):
-        for value in values:
-            value.nan_to_num_(0.0, 0.0, 0.0)
+def accumulate_and_project_back(
+    batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, left: Tensor, right: Tensor
+) -> None:
+    for k, values, total, p, q in _matrices(batches, flat, sums, left, right):
+        votes.numpy()[k] = _project_back(values, total, True, p, q)
 
 
-def project(matrices: Tensor, basis: Tensor, out: Tensor) -> None:
-    for matrix, q, p in zip(matrices.numpy(), basis.numpy(), out.numpy(), strict=True):
-        _project(matrix, q, p, False, matrix)
+def project_back(batches: Batches, sums: Tensor, left: Tensor, right: Tensor) -> None:
+    for batch in batches:
+        factors = (batch.factors("left", left.numpy()), batch.factors("right", right.numpy()))
+        for matrix, p, q in zip(batch.sums(sums.numpy()), *factors, strict=True):
+            _project_back(matrix, matrix, False, p, q)
 
 
-def project_back(matrices: Tensor, basis: Tensor, out: Tensor) -> None:
-    _each(_project_back, matrices, basis, out)
+def judge(batches: Batches, side: Side, factor: Tensor, votes: Tensor, kept: Tensor | None) -> None:
+    for batch in batches:
+        own_votes = batch.each(votes.numpy())
+        remembered = None if kept is None else batch.factors(side, kept.numpy())
+        for k, found in enumerate(batch.factors(side, factor.numpy())):
+            if not _is_finite(found):
+                own_votes[k] = np.nan
+            if remembered is not None and own_votes[k] > 0:
+                remembered[k] = found
 
 
-def subtract(matrices: Tensor, left: Tensor, right: Tensor) -> None:
-    for matrix, p, q in zip(matrices.numpy(), left.numpy(), right.numpy(), strict=True):
-        _add_product(p, q, -1.0, True, matrix)
+def finish(
+    batches: Batches,
+    flat: Tensor,
+    sums: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    own_left: Tensor,
+    own_right: Tensor,
+    votes: Tensor,
+) -> None:
+    own = _matrices(batches, flat, sums, own_left, own_right)
+    means = _matrices(batches, flat, sums, left, right)
+    for (k, values, total, own_p, own_q), (_, _, _, p, q) in zip(own, means, strict=True):
+        vote = votes.numpy()[k]
+        if vote > 0:
+            _finish(p, q, own_p, own_q, total, sums is not None, values)
+            continue
+        if sums is not None:
+            np.subtract(total, np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), out=total)
+        values[:] = vote
 
 
-def multiply(left: Tensor, right: Tensor, out: Sequence[Tensor]) -> None:
-    for values, p, q in zip(out, left.numpy(), right.numpy(), strict=True):
-        _add_product(p, q, 1.0, False, values.numpy())
+def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | None) -> None:
+    for batch in batches:
+        vectors = batch.factors(side, factor.numpy())
+        others = vectors if spare is None else batch.factors(side, spare.numpy())
+        for own, other in zip(vectors, others, strict=True):
+            _orthogonalize(own, other, spare is not None)
 
 
-def orthogonalize(vectors: Tensor, spare: Tensor | None) -> None:
-    others = vectors if spare is None else spare
-    for own, other in zip(vectors.numpy(), others.numpy(), strict=True):
-        _orthogonalize(own, other, spare is not None)
-
-
-def _each(function: Any, *batches: Tensor) -> None:
-    for arrays in zip(*(batch.numpy() for batch in batches), strict=True):
-        function(*arrays)
+def _matrices(
+    batches: Batches, flat: Tensor, sums: Tensor | None, left: Tensor, right: Tensor
+) -> Iterator[tuple[int, Any, Any, Any, Any]]:
+    """Of each matrix its number, values, sums (the values again if there are none), and factors."""
+    for batch in batches:
+        values = batch.values(flat.numpy())
+        totals = values if sums is None else batch.sums(sums.numpy())
+        factors = batch.factors("left", left.numpy()), batch.factors("right", right.numpy())
+        yield from zip(itertools.count(batch.first), values, totals, *factors, strict=False)

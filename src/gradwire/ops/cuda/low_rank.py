@@ -1,40 +1,125 @@
-"""Low-rank factors for matrices in CUDA memory: torch's batched products, and Gram-Schmidt in Triton.
+"""Low-rank factors for matrices in CUDA memory: torch's batched products, and everything else in Triton.
 
-Op by op, the vectors of a matrix would take some twenty launches each; here a program takes a matrix.
+A launch costs more than its work here, so each kernel takes all matrices of a bucket at once, of whatever
+shapes: programs find theirs in a table, which is copied to the device once.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.ops.batches import Batches, Side
 from gradwire.ops.reference import low_rank as reference
-from gradwire.ops.reference.low_rank import (
-    accumulate,
-    accumulate_and_project,
-    multiply,
-    project,
-    project_back,
-    subtract,
-)
+from gradwire.ops.reference.low_rank import project_back
 
 __all__ = [
-    "accumulate",
     "accumulate_and_project",
-    "multiply",
+    "accumulate_and_project_back",
+    "finish",
+    "judge",
     "orthogonalize",
-    "project",
     "project_back",
-    "subtract",
 ]
 
 _NEGLIGIBLE = tl.constexpr(reference.NEGLIGIBLE[torch.float32])
 _INFINITY = tl.constexpr(0x7F800000)
 _ABS = tl.constexpr(0x7FFFFFFF)
+# Votes as bits, which are ordered as the votes are: 0, 1, NaN.
+_ONE = tl.constexpr(0x3F800000)
+_NAN = tl.constexpr(0x7FC00000)
 # A vector that is longer does not fit into a program's registers.
 _MAX_LENGTH = 1 << 16
+# Shorter ones share a launch.
+_MIN_BLOCK = 1 << 12
+_ROWS, _COLUMNS = 16, 128
+_CHUNK = 1 << 10
+
+
+@triton.jit
+def _accumulate(tiles, flat, sums, votes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    tile = tiles + tl.program_id(0).to(tl.int64) * 10
+    matrix, num_columns = tl.load(tile), tl.load(tile + 2)
+    row = tl.load(tile + 3) + tl.arange(0, ROWS)[:, None]
+    column = tl.load(tile + 4) + tl.arange(0, COLUMNS)[None, :]
+    exists = (row < tl.load(tile + 1)) & (column < num_columns)
+    place = row * num_columns + column
+    values = tl.load(flat + tl.load(tile + 5) + place, exists, other=0.0).to(tl.float32)
+    magnitude = values.to(tl.int32, bitcast=True) & _ABS
+    total = sums + tl.load(tile + 6) + place
+    added = tl.load(total, exists, other=0.0) + tl.where(magnitude < _INFINITY, values, 0.0)
+    tl.store(total, added, exists)
+    largest = tl.max(tl.max(magnitude, axis=1), axis=0)
+    vote = tl.where(largest >= _INFINITY, _NAN, tl.where(largest > 0, _ONE, 0))
+    tl.atomic_max(votes + matrix, vote)
+
+
+@triton.jit
+def _judge(matrices, factor, votes, kept, KEEPS: tl.constexpr, CHUNK: tl.constexpr):
+    k = tl.program_id(0)
+    start, size = tl.load(matrices + 3 * k), tl.load(matrices + 3 * k + 1) * tl.load(matrices + 3 * k + 2)
+    largest = tl.zeros([CHUNK], tl.int32)
+    for chunk in range(0, size, CHUNK):
+        place = chunk + tl.arange(0, CHUNK)
+        found = tl.load(factor + start + place, place < size, other=0.0)
+        largest = tl.maximum(largest, found.to(tl.int32, bitcast=True) & _ABS)
+    vote = tl.load(votes + k)
+    vote = tl.where(tl.max(largest, axis=0) < _INFINITY, vote, float("nan"))
+    tl.store(votes + k, vote)
+    if KEEPS:
+        for chunk in range(0, size, CHUNK):
+            place = chunk + tl.arange(0, CHUNK)
+            found = tl.load(factor + start + place, place < size, other=0.0)
+            before = tl.load(kept + start + place, place < size, other=0.0)
+            tl.store(kept + start + place, tl.where(vote > 0.0, found, before), place < size)
+
+
+@triton.jit
+def _finish(
+    tiles,
+    flat,
+    sums,
+    left,
+    right,
+    own_left,
+    own_right,
+    votes,
+    HAS_SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    tile = tiles + tl.program_id(0).to(tl.int64) * 10
+    matrix, num_rows, num_columns = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    row = tl.load(tile + 3) + tl.arange(0, ROWS)
+    column = tl.load(tile + 4) + tl.arange(0, COLUMNS)
+    p_place, q_place, rank = tl.load(tile + 7) + row, tl.load(tile + 8) + column, tl.load(tile + 9)
+    counts = tl.load(votes + matrix)
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sent = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for c in range(rank):
+        p = tl.load(left + p_place + c * num_rows, row < num_rows, other=0.0)
+        q = tl.load(right + q_place + c * num_columns, column < num_columns, other=0.0)
+        product += p[:, None] * q[None, :]
+        if HAS_SUMS:
+            p = tl.load(own_left + p_place + c * num_rows, row < num_rows, other=0.0)
+            q = tl.load(own_right + q_place + c * num_columns, column < num_columns, other=0.0)
+            sent += p[:, None] * q[None, :]
+    exists = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    place = row[:, None] * num_columns + column[None, :]
+    values = flat + tl.load(tile + 5) + place
+    if HAS_SUMS:
+        # Read only where it is needed, which is next to never.
+        needed = (row < tl.where(counts > 0.0, 0, num_rows))[:, None]
+        added = tl.load(values, exists & needed, other=0.0).to(tl.float32)
+        added = tl.where((added.to(tl.int32, bitcast=True) & _ABS) < _INFINITY, added, 0.0)
+        total = sums + tl.load(tile + 6) + place
+        rest = tl.load(total, exists, other=0.0) - tl.where(counts > 0.0, sent, added)
+        tl.store(total, rest, exists)
+    tl.store(values, tl.where(counts > 0.0, product, counts).to(flat.dtype.element_ty), exists)
 
 
 @triton.jit
@@ -55,22 +140,23 @@ def _direction(own, vectors, i, length, BLOCK: tl.constexpr):
     return rest / tl.where(remains == 0.0, 1.0, tl.sqrt(remains)), keeps, finite
 
 
-@triton.jit(do_not_specialize=["num_vectors", "length"])
-def _orthogonalize(vectors, spare, num_vectors, length, HAS_SPARE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _orthogonalize(matrices, factor, spare, HAS_SPARE: tl.constexpr, BLOCK: tl.constexpr):
+    entry = matrices + 3 * tl.program_id(0)
+    start, num_vectors, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     place = tl.arange(0, BLOCK)
-    start = tl.program_id(0).to(tl.int64) * num_vectors * length
-    vectors += start
-    spare += start
+    exists = place < length
+    vectors = factor + start
     all_finite = length > 0
     for i in range(num_vectors):
-        exists = place < length
         own = tl.load(vectors + i * length + place, exists, other=0.0)
         direction, keeps, finite = _direction(own, vectors, i, length, BLOCK)
         result = tl.where(keeps, direction, 0.0)
         if HAS_SPARE:
-            other = tl.load(spare + i * length + place, exists, other=0.0)
-            direction, has_other, finite = _direction(other, vectors, i, length, BLOCK)
-            result = tl.where(keeps, result, tl.where(has_other, direction, 0.0))
+            if not keeps:
+                own = tl.load(spare + start + i * length + place, exists, other=0.0)
+                direction, keeps, finite = _direction(own, vectors, i, length, BLOCK)
+                result = tl.where(keeps, direction, 0.0)
         else:
             all_finite = all_finite & finite
             result = tl.where(all_finite, result, float("nan"))
@@ -78,19 +164,123 @@ def _orthogonalize(vectors, spare, num_vectors, length, HAS_SPARE: tl.constexpr,
         tl.debug_barrier()  # the next vector's threads read what these have written
 
 
-def orthogonalize(vectors: Tensor, spare: Tensor | None) -> None:
-    k, r, length = vectors.shape
-    if vectors.dtype != torch.float32 or length > _MAX_LENGTH:
-        reference.orthogonalize(vectors, spare)
+def accumulate_and_project(
+    batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, right: Tensor, left: Tensor
+) -> None:
+    accumulate(batches, flat, sums, votes)
+    for batch in batches:
+        basis, out = batch.factors("right", right), batch.factors("left", left)
+        torch.bmm(basis, batch.sums(sums).mT, out=out)
+
+
+def accumulate_and_project_back(
+    batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, left: Tensor, right: Tensor
+) -> None:
+    accumulate(batches, flat, sums, votes)
+    project_back(batches, sums, left, right)
+
+
+def accumulate(batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor) -> None:
+    if sums.dtype != torch.float32:
+        reference.accumulate(batches, flat, sums, votes)
         return
-    block = max(triton.next_power_of_2(length), 64)
-    others = vectors if spare is None else spare
-    _orthogonalize[(k,)](
-        vectors,
-        others,
-        r,
-        length,
-        HAS_SPARE=spare is not None,
-        BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+    tiles = _tiles(batches, sums.device)
+    bits = votes.zero_().view(torch.int32)
+    _accumulate[(len(tiles),)](tiles, flat, sums, bits, ROWS=_ROWS, COLUMNS=_COLUMNS)
+
+
+def judge(batches: Batches, side: Side, factor: Tensor, votes: Tensor, kept: Tensor | None) -> None:
+    if factor.dtype != torch.float32:
+        reference.judge(batches, side, factor, votes, kept)
+        return
+    matrices = _matrices(batches, side, 0, factor.device)
+    out = factor if kept is None else kept
+    _judge[(len(matrices),)](matrices, factor, votes, out, KEEPS=kept is not None, CHUNK=_CHUNK)
+
+
+def finish(
+    batches: Batches,
+    flat: Tensor,
+    sums: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    own_left: Tensor,
+    own_right: Tensor,
+    votes: Tensor,
+) -> None:
+    if left.dtype != torch.float32:
+        reference.finish(batches, flat, sums, left, right, own_left, own_right, votes)
+        return
+    tiles = _tiles(batches, flat.device)
+    totals = left if sums is None else sums
+    factors = left, right, own_left, own_right
+    _finish[(len(tiles),)](
+        tiles, flat, totals, *factors, votes, HAS_SUMS=sums is not None, ROWS=_ROWS, COLUMNS=_COLUMNS
     )
+
+
+def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | None) -> None:
+    blocks = _blocks(batches, side)
+    if factor.dtype != torch.float32 or blocks[-1] > _MAX_LENGTH:
+        reference.orthogonalize(batches, side, factor, spare)
+        return
+    others = factor if spare is None else spare
+    for block in blocks:
+        matrices = _matrices(batches, side, block, factor.device)
+        _orthogonalize[(len(matrices),)](
+            matrices,
+            factor,
+            others,
+            HAS_SPARE=spare is not None,
+            BLOCK=block,
+            num_warps=min(block // 512, 16),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _tiles(batches: Batches, device: torch.device) -> Tensor:
+    """Of each tile: matrix, rows, columns, first row and column, starts of values, sums, factors; rank."""
+    tiles = [
+        (
+            batch.first + k,
+            batch.rows,
+            batch.columns,
+            row,
+            column,
+            matrix.start,
+            batch.sums_start + k * matrix.numel,
+            batch.left_start + k * batch.rank * batch.rows,
+            batch.right_start + k * batch.rank * batch.columns,
+            batch.rank,
+        )
+        for batch in batches
+        for k, matrix in enumerate(batch.matrices)
+        for row in range(0, batch.rows, _ROWS)
+        for column in range(0, batch.columns, _COLUMNS)
+    ]
+    return torch.tensor(tiles, dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _matrices(batches: Batches, side: Side, block: int, device: torch.device) -> Tensor:
+    """Of each matrix, or each whose vectors take such a block: where its factor begins, rank, length."""
+    matrices = [
+        (
+            (batch.left_start if side == "left" else batch.right_start) + k * batch.rank * batch.length(side),
+            batch.rank,
+            batch.length(side),
+        )
+        for batch in batches
+        for k in range(len(batch.matrices))
+        if block in (0, _block(batch.length(side)))
+    ]
+    return torch.tensor(matrices, dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks(batches: Batches, side: Side) -> tuple[int, ...]:
+    return tuple(sorted({_block(batch.length(side)) for batch in batches}))
+
+
+def _block(length: int) -> int:
+    return max(int(triton.next_power_of_2(length)), _MIN_BLOCK)
