@@ -33,7 +33,7 @@ def _vector_address(context: Any, builder: Any, kind: Any, array: Any, index: An
 
 @intrinsic
 def part(typing_context: Any, array: Any, start: Any, length: Any) -> Any:
-    """``length`` values of a longer array from ``start`` on, unchecked and uncounted: the array must outlive it."""
+    """``length`` values of a longer array from ``start`` on, unchecked; the array must outlive them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type
