@@ -33,10 +33,7 @@ def _vector_address(context: Any, builder: Any, kind: Any, array: Any, index: An
 
 @intrinsic
 def part(typing_context: Any, array: Any, start: Any, length: Any) -> Any:
-    """``length`` values of a longer array from ``start`` on, unchecked, for as long as the array lives.
-
-    A slice is checked and counted, which takes about as long as 500 values take to decode.
-    """
+    """``length`` values of a longer array from ``start`` on, unchecked; the array must outlive them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type
