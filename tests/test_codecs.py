@@ -12,6 +12,7 @@ from gradwire.codecs import Affine, Blocks, Cast, Raw
 from gradwire.exchanges import TwoShot
 from gradwire.ops import Seed
 from gradwire.ops.cpu import casts as cpu
+from gradwire.ops.cpu.vectors import STREAMED
 from gradwire.ops.reference import casts as reference
 from tests.rows import ROWS
 
@@ -182,7 +183,7 @@ def test_the_casts_equal_the_reference(dtype, n, seed, scale):
 @pytest.mark.parametrize("offset", [0, 1, 16], ids="from value {}".format)
 @pytest.mark.parametrize("codec", [Cast(torch.bfloat16), Blocks("int8", 64)], ids=str)
 def test_many_values_are_decoded_wherever_they_lie(codec, offset):
-    n = (1 << 18) + 5
+    n = STREAMED + 5
     values = draw_values(n, torch.float32, 1, 1.0)
     row = torch.empty(codec.wire_bytes(n), dtype=torch.uint8)
     codec.encode(values, row, None, Seed(0, 0))

@@ -15,7 +15,7 @@ SPECS = [
     "int4:rounding=stochastic",
     "int8:feedback=true,residual=bf16",
     "fp8:feedback=true",
-    "sign",
+    "sign:feedback=true",
     "powersgd:rank=1",
     "acp:rank=2",
     "route(ndim<2=fp32; *=int4)",

@@ -100,6 +100,7 @@ def _reduce(
     lanes = part(scratch, 3 * padded, max(block // 8, LINE))
     is_single, is_half = residual.size > 0, residual_halves.size > 0
     keeps = is_single or is_half
+    only_codes = not keeps and not writes_own
     for start in range(0, own.size, length):
         size, first, at = min(length, own.size - start), start // block, start // per_byte
         num_codes = min(length // per_byte, codes.size - at)
@@ -131,12 +132,13 @@ def _reduce(
             nibbles[size + i] = 0
         if kind == SIGN:
             pack_signs(
-                values, size, block, lanes, tile_codes, tile_halves, sent, left, inverse, coming, coming_kept
-            )
+                only_codes, values, size, block, lanes, tile_codes, tile_halves, sent, left, inverse,
+                coming, coming_kept,
+            )  # fmt: skip
         else:
             wide = part(nibbles if kind == INT4 else codes, 0 if kind == INT4 else at, size)
             pack_bytes(
-                kind == FP8, values, size, block, limit, wide, tile_halves, sent, left, inverse,
+                kind == FP8, only_codes, values, size, block, limit, wide, tile_halves, sent, left, inverse,
                 coming, coming_kept, dithered, start, low, high,
             )  # fmt: skip
             if kind == INT4:

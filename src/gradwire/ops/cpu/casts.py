@@ -1,6 +1,6 @@
 """Casts and sums of whole values in numba, for fp32 in host memory; one thread, without the GIL.
 
-Importing this module compiles them (3 s), or reads them from numba's cache on disk (0.2 s).
+Importing this module compiles them (2 s), or reads them from numba's cache on disk (0.2 s).
 """
 
 from __future__ import annotations

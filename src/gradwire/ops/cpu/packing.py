@@ -2,8 +2,9 @@
 
 A tile is some blocks, all of them full but the last of a run, and stays in the first-level cache. Behind the
 values ``x`` of a tile lie at least seven zeros, so that the last byte of a short block needs no case of its
-own. ``sent`` gets what the codes decode to, and ``left`` what they leave out, times ``factor``; in blocks
-that are not finite, ``left`` stays as it is. ``coming`` is fetched while the tile is worked on.
+own. Unless ``only_codes`` are wanted, ``sent`` gets what they decode to, and ``left`` what they leave out,
+times ``factor``; in blocks that are not finite, ``left`` stays as it is. ``coming`` is fetched while the tile
+is worked on.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _mean_of(x: Any, at: Any, m: Any, lanes: Any) -> Any:
 
 @helper
 def _round(
-    x: Any, scale: Any, limit: Any, codes: Any, sent: Any, left: Any, factor: Any,
+    x: Any, scale: Any, limit: Any, only_codes: Any, codes: Any, sent: Any, left: Any, factor: Any,
     dithered: Any, start: Any, low: Any, high: Any,
 ) -> None:  # fmt: skip
     """To integers; with noise of one code's width added, rounding to nearest is rounding by chance."""
@@ -111,6 +112,9 @@ def _round(
             codes[i] = low_byte(bits(rounded))
             sent[i] = (rounded - _ROUND) * scale
             left[i] = (x[i] - (rounded - _ROUND) * scale) * factor
+    elif only_codes:
+        for i in range(x.size):
+            codes[i] = low_byte(bits(x[i] * inverse + _ROUND))
     else:
         for i in range(x.size):
             rounded = x[i] * inverse + _ROUND
@@ -121,7 +125,7 @@ def _round(
 
 @helper
 def _round_to_fp8(
-    x: Any, scale: Any, codes: Any, sent: Any, left: Any, factor: Any,
+    x: Any, scale: Any, only_codes: Any, codes: Any, sent: Any, left: Any, factor: Any,
     dithered: Any, start: Any, low: Any, high: Any,
 ) -> None:  # fmt: skip
     inverse = _ONE / scale if scale > _ZERO else _ZERO
@@ -131,10 +135,11 @@ def _round_to_fp8(
     else:
         for i in range(x.size):
             codes[i] = to_fp8(x[i] * inverse, _NO_NOISE, False)
-    for i in range(x.size):
-        decoded = from_fp8(codes[i]) * scale
-        sent[i] = decoded
-        left[i] = (x[i] - decoded) * factor
+    if not only_codes:
+        for i in range(x.size):
+            decoded = from_fp8(codes[i]) * scale
+            sent[i] = decoded
+            left[i] = (x[i] - decoded) * factor
 
 
 @helper
@@ -145,8 +150,9 @@ def _poison(sent: Any) -> None:
 
 @helper
 def pack_bytes(
-    is_fp8: Any, x: Any, size: Any, block: Any, limit: Any, codes: Any, halves: Any, sent: Any, left: Any,
-    factor: Any, coming: Any, coming_kept: Any, dithered: Any, start: Any, low: Any, high: Any,
+    is_fp8: Any, only_codes: Any, x: Any, size: Any, block: Any, limit: Any, codes: Any, halves: Any,
+    sent: Any, left: Any, factor: Any, coming: Any, coming_kept: Any,
+    dithered: Any, start: Any, low: Any, high: Any,
 ) -> None:  # fmt: skip
     """Codes of a byte each, for ``int8``, ``fp8`` and, not yet packed, ``int4``."""
     for b in range(halves.size):
@@ -159,9 +165,13 @@ def pack_bytes(
         if not scale >= _ZERO:
             _poison(sent_)
         elif is_fp8:
-            _round_to_fp8(values, scale, out, sent_, left_, factor, dithered, start + at, low, high)
+            _round_to_fp8(
+                values, scale, only_codes, out, sent_, left_, factor, dithered, start + at, low, high
+            )
         else:
-            _round(values, scale, limit, out, sent_, left_, factor, dithered, start + at, low, high)
+            _round(
+                values, scale, limit, only_codes, out, sent_, left_, factor, dithered, start + at, low, high
+            )
 
 
 @helper
@@ -176,8 +186,8 @@ def pack_nibbles(wide: Any, size: Any, block: Any, codes: Any) -> None:
 
 @helper
 def pack_signs(
-    x: Any, size: Any, block: Any, lanes: Any, codes: Any, halves: Any, sent: Any, left: Any, factor: Any,
-    coming: Any, coming_kept: Any,
+    only_codes: Any, x: Any, size: Any, block: Any, lanes: Any, codes: Any, halves: Any,
+    sent: Any, left: Any, factor: Any, coming: Any, coming_kept: Any,
 ) -> None:  # fmt: skip
     for b in range(halves.size):
         at, m = b * block, min(block, size - b * block)
@@ -200,7 +210,7 @@ def pack_signs(
         values, sent_, left_ = part(x, at, m), part(sent, at, m), part(left, at, m)
         if not scale >= _ZERO:
             _poison(sent_)
-        else:
+        elif not only_codes:
             for i in range(m):
                 decoded = with_sign_of(scale, values[i], mask)
                 sent_[i] = decoded
