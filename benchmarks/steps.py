@@ -96,8 +96,8 @@ class Measured:
     """What one row gave."""
 
     ms: list[float]
-    announced_bytes: int | None
-    """What the recipe says it sends in a step."""
+    announced_bytes: float | None
+    """What the recipe says it sends in a step, on average: some send more in every other one."""
     sent_bytes: float | None
     """What left the interface in a step, with all headers."""
 
@@ -120,6 +120,7 @@ def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[st
     built = built.to(torch.device(device))
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[int]] = {name: [] for name in names}
+    announced: dict[str, list[int]] = {name: [] for name in wires}
     for turn in range(NUM_WARM_UP_TURNS + rounds):
         for name, model in shuffled(models, turn):
             dist.barrier()
@@ -135,11 +136,14 @@ def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[st
             after = interface_bytes()
             if turn >= NUM_WARM_UP_TURNS and before is not None and after is not None:
                 sent[name].append(after - before)
+            if turn >= NUM_WARM_UP_TURNS and name in wires:
+                steps = wires[name].stats().steps[-STEPS_PER_TURN:]
+                announced[name].append(sum(b.bytes_sent or 0 for step in steps for b in step.buckets))
     return {
         name: Measured(
             slowest(values),
-            sum(b.bytes_sent or 0 for b in wires[name].stats().steps[-1].buckets) if name in wires else None,
-            statistics.median(sent[name]) / STEPS_PER_TURN if sent[name] else None,
+            statistics.mean(announced[name]) / STEPS_PER_TURN if name in wires else None,
+            statistics.mean(sent[name]) / STEPS_PER_TURN if sent[name] else None,
         )
         for name, values in seconds.items()
     }

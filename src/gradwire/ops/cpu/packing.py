@@ -99,7 +99,7 @@ def _mean_of(x: Any, at: Any, m: Any, lanes: Any) -> Any:
 
 @helper
 def _round(
-    x: Any, scale: Any, limit: Any, only_codes: Any, codes: Any, sent: Any, left: Any, factor: Any,
+    x: Any, scale: Any, limit: Any, codes: Any, sent: Any, left: Any, factor: Any,
     dithered: Any, start: Any, low: Any, high: Any,
 ) -> None:  # fmt: skip
     """To integers; with noise of one code's width added, rounding to nearest is rounding by chance."""
@@ -112,15 +112,19 @@ def _round(
             codes[i] = low_byte(bits(rounded))
             sent[i] = (rounded - _ROUND) * scale
             left[i] = (x[i] - (rounded - _ROUND) * scale) * factor
-    elif only_codes:
-        for i in range(x.size):
-            codes[i] = low_byte(bits(x[i] * inverse + _ROUND))
     else:
         for i in range(x.size):
             rounded = x[i] * inverse + _ROUND
             codes[i] = low_byte(bits(rounded))
             sent[i] = (rounded - _ROUND) * scale
             left[i] = (x[i] - (rounded - _ROUND) * scale) * factor
+
+
+@helper
+def _round_alone(x: Any, scale: Any, codes: Any) -> None:
+    inverse = _ONE / scale if scale > _ZERO else _ZERO
+    for i in range(x.size):
+        codes[i] = low_byte(bits(x[i] * inverse + _ROUND))
 
 
 @helper
@@ -168,10 +172,10 @@ def pack_bytes(
             _round_to_fp8(
                 values, scale, only_codes, out, sent_, left_, factor, dithered, start + at, low, high
             )
+        elif only_codes and not dithered:
+            _round_alone(values, scale, out)
         else:
-            _round(
-                values, scale, limit, only_codes, out, sent_, left_, factor, dithered, start + at, low, high
-            )
+            _round(values, scale, limit, out, sent_, left_, factor, dithered, start + at, low, high)
 
 
 @helper
