@@ -81,7 +81,9 @@ def _judge(record: Record, best: Row | None) -> str:
     if best is None:
         return ""
     gain = record.gain(best)
-    what = f"{_what(record, best)}, the best measured,"
+    fastest_ms = min(row.step_ms for row in record.recipes if _keeps_gradients(record, row))
+    how = "the best measured" if best.step_ms == fastest_ms else "about as fast as any and the least changed"
+    what = f"{_what(record, best)}, {how},"
     if gain <= 1:
         return f"{what} makes it {gain:.2f}x as fast, so compression is not worth it here."
     if gain < _WORTHWHILE_GAIN:
