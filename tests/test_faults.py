@@ -21,8 +21,8 @@ from gradwire import fingerprint
 from gradwire.agreement import differences
 from gradwire.board import Standing
 from gradwire.errors import Place
-from gradwire.execution import _look_at_stream, _Mark
 from gradwire.failure import Failure
+from gradwire.marks import Mark, Marks
 from gradwire.testing import RanksFailed, run_ranks, send_message
 from gradwire.transport import ClosedGroup, GlooGroup, gather
 from gradwire.verification import _hash as hash_of
@@ -273,14 +273,24 @@ def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(ca
         watch.end()
 
 
-def test_the_oldest_bucket_that_the_device_has_not_finished_is_the_one_that_is_told():
-    assert _look_at_stream([], 5.0) == Progress(None, True, 5.0)
-    marks = [
-        _Mark(Place(0, 3, bucket, "int8"), Events(reached=bucket < 2), since=10.0 + bucket)
-        for bucket in range(4)
-    ]
-    assert _look_at_stream(marks, 5.0) == Progress(marks[2].place, False, 12.0)
-    assert _look_at_stream(marks[:2], 5.0) == Progress(marks[1].place, True, 11.0)
+def test_the_oldest_bucket_that_the_device_has_not_finished_is_the_one_that_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+
+    def told(num_marks, since=-100.0, running=None):
+        marks = Marks(patience_s=1.0)
+        for bucket in range(num_marks):
+            place = Place(0, 3, bucket, "int8")
+            marks.add(Mark(place, Events(reached=bucket < 2), None, time.monotonic() + since + bucket))
+        marks.running = running
+        progress = marks.look()
+        return None if progress.place is None else progress.place.bucket, progress.is_done
+
+    assert told(0) == (None, True)
+    assert told(4) == (2, False)
+    assert told(2) == (1, True)
+    # A bucket that the host is at, and one that came a moment ago, when the device is not asked.
+    assert told(2, running=(Place(0, 3, 2, "int8"), 0.0)) == (2, False)
+    assert told(4, since=-3.5) == (3, True)
 
 
 # --- ranks that raise ---

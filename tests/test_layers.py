@@ -26,6 +26,7 @@ FLOORS = [
     "board",
     "failure",
     "watch",
+    "marks",
     "execution",
     "guard",
     "stats",

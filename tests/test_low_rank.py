@@ -506,3 +506,12 @@ def largest_allocation():
     found = {"bytes": 0}
     with Look():
         yield found
+
+
+def test_a_plan_is_made_once_however_many_buckets_there_are():
+    layouts = [
+        BucketLayout(index, torch.float32, (Slot("weight", 0, torch.Size([32, 32]), (32, 1)),))
+        for index in range(2000)
+    ]
+    plans = [plan_of(layout, 2, 2.0, False) for layout in layouts]
+    assert all(plan_of(layout, 2, 2.0, False) is plan for layout, plan in zip(layouts, plans, strict=True))

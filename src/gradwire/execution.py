@@ -7,8 +7,6 @@ error is kept beside it, in `failure`, and the bridge raises it once DDP has fin
 
 from __future__ import annotations
 
-import collections
-import functools
 import logging
 import os
 import queue
@@ -28,6 +26,7 @@ from torch.futures import Future
 from gradwire.errors import Place, WireError, locate
 from gradwire.exchanges import Scratch
 from gradwire.failure import Failure
+from gradwire.marks import Mark, Marks
 from gradwire.transport import Alone, ClosedGroup, GlooGroup, Group, NcclGroup, Traffic
 from gradwire.watch import Progress, Watch
 
@@ -111,15 +110,6 @@ def open_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """Where on a stream a bucket's exchange ends, and when it was put there."""
-
-    place: Place
-    end: torch.cuda.Event
-    since: float
-
-
 class StreamLane:
     """A side stream per device: work is enqueued in order and the host never waits."""
 
@@ -128,11 +118,8 @@ class StreamLane:
         self._failure = failure
         self._scratch = Scratch()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        # Host and device are rarely more than a step apart; the oldest that is not done is what counts.
-        marks: collections.deque[_Mark] = collections.deque(maxlen=256)
-        self._marks = marks
-        look = functools.partial(_look_at_stream, marks, time.monotonic())
-        watch = Watch(failure, timeout.total_seconds(), look, "stream")
+        self._marks = Marks(timeout.total_seconds() / 2)
+        watch = Watch(failure, timeout.total_seconds(), self._marks.look, "stream")
         self._finalizer = weakref.finalize(self, in_this_process(watch.end))
 
     @property
@@ -150,11 +137,13 @@ class StreamLane:
             before = self._group.traffic.copy()
             result = task.flat
             if self.failure is None:  # after one, ranks may disagree about what to send
+                self._marks.running = task.place, time.monotonic()
                 try:
                     result = task.run(task.flat, self._group, self._scratch)
                 except Exception as error:
                     self.fail(locate(error, task.place))
-                self._marks.append(_Mark(task.place, stream.record_event(), time.monotonic()))
+                self._marks.running = None
+                self._marks.add(Mark(task.place, stream.record_event(), device, time.monotonic()))
             task.report(task.place, self._group.traffic.since(before), None)
             # Completed under the side stream, the future makes whoever reads it wait for that stream.
             future.set_result(result)
@@ -169,15 +158,6 @@ class StreamLane:
     def close(self) -> None:
         self._finalizer()
         self._group.close()
-
-
-def _look_at_stream(marks: collections.deque[_Mark], begin: float) -> Progress:
-    """The oldest bucket that the device has not finished, if there is one."""
-    mark = None
-    for mark in list(marks):
-        if not mark.end.query():
-            return Progress(mark.place, False, mark.since)
-    return Progress(None, True, begin) if mark is None else Progress(mark.place, True, mark.since)
 
 
 class WorkerLane:

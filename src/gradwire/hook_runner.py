@@ -125,8 +125,9 @@ class HookRunner:
             talk(self._peers, torch.device("cpu") if self._guard is not None else device)
         except ClosedGroup as closed:
             if self._guard is None:
-                raise
-            self._guard.explain(place, closed)
+                self.fail(locate(closed, place))
+            else:
+                self._guard.explain(place, closed)
         except Exception as error:
             self.fail(locate(error, place))
 

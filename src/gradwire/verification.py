@@ -108,7 +108,7 @@ def _hash(values: Tensor | None) -> Tensor:
         return _hash(values.indices()) * _CARRY + _hash(values.values())
     if values.is_complex():
         values = torch.view_as_real(values)
-    bits = values.reshape(-1).view(_BITS[values.element_size()])
+    bits = values.contiguous().reshape(-1).view(_BITS[values.element_size()])
     weights = torch.arange(min(_CHUNK, bits.numel()), device=bits.device).mul_(_STRIDE).add_(1)
     total = torch.ones((), dtype=torch.int64, device=bits.device)
     for chunk in bits.split(_CHUNK):

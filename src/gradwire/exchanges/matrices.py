@@ -45,7 +45,8 @@ def pays(rows: int, columns: int, rank: int, min_compression_rate: float) -> boo
     return (rows + columns) * min(rows, columns, rank) * min_compression_rate < rows * columns
 
 
-@functools.lru_cache(maxsize=256)
+# Never forgotten: plans are keys, and a model may have more buckets than any number chosen here.
+@functools.cache
 def plan_of(layout: BucketLayout, rank: int, min_compression_rate: float, whole: bool) -> Plan:
     """One matrix for each parameter for which that pays, or with ``whole`` one for all of the bucket."""
     matrices = _whole(layout) if whole else [_matrix(slot) for slot in layout.slots if slot.numel]

@@ -87,7 +87,7 @@ class Route:
 
 
 # The patterns of every parameter of a bucket, in every step, would take longer than a small exchange.
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _split(route: Route, layout: BucketLayout) -> tuple[Part, ...]:
     parts = []
     for number, (_, exchange) in enumerate(route.routes):

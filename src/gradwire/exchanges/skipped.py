@@ -46,6 +46,6 @@ def mask_of_skipped(flat: Tensor, context: Context) -> Tensor | None:
     return is_zero.repeat_interleave(_sizes(layout, flat.device), output_size=flat.numel())
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _sizes(layout: BucketLayout, device: torch.device) -> Tensor:
     return torch.tensor([slot.numel for slot in layout.slots], device=device)

@@ -172,7 +172,7 @@ def _peers(group: Group) -> list[int]:
     return [(group.rank + distance) % group.size for distance in range(1, group.size)]
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache
 def bounds_of(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
     """Where each of nearly equal chunks starts and ends; some may be empty."""
     num_units = -(-numel // _ALIGNMENT)

@@ -237,7 +237,7 @@ def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | 
         )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _tiles(batches: Batches, device: torch.device) -> Tensor:
     """Of each tile: matrix, rows, columns, first row and column, starts of values, sums, factors; rank."""
     tiles = [
@@ -261,7 +261,7 @@ def _tiles(batches: Batches, device: torch.device) -> Tensor:
     return torch.tensor(tiles, dtype=torch.int64, device=device)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.cache
 def _matrices(batches: Batches, side: Side, block: int, device: torch.device) -> Tensor:
     """Of each matrix, or each whose vectors take such a block: where its factor begins, rank, length."""
     matrices = [
@@ -277,7 +277,7 @@ def _matrices(batches: Batches, side: Side, block: int, device: torch.device) ->
     return torch.tensor(matrices, dtype=torch.int64, device=device)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _blocks(batches: Batches, side: Side) -> tuple[int, ...]:
     return tuple(sorted({_block(batch.length(side)) for batch in batches}))
 
