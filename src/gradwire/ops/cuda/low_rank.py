@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.ops.batches import Batches, Side
 from gradwire.ops.reference import low_rank as reference
-from gradwire.ops.reference.low_rank import project_back
+from gradwire.ops.reference.low_rank import project, project_back
 
 __all__ = [
     "accumulate_and_project",
@@ -168,9 +168,7 @@ def accumulate_and_project(
     batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, right: Tensor, left: Tensor
 ) -> None:
     accumulate(batches, flat, sums, votes)
-    for batch in batches:
-        basis, out = batch.factors("right", right), batch.factors("left", left)
-        torch.bmm(basis, batch.sums(sums).mT, out=out)
+    project(batches, sums, right, left)
 
 
 def accumulate_and_project_back(

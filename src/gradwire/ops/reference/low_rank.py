@@ -26,11 +26,9 @@ def accumulate(batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor) -> N
 def accumulate_and_project(
     batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, right: Tensor, left: Tensor
 ) -> None:
-    """`accumulate`, then ``P = Q @ M.T``."""
+    """`accumulate`, then `project`."""
     accumulate(batches, flat, sums, votes)
-    for batch in batches:
-        basis, out = batch.factors("right", right), batch.factors("left", left)
-        torch.bmm(basis, batch.sums(sums).mT, out=out)
+    project(batches, sums, right, left)
 
 
 def accumulate_and_project_back(
@@ -39,6 +37,13 @@ def accumulate_and_project_back(
     """`accumulate`, then `project_back`."""
     accumulate(batches, flat, sums, votes)
     project_back(batches, sums, left, right)
+
+
+def project(batches: Batches, sums: Tensor, right: Tensor, left: Tensor) -> None:
+    """``P = Q @ M.T``."""
+    for batch in batches:
+        basis, out = batch.factors("right", right), batch.factors("left", left)
+        torch.bmm(basis, batch.sums(sums).mT, out=out)
 
 
 def project_back(batches: Batches, sums: Tensor, left: Tensor, right: Tensor) -> None:
