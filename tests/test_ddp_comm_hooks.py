@@ -12,10 +12,23 @@ import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks as torch_package
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torch_local_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import gradwire
 import gradwire.ddp_comm_hooks as our_package
-from gradwire.ddp_comm_hooks import DDPCommHookType, debugging_hooks, default_hooks, register_ddp_comm_hook
+from gradwire.ddp_comm_hooks import (
+    DDPCommHookType,
+    ddp_zero_hook,
+    debugging_hooks,
+    default_hooks,
+    optimizer_overlap_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    register_ddp_comm_hook,
+)
 from gradwire.testing import run_ranks
 from tests.test_bridge import backward, gradients, small_model
 
@@ -148,6 +161,23 @@ def test_types_hold_upstreams_tolerances():
 # --- the registry sees the model's group, a raw hook takes None for the world ---
 
 
+class NoStep:
+    def step_param(self, parameter, gradient):
+        pass
+
+
+def hooks_that_would_take_the_world():
+    """States without a group, and hooks around others; each would average over the world if left alone."""
+    stepping = optimizer_overlap_hooks._OptimizerHookState(NoStep())
+    return [
+        (post_localSGD_hook.PostLocalSGDState(None, None, 100), post_localSGD_hook.post_localSGD_hook),
+        (torch_local_sgd.PostLocalSGDState(None, None, 100), torch_local_sgd.post_localSGD_hook),
+        (torch_power_sgd.PowerSGDState(None), torch_power_sgd.powerSGD_hook),
+        (powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook),
+        (None, optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, stepping)),
+    ]
+
+
 def job_groups(rank):
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     plain = small_model(process_group=group)
@@ -158,6 +188,23 @@ def job_groups(rank):
     assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=0)
     with pytest.raises(ValueError, match="not the model's own"):
         register_ddp_comm_hook(DDPCommHookType.ALLREDUCE, small_model(process_group=group), dist.group.WORLD)
+
+    for state, hook in hooks_that_would_take_the_world():
+        model = small_model(process_group=group)
+        with gradwire.attach(model, hook, state=state):
+            backward(model)
+        assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=1e-7), hook
+    for state, hook in hooks_that_would_take_the_world():
+        if state is not None:
+            state.process_group = dist.group.WORLD
+            with pytest.raises(ValueError, match=r"State has a process group that is not the model's own"):
+                gradwire.attach(small_model(process_group=group), hook, state=state)
+    model = small_model(process_group=group)
+    options = {"optimizer_class": torch.optim.SGD, "overlap_with_ddp": True, "lr": 0.0}
+    zero = ZeroRedundancyOptimizer(model.parameters(), process_group=group, **options)
+    gradwire.attach(model, ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, model, zero))
+    backward(model)
+    assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=1e-7)
 
     world = small_model()
     backward(world)

@@ -264,6 +264,26 @@ def test_a_pickle_leaves_the_group_out_and_says_so(caplog):
     assert copy.copy(again).iter == 12
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state.pop("memory"), "it has no 'memory'"),
+        (lambda state: state.update(momentum=1), "it has a 'momentum', which none has"),
+        (lambda state: state["counters"].pop("iter"), "its 'counters' has no 'iter'"),
+        (lambda state: state["counters"].update(load=3), "its 'counters' has a 'load', which none has"),
+    ],
+)
+def test_a_state_dict_that_is_none_is_refused_and_nothing_is_loaded(change, text):
+    state = ours.PowerSGDState(None)
+    state.iter = 12
+    damaged = state.state_dict()
+    change(damaged)
+    state.iter = 3
+    with pytest.raises(ValueError, match=text):
+        state.load_state_dict(damaged)
+    assert state.iter == 3
+
+
 def saved(value):
     file = io.BytesIO()
     torch.save(value, file)

@@ -36,10 +36,11 @@ from gradwire.wire import Hook, Wire
 
 log = logging.getLogger("gradwire")
 
+_TORCH_HOME = "torch.distributed.algorithms.ddp_comm_hooks."
 # torch's hooks whose state is a process group.
-_TORCH_GROUP_HOOKS = {
-    f"torch.distributed.algorithms.ddp_comm_hooks.{name}_hooks" for name in ("default", "quantization")
-}
+_TORCH_GROUP_HOOKS = {f"{_TORCH_HOME}{name}_hooks" for name in ("default", "quantization")}
+# Where states are from that may have one.
+_HOMES = (_TORCH_HOME, "gradwire.ddp_comm_hooks.")
 
 
 def attach(
@@ -126,6 +127,8 @@ def attach(
     if disabled:
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", chosen)
         return Wire(slot, None, chosen, layouts, timeout)
+    if hasattr(chosen, "gradwire_prepare"):
+        chosen.gradwire_prepare(ddp)
     meter = options.meter()
     runner: Runner
     if isinstance(chosen, Recipe):
@@ -187,11 +190,12 @@ def _prepare(
             "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
             "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
         )
+    _give_group(state, ddp.process_group)
     if hasattr(state, "gradwire_bind"):
         state.gradwire_bind(ddp)
-    if hasattr(chosen, "gradwire_prepare"):
-        chosen.gradwire_prepare(ddp)
-    elif any(hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()):
+    if not hasattr(chosen, "gradwire_prepare") and any(
+        hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()
+    ):
         raise ValueError(
             "this model's parameters have optimizers that run in backward, on gradients that are not yet "
             "averaged; leave _apply_optimizer_in_backward out and use gradwire.overlap_optimizer"
@@ -202,6 +206,22 @@ def _prepare(
             "on CPU leave it out and use torch.autocast"
         )
     return free_slot(ddp), chosen, state
+
+
+def _give_group(state: object, group: dist.ProcessGroup) -> None:
+    """Give a state of ours or torch's the model's own process group; ValueError if it has another.
+
+    Without one, its hook would take the world, whatever the model's group is.
+    """
+    is_known = any(kind.__module__.startswith(_HOMES) for kind in type(state).__mro__)
+    if not is_known or not hasattr(state, "process_group"):
+        return
+    if state.process_group not in (None, group):
+        raise ValueError(
+            f"this {type(state).__name__} has a process group that is not the model's own; make it with "
+            "process_group=None"
+        )
+    state.process_group = group
 
 
 def _takes_group(hook: Hook) -> bool:

@@ -98,6 +98,7 @@ def _zero_hook(
             bridges.append(Bridge(runner, model.process_group.rank()))
         return bridges[0].run(bucket)
 
+    zero_step.gradwire_wraps = hook  # type: ignore[attr-defined]
     zero_step.__qualname__ = f"zero_step({hook_name(hook)})"
     return zero_step
 

@@ -59,6 +59,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: upstream._OptimizerHookSta
             bridges.append(_stepping_bridge(inner, bucket, step))
         return bridges[0].run(bucket)
 
+    hook_then_optimizer.gradwire_wraps = hook  # type: ignore[attr-defined]
     hook_then_optimizer.__qualname__ = f"_hook_then_optimizer({hook_name(hook)})"
     return hook_then_optimizer
 

@@ -41,6 +41,7 @@ _OPTIONS = (
 # A raw hook cannot know after how many steps DDP rebuilds its buckets; never after more.
 _MAX_TRANSIENT = 2
 _COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
+_PARTS = ("counters", "memory", "layouts", "by_name")
 
 
 class PowerSGDState:
@@ -115,16 +116,7 @@ class PowerSGDState:
         self._bridges: dict[tuple[Recipe, str, int], Bridge] = {}
 
     def gradwire_bind(self, ddp: DistributedDataParallel) -> None:
-        """Average over the model's own group, and go by its parameters' names; `gradwire.attach` calls it.
-
-        Raises ValueError if the state has another group.
-        """
-        if self.process_group not in (None, ddp.process_group):
-            raise ValueError(
-                "this PowerSGDState has a process group that is not the model's own; make it with "
-                "process_group=None"
-            )
-        self.process_group = ddp.process_group
+        """Go by the names of the model's parameters; `gradwire.attach` calls it."""
         self._layouts, self._has_names = Layouts(ddp.module), True
         self._num_transient = num_transient(ddp)
         self._bridges.clear()
@@ -140,7 +132,8 @@ class PowerSGDState:
         }
         layouts = write_layouts(self._timeline()) if memory else []
         counters = self._take(_COUNTERS)
-        return {"counters": counters, "memory": memory, "layouts": layouts, "by_name": self._has_names}
+        values = (counters, memory, layouts, self._has_names)
+        return dict(zip(_PARTS, values, strict=True))
 
     def _timeline(self) -> list[tuple[int, Grouping]]:
         """Which buckets held the one matrix for all that the memory is of, if it is of such."""
@@ -151,7 +144,11 @@ class PowerSGDState:
         return self._loaded_layouts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken; before the first step, or between two."""
+        """Go on from where `state_dict` was taken; before the first step, or between two.
+
+        Raises ValueError, and loads nothing, if this is no such state.
+        """
+        _require_state(state_dict)
         self._set(state_dict["counters"])
         self._memory.load(state_dict["memory"])
         self._loaded_names = state_dict["by_name"] if state_dict["memory"] else None
@@ -253,6 +250,20 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: N802
     """Average a bucket as two factors of one square matrix: cheaper, and less accurate by far."""
     return _checked(state)._run(bucket, whole=True)
+
+
+def _require_state(state: Any) -> None:
+    _require_keys("it ", state, _PARTS)
+    _require_keys("its 'counters' ", state["counters"], _COUNTERS)
+
+
+def _require_keys(what: str, part: object, wanted: tuple[str, ...]) -> None:
+    has = set(part) if isinstance(part, dict) else set()
+    for key in sorted(has.symmetric_difference(wanted)):
+        raise ValueError(
+            f"this is no state_dict of a PowerSGDState: {what}"
+            + (f"has no {key!r}" if key in wanted else f"has a {key!r}, which none has")
+        )
 
 
 def _is_whole(recipe: Recipe) -> bool:
