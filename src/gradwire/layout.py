@@ -160,8 +160,13 @@ class NamedState:
         self._dtype = dtype
         self._holders: dict[str, _Holder] = {}
 
-    def flat(self, layout: BucketLayout, device: torch.device | str = "cpu") -> Tensor:
-        """The state of a bucket's parameters, as one flat tensor that the caller may write to."""
+    def flat(
+        self, layout: BucketLayout, device: torch.device | str = "cpu", *, may_change: bool = False
+    ) -> Tensor:
+        """The state of a bucket's parameters, as one flat tensor that the caller may write to.
+
+        What had another shape before is an error, or, if it ``may_change``, starts at zero again.
+        """
         holder = self._holders.get(layout.slots[0].name)
         if (
             holder is not None
@@ -171,9 +176,9 @@ class NamedState:
             return holder.flat
         new = _Holder(layout, torch.zeros(layout.numel, dtype=self._dtype, device=device))
         for slot in layout.slots:
-            old = self._holders.get(slot.name)
-            if old is not None:
-                new.view(slot.name).copy_(_same_shape(slot, old.view(slot.name)))
+            holder = self._holders.get(slot.name)
+            if holder is not None and not (may_change and holder.view(slot.name).shape != slot.shape):
+                new.view(slot.name).copy_(_same_shape(slot, holder.view(slot.name)))
         # A holder that no parameter points to any more is freed here.
         self._holders.update((slot.name, new) for slot in layout.slots)
         return new.flat

@@ -20,14 +20,23 @@ class Memory:
         self._states: dict[tuple[str, torch.dtype], NamedState] = {}
         self._made: dict[Hashable, Any] = {}
 
-    def flat(self, name: str, layout: BucketLayout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def flat(
+        self,
+        name: str,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        may_change: bool = False,
+    ) -> Tensor:
         """The state called ``name`` of a bucket's parameters, flat, to read and to write; at first zero.
 
-        Complex parameters have complex states, here as pairs of fp32.
+        Complex parameters have complex states, here as pairs of fp32. If shapes ``may_change``, what had
+        another one is zero again; else that is an error.
         """
         if layout.dtype.is_complex:
             dtype = torch.complex64
-        flat = self._state(name, dtype).flat(layout, device)
+        flat = self._state(name, dtype).flat(layout, device, may_change=may_change)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
     def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:

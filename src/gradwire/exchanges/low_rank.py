@@ -218,7 +218,8 @@ class _Averaging:
 
     def _remembered(self, side: Side) -> Tensor:
         memory, layout = self._context.memory, self._layout(side)
-        return memory.flat(_NAMES[side], layout, self._sums.dtype, self._sums.device)
+        # Factors of another rank, of the recipe before this one, are no place to start from.
+        return memory.flat(_NAMES[side], layout, self._sums.dtype, self._sums.device, may_change=True)
 
     def _layout(self, side: Side) -> BucketLayout:
         return self._plan.left if side == "left" else self._plan.right
