@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.testing import run_ranks
@@ -54,7 +56,34 @@ def job_raise(rank):
         gradwire.attach(model, "int4", on_nonfinite="skip" if rank else "propagate")
 
 
+class Odd(nn.Module):
+    """Parameters whose gradients are empty, larger than fp32 has numbers for, or each rank's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.large = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.own = nn.Parameter(torch.ones(3))
+
+    def forward(self, own_factor):
+        return self.empty.sum() + 1e60 * self.large.sum() + own_factor * self.own.sum()
+
+
+def job_odd(rank):
+    module = Odd()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["own"])
+    model = DistributedDataParallel(module)
+    with gradwire.attach(model, "fp32", on_nonfinite="skip") as wire:
+        model(float("inf") if rank == 0 else 1.0).backward()
+        assert wire.stats().num_skipped == 0, "what is not averaged is no reason for one rank to skip alone"
+        assert module.large.grad.tolist() == [1e60] * 3
+        (model(1.0) * (float("nan") if rank == 0 else 1.0)).backward()
+        assert wire.stats().num_skipped == 1
+        assert all(p.grad is None for p in model.parameters())
+
+
 def job_all(rank):
+    job_odd(rank)
     for attached in ("int4", "fp32", torch_hooks.allreduce_hook):
         job_skip(rank, attached)
     job_raise(rank)

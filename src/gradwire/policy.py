@@ -41,24 +41,33 @@ class NonfinitePolicy:
         """
         ddp = self._ddp()
         assert ddp is not None, "the model is gone"
-        named = [(name, p) for name, p in ddp.module.named_parameters() if p.grad is not None]
+        # Those that DDP was told to ignore are each rank's own, and ranks would not decide alike.
+        averaged = {
+            canonical_name(name): _values(p.grad)
+            for name, p in ddp.module.named_parameters()
+            if p.grad is not None and p.requires_grad and name not in ddp.parameters_to_ignore
+        }
+        named = {name: values for name, values in averaged.items() if values.numel()}
         if not named:
             return
-        grads = [p.grad for _, p in named]
-        values = [g.coalesce().values() if g.is_sparse else g for g in grads if g is not None]
         # The largest magnitude: one pass over memory, and NaN where there is one.
-        is_finite = torch.stack([n.float() for n in torch._foreach_norm(values, ord=float("inf"))]).isfinite()
-        found = step, [canonical_name(name) for name, _ in named], is_finite
+        largest = torch._foreach_norm(list(named.values()), ord=float("inf"))
+        is_finite = torch.stack([each.isfinite() for each in largest])
+        found = step, list(named), is_finite
         if self._mode == "skip":
             if not bool(is_finite.all()):
                 self.num_skipped += 1
-                for _, parameter in named:
+                for parameter in ddp.module.parameters():
                     parameter.grad = None
             return
         if is_finite.is_cuda:
             found, self._pending = self._pending, found  # type: ignore[assignment]
         if found is not None:
             _raise_unless_finite(*found)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _raise_unless_finite(step: int, names: list[str], is_finite: Tensor) -> None:

@@ -36,7 +36,8 @@ def skipped_parameters(flat: Tensor, residual: Tensor, context: Context) -> Iter
 def mask_of_skipped(flat: Tensor, context: Context) -> Tensor | None:
     """True for each value of a parameter that is zero on every rank; None if there is none, on CPU."""
     group, layout = context.group, context.layout
-    views = [slot.view(flat) for slot in layout.slots]
+    # An empty one has no largest value.
+    views = [slot.view(flat) if slot.numel else flat.new_zeros(1) for slot in layout.slots]
     votes = flat.new_zeros(group.size, len(views), dtype=torch.uint8)
     votes[group.rank] = torch.stack(torch._foreach_norm(views, ord=float("inf"))) != 0
     gather(list(votes), group)
