@@ -319,6 +319,25 @@ def test_so_does_what_any_recipe_holds_back(seed):
 # --- what does not fit ---
 
 
+def check_frozen_later():
+    """Parameters that are frozen when DDP has made its buckets stay in them, and in states."""
+    saved = None
+    for _ in range(2):
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        model = DistributedDataParallel(net, find_unused_parameters=True)
+        net[0].requires_grad_(False)
+        with gradwire.attach(model, "int4") as wire:
+            if saved is not None:
+                wire.load_state_dict(saved)
+            for _ in range(3):
+                model(torch.ones(2, 3)).sum().backward()
+            saved = wire.state_dict()
+            model(torch.ones(2, 3)).sum().backward()
+            wire.load_state_dict(saved)
+            assert wire.stats().num_steps == 4, "a step that is taken back was sent all the same"
+    assert saved["step"] == 6
+
+
 def job_refusals(rank):
     model, optimizer, wire = make("int4")
     train(model, optimizer, range(2))
@@ -369,6 +388,14 @@ def job_refusals(rank):
         pytest.raises(ValueError, match="has a parameter 'conv.bias', which this model has not"),
     ):
         others.load_state_dict(good)
+    wider = DistributedDataParallel(nn.Linear(3, 4))
+    with gradwire.attach(other, "int4") as others, gradwire.attach(wider, "int4") as wide:
+        other(torch.ones(2, 3)).sum().backward()
+        with pytest.raises(ValueError, match=r"'weight' with shape \(3, 3\), .* has shape \(4, 3\)"):
+            wide.load_state_dict(others.state_dict())
+    with pytest.raises(RuntimeError, match="detached, and load_state_dict would have no effect"):
+        others.load_state_dict(good)
+    check_frozen_later()
     after = wire.state_dict()
     assert after["memory"][own]["residual:float32"].keys() == good["memory"][own]["residual:float32"].keys()
     train(model, optimizer, range(2, 4))

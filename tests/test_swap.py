@@ -55,7 +55,8 @@ def job_swaps(rank):
         assert set(memory) == {"residual:bfloat16"}
 
     low_rank = "powersgd:rank=1,start=0"
-    for first, second in ((low_rank, "fp32"), ("int4", low_rank), (low_rank, "int4")):
+    other_rank = "powersgd:rank=2,start=0"
+    for first, second in ((low_rank, "fp32"), ("int4", low_rank), (low_rank, "int4"), (low_rank, other_rank)):
         model = small_model()
         with gradwire.attach(model, first) as wire:
             check_law(wire, model, {4: second})
@@ -79,6 +80,8 @@ def job_swaps(rank):
             wire.swap("int5")
         assert wire.recipe is before
         backward(model)
+    with pytest.raises(RuntimeError, match="detached, and swap would have no effect"):
+        wire.swap("int8")
 
 
 def test_nothing_is_lost_when_a_recipe_takes_over_from_another():

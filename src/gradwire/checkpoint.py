@@ -7,7 +7,7 @@ for each key, and of what is no tensor only rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,24 +117,48 @@ def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) 
 
 
 def read(
-    state: Mapping[str, Any], names: frozenset[str], rank: int, world_size: int, reduction: Reduction
+    state: Mapping[str, Any],
+    parameters: Mapping[str, Tensor],
+    required: Collection[str],
+    rank: int,
+    world_size: int,
+    reduction: Reduction,
 ) -> Saved:
-    """Check a state against the model's parameters; ValueError names what is wrong with it."""
+    """Check a state against the model's parameters; ValueError names what is wrong with it.
+
+    It may have those of ``parameters``, and must have those that are ``required``.
+    """
     _require_keys(state)
     step, saved_size = int(state["step"]), int(state["world_size"])
     timeline = read_layouts(state["layouts"])
     for _, grouping in timeline:
         known = {name for _, bucket in grouping for name in bucket}
-        for name in sorted(known - names):
+        for name in sorted(known - parameters.keys()):
             raise ValueError(f"the state has a parameter {name!r}, which this model has not")
-        for name in sorted(names - known):
+        for name in sorted(set(required) - known):
             raise ValueError(f"the state has no parameter {name!r}, which this model has")
     expected = {(key, name): tuple(shape) for key, name, shape in state["entries"]}
+    _require_shapes(expected, parameters)
     wanted = range(saved_size) if saved_size != world_size else (rank,)
     memories = [_own(state["memory"], owner, expected, saved_size, world_size) for owner in wanted]
     own = memories[0] if saved_size == world_size else _spread(memories, world_size, reduction)
     loss_scale = None if state["loss_scale"] is None else float(state["loss_scale"])
     return Saved(str(state["recipe"]), step, timeline, own, loss_scale)
+
+
+def _require_shapes(
+    expected: Mapping[tuple[str, str], tuple[int, ...]], parameters: Mapping[str, Tensor]
+) -> None:
+    """Residuals are as large as the parameters are; all else is as the saved recipe had it."""
+    for (key, name), shape in expected.items():
+        if key.startswith("residual:"):
+            wanted = tuple(parameters[name].shape) if name in parameters else None
+            # Buckets hold complex parameters as pairs.
+            if shape != wanted and not (wanted is not None and shape == (*wanted, 2)):
+                raise ValueError(
+                    f"the state has a {key} of parameter {name!r} with shape {shape}, and in this model that "
+                    + ("does not exist" if wanted is None else f"has shape {wanted}")
+                )
 
 
 def _own(

@@ -37,23 +37,32 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
     return device
 
 
-def trained_names(ddp: DistributedDataParallel) -> frozenset[str]:
-    """The names of the parameters that lie in buckets."""
-    ignored = {canonical_name(name) for name in ddp.parameters_to_ignore}
-    named = ddp.module.named_parameters()
-    return frozenset(canonical_name(name) for name, p in named if p.requires_grad) - ignored
+def trained(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that lie in buckets, by name."""
+    return {name: p for name, p in _not_ignored(ddp).items() if p.requires_grad}
+
+
+def in_buckets(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """`trained`, and if some were frozen when DDP had made its buckets, all that may lie in those."""
+    now = trained(ddp)
+    was_frozen_later = len(now) != ddp._get_ddp_logging_data()["num_parameter_tensors"]
+    return _not_ignored(ddp) if was_frozen_later else now
+
+
+def _not_ignored(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    ignored = ddp.parameters_to_ignore
+    return {canonical_name(name): p for name, p in ddp.module.named_parameters() if name not in ignored}
 
 
 def claim_of(ddp: DistributedDataParallel, chosen: Recipe | Callable[..., Any]) -> dict[str, str]:
     """What must be the same on every rank that averages this model so."""
     what = fingerprint.of_recipe(chosen) if isinstance(chosen, Recipe) else {"hook": hook_name(chosen)}
-    trained, named = trained_names(ddp), ddp.module.named_parameters()
     return {
         **fingerprint.of_version(),
         **what,
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
-        **fingerprint.of_parameters((n, p) for n, p in named if canonical_name(n) in trained),
+        **fingerprint.of_parameters(trained(ddp).items()),
     }
 
 
@@ -107,12 +116,10 @@ def fit(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
     fitted = recipe.placed(_local_size(group))
     if group.size() % (fitted.local_size or 1):
         raise ValueError(f"recipe {fitted}: {group.size()} ranks cannot be nodes of {fitted.local_size}")
-    names = trained_names(ddp)
-    fitted = with_tables_apart(fitted, ddp.module, names)
+    parameters = trained(ddp)
+    fitted = with_tables_apart(fitted, ddp.module, parameters)
     if isinstance(fitted.exchange, Route):
-        named = ddp.module.named_parameters()
-        parameters = [p for name, p in named if canonical_name(name) in names]
-        for_want_of_buckets = Layouts(ddp.module).guess(parameters)
+        for_want_of_buckets = Layouts(ddp.module).guess(list(parameters.values()))
         fitted.exchange.check(slot for layout in for_want_of_buckets for slot in layout.slots)
     return fitted
 

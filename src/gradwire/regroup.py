@@ -176,5 +176,6 @@ def _require_same_parameters(arrived: Iterable[str], grouping: Grouping) -> None
     different = set(arrived).symmetric_difference(name for _, names in grouping for name in names)
     if different:
         raise ValueError(
-            f"this step's parameters are not those of the step before: they differ in {sorted(different)[:5]}"
+            "this step's parameters are not those of the step before, or of the state that was loaded: they "
+            f"differ in {sorted(different)[:5]}"
         )

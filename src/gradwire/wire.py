@@ -19,7 +19,7 @@ from gradwire.errors import WireError
 from gradwire.execution import open_lane
 from gradwire.hook_runner import hook_name
 from gradwire.layout import BucketLayout, Layouts
-from gradwire.models import claim_of, device_of, fit, require_averaging, trained_names
+from gradwire.models import claim_of, device_of, fit, in_buckets, require_averaging, trained
 from gradwire.ops import warm_up
 from gradwire.plan import WirePlan, make_plan
 from gradwire.recipes import Recipe
@@ -46,7 +46,7 @@ class Wire:
         self._bridge = bridge
         self._layouts = layouts
         self._timeout = timeout
-        self._first_step = 0
+        self._first_step = 0  # such that the difference to the bridge's count is of this wire alone
         # The runner that has a memory, also when another is put around it.
         runner = None if bridge is None else bridge.runner
         self._recipe_runner = runner if isinstance(runner, RecipeRunner) else None
@@ -80,9 +80,7 @@ class Wire:
         """
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"what the hook {self._name} sends cannot be known")
-        layouts = self._layouts.current() or self._layouts.guess(
-            [p for p in self.model.module.parameters() if p.requires_grad]
-        )
+        layouts = self._layouts.current() or self._layouts.guess(list(trained(self.model).values()))
         return make_plan(self.recipe, layouts, self._group.rank(), self._group.size())
 
     def layout(self) -> tuple[BucketLayout, ...]:
@@ -114,7 +112,8 @@ class Wire:
         stopped. On another one, what the ranks hold back together stays the same. Residuals that the
         recipe of this wire has no use for are sent with the next gradients.
 
-        Raises ValueError, on every rank, when an entry is missing, unknown or of another shape.
+        Raises ValueError, on every rank, when an entry is missing, unknown or of another shape; RuntimeError
+        after `detach`.
 
         Example::
 
@@ -122,11 +121,15 @@ class Wire:
             ...
             wire.load_state_dict(torch.load(f"wire{rank}.pt"))
         """
+        self._require_attached("load_state_dict")
         group, runner = self._group, self._recipe_runner
         meeting, caller = next_meeting(group), "Wire.load_state_dict"
         try:
             reduction = self.recipe.reduction if isinstance(self.recipe, Recipe) else "mean"
-            saved = checkpoint.read(state, trained_names(self.model), group.rank(), group.size(), reduction)
+            seen = {slot.name for layout in self._layouts.current() for slot in layout.slots}
+            may_be = {n: p for n, p in in_buckets(self.model).items() if not seen or n in seen}
+            must_be = seen or trained(self.model).keys()
+            saved = checkpoint.read(state, may_be, must_be, group.rank(), group.size(), reduction)
         except Exception as error:
             agree(group, meeting, error, self._timeout, caller)
             raise
@@ -135,7 +138,8 @@ class Wire:
         agree(group, meeting, {**claim, **claim_of(self.model, self.recipe)}, self._timeout, caller)
         if self._bridge is None:
             return
-        self._bridge.num_steps = self._first_step = saved.step
+        self._first_step += saved.step - self._bridge.num_steps
+        self._bridge.num_steps = saved.step
         if runner is not None:
             runner.memory.load_state_dict(saved.memory, device_of(self.model))
             runner.timeline.load(saved.step, saved.timeline)
@@ -152,7 +156,7 @@ class Wire:
         residuals, sent with its next gradients: nothing is lost.
 
         Raises ValueError when there is no such recipe or ranks swap to different ones or at different
-        steps; then all go on as before. TypeError for a wire that runs a hook.
+        steps; then all go on as before. TypeError for a wire that runs a hook, RuntimeError after `detach`.
 
         Example::
 
@@ -162,6 +166,7 @@ class Wire:
         """
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"this wire runs a hook, {self._name}; detach it, and attach the recipe")
+        self._require_attached("swap")
         group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
         try:
             chosen = fit(parse_recipe(recipe), self.model)
@@ -235,6 +240,13 @@ class Wire:
             self._tell("detach")
             if self._bridge.recorder is not None:
                 self._bridge.recorder.close()
+
+    def _require_attached(self, what: str) -> None:
+        if self._bridge is not None and not self.attached:
+            raise RuntimeError(
+                f"rank {self._group.rank()}: this wire is detached, and {what} would have no effect; "
+                "call it on the wire that gradwire.attach returned last"
+            )
 
     def _tell(self, event: str, **details: str) -> None:
         if self._bridge is not None and self._bridge.recorder is not None:

@@ -16,7 +16,7 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
-from gradwire.layout import Layouts
+from gradwire.layout import Layouts, canonical_name
 from gradwire.local_sgd.buckets import ParameterBucket, make_buckets
 from gradwire.local_sgd.outer import Outer
 from gradwire.models import claim_of, device_of, fit, unwrap
@@ -175,7 +175,8 @@ class LocalSGD:
         for key, views in own.items():
             _require_fit(key, views, state[key])
         rank, size = self._group.rank(), self._group.size()
-        memory = checkpoint.read(state["averaging"], frozenset(), rank, size, "mean").memory
+        named = {canonical_name(name): p for name, p in self._ddp.module.named_parameters()}
+        memory = checkpoint.read(state["averaging"], named, (), rank, size, "mean").memory
         self._num_steps, self._buckets = num_steps, buckets
         self._use_wire()
         self._wire.load_state_dict(state["wire"])
