@@ -18,7 +18,7 @@ __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
 
 def _attach(
-    *, comm_hook: Callable[..., Any], model: nn.Module, state: dist.ProcessGroup | None = None
+    *, comm_hook: Callable[..., Any] | str, model: nn.Module, state: dist.ProcessGroup | None = None
 ) -> None:
     attach(model, comm_hook, state=state)
 
@@ -33,27 +33,41 @@ def _attach_low_rank(
     attach(model, comm_hook, state=powerSGD.PowerSGDState(state, matrix_approximation_rank))
 
 
-def _member(comm_hook: Callable[..., Any], rank: int | None = None) -> Any:
-    """A partial as an enum's value; from Python 3.11 on it must say that it is no method."""
-    value = functools.partial(_attach, comm_hook=comm_hook)
-    if rank is not None:
-        value = functools.partial(_attach_low_rank, comm_hook=comm_hook, matrix_approximation_rank=rank)
-    return enum.member(value) if hasattr(enum, "member") else value
+def _member(comm_hook: Callable[..., Any] | str) -> Any:
+    """How a hook or a recipe is attached, as an enum's value."""
+    return _value(functools.partial(_attach, comm_hook=comm_hook))
+
+
+def _low_rank_member(comm_hook: Callable[..., Any], rank: int) -> Any:
+    return _value(functools.partial(_attach_low_rank, comm_hook=comm_hook, matrix_approximation_rank=rank))
+
+
+def _value(attach_to: Callable[..., None]) -> Any:
+    """From Python 3.11 on, a callable in an enum must say that it is no method."""
+    return enum.member(attach_to) if hasattr(enum, "member") else attach_to
 
 
 class DDPCommHookType(enum.Enum):
-    """The hooks by name; each value is called as ``value(model=..., state=...)``."""
+    """The hooks by name; each value is called as ``value(model=..., state=...)``.
+
+    Those of torch first, then recipes that torch has not, with their default options.
+    """
 
     ALLREDUCE = _member(default.allreduce_hook)
     FP16_COMPRESS = _member(default.fp16_compress_hook)
     BF16_COMPRESS = _member(default.bf16_compress_hook)
     QUANTIZE_PER_TENSOR = _member(quantization.quantization_pertensor_hook)
     QUANTIZE_PER_CHANNEL = _member(quantization.quantization_perchannel_hook)
-    POWER_SGD = _member(powerSGD.powerSGD_hook, rank=1)
-    POWER_SGD_RANK2 = _member(powerSGD.powerSGD_hook, rank=2)
-    BATCHED_POWER_SGD = _member(powerSGD.batched_powerSGD_hook, rank=1)
-    BATCHED_POWER_SGD_RANK2 = _member(powerSGD.batched_powerSGD_hook, rank=2)
+    POWER_SGD = _low_rank_member(powerSGD.powerSGD_hook, rank=1)
+    POWER_SGD_RANK2 = _low_rank_member(powerSGD.powerSGD_hook, rank=2)
+    BATCHED_POWER_SGD = _low_rank_member(powerSGD.batched_powerSGD_hook, rank=1)
+    BATCHED_POWER_SGD_RANK2 = _low_rank_member(powerSGD.batched_powerSGD_hook, rank=2)
     NOOP = _member(debugging.noop_hook)
+    INT8 = _member("int8")
+    FP8 = _member("fp8")
+    INT4 = _member("int4")
+    SIGN = _member("sign")
+    ACP = _member("acp")
 
 
 def register_ddp_comm_hook(
