@@ -18,7 +18,7 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.execution import backend_name, open_lane, timeout_of
 from gradwire.guard import Guard
-from gradwire.hook_runner import HookRunner
+from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
 from gradwire.mixed_precision import has_events
 from gradwire.models import claim_of, device_of, fit, num_transient, unwrap
@@ -125,7 +125,8 @@ def attach(
     agree(group, meeting, claim, timeout)
     layouts = Layouts(ddp.module)
     if disabled:
-        log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", chosen)
+        name = chosen if isinstance(chosen, Recipe) else hook_name(chosen)
+        log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", name)
         return Wire(slot, None, chosen, layouts, timeout)
     if hasattr(chosen, "gradwire_prepare"):
         chosen.gradwire_prepare(ddp)

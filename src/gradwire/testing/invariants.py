@@ -283,7 +283,7 @@ def _check_num_buckets(model: DistributedDataParallel, case: Case) -> None:
 def _present(
     where: str, gradients: Gradients, expected: Gradients
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The gradients there are and those there should be; raise if there is one too many or too few."""
+    """The gradients there are and those there should be, but empty ones; raise for one too many or few."""
     for name, want in expected.items():
         have = gradients[name]
         _require(
@@ -294,8 +294,8 @@ def _present(
         if have is not None:
             _require(bool(have.isfinite().all()), f"{where}: {name}.grad is not finite")
     return (
-        {name: have.double() for name, have in gradients.items() if have is not None},
-        {name: want for name, want in expected.items() if want is not None},
+        {name: have.double() for name, have in gradients.items() if have is not None and have.numel()},
+        {name: want for name, want in expected.items() if want is not None and want.numel()},
     )
 
 
