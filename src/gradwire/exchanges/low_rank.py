@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -15,7 +16,8 @@ from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.matrices import Plan, plan_of
-from gradwire.exchanges.one_shot import one_round_pays, sum_bytes, sum_values
+from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
+from gradwire.exchanges.rounds import sum_rounds
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.layout import BucketLayout, Slot
@@ -73,6 +75,10 @@ class LowRank:
         return plan_of(layout, self.rank, self.min_compression_rate, self.whole)
 
     def run(self, flat: Tensor, context: Context) -> None:
+        sum_rounds([self.rounds(flat, context)], context)
+
+    def rounds(self, flat: Tensor, context: Context) -> Iterator[Tensor]:
+        """`run`, but for the sums over ranks: each message has become one when this goes on."""
         plan = self.plan(context.layout)
         compresses = context.step >= self.start and not flat.is_complex() and context.group.size > 1
         if not compresses or not plan.batches:
@@ -94,7 +100,14 @@ class LowRank:
             else contextlib.nullcontext()
         )
         with skipping:
-            _Averaging(self, plan, flat, sums, context).run()
+            yield from _Averaging(self, plan, flat, sums, context).rounds()
+
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        """How much a bucket has in the messages of `rounds`."""
+        plan, work = self.plan(layout), torch.promote_types(layout.dtype, torch.float32)
+        if not plan.batches or step < self.start or layout.dtype.is_complex:
+            return 0
+        return sum(self._num_summed(plan, step)) * work.itemsize
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         """For a bucket that holds one vector; what others send depends on shapes: see `bucket_bytes`."""
@@ -143,15 +156,15 @@ class _Averaging:
         self._context = context
         self._kernels = ops.low_rank(flat, sums)
 
-    def run(self) -> None:
+    def rounds(self) -> Iterator[Tensor]:
         batches = self._plan.batches
         side = self._options._found(self._context.step) if self._options.num_rounds == 1 else "left"
         basis = self._start(OTHER[side])
-        factor, own, votes = self._find_first(side, basis)
+        factor, own, votes = yield from self._find_first(side, basis)
         if self._options.num_rounds == 2:
             self._kernels.orthogonalize(batches, side, factor, None)
             side, basis = "right", factor
-            factor, own = self._find_second(basis)
+            factor, own = yield from self._find_second(basis)
         kept = self._remembered(side) if self._options.warm_start else None
         self._kernels.judge(batches, side, factor, votes, kept)
         sums = self._sums if self._options.feedback else None
@@ -182,7 +195,9 @@ class _Averaging:
             flat[slot.offset : slot.offset + slot.numel].normal_(generator=generator)
         return flat
 
-    def _find_first(self, side: Side, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _find_first(
+        self, side: Side, basis: Tensor
+    ) -> Generator[Tensor, None, tuple[Tensor, Tensor, Tensor]]:
         """The factor of this side, of all ranks and of this one, and the votes; sends the rest too."""
         plan, kernels = self._plan, self._kernels
         sizes = [self._layout(side).numel, plan.num_matrices, plan.num_plain]
@@ -195,16 +210,16 @@ class _Averaging:
         take_over_residuals(plain, replace(self._context, layout=plan.plain), None)
         # In two rounds, what is found first is but where the second begins.
         own = factor if self._options.num_rounds == 2 else self._scratch("own", factor.numel()).copy_(factor)
-        sum_values(message, self._context)
+        yield message
         _copy(inside, outside)
         return factor, own, votes
 
-    def _find_second(self, left: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_second(self, left: Tensor) -> Generator[Tensor, None, tuple[Tensor, Tensor]]:
         """The right factor, of all ranks together and of this one."""
         message = self._scratch("second", self._plan.right.numel)
         self._kernels.project_back(self._plan.batches, self._sums, left, message)
         own = self._scratch("own", message.numel()).copy_(message)
-        sum_values(message, self._context)
+        yield message
         return message, own
 
     def _runs(self, plain: Tensor) -> tuple[list[Tensor], list[Tensor]]:
