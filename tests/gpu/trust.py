@@ -407,14 +407,14 @@ def job_swap(rank, device="cuda"):
 # --- nobody waits ---
 
 
-def job_no_waiting(rank, device="cuda"):
+def job_no_waiting(rank, specs, on_nonfinite="propagate", device="cuda"):
     """A backward pass in which the host waits for the device raises."""
     group = group_of(rank, device)
-    for spec in ("fp32", "bf16", "int8", "int4", "sign", "sign:feedback=true", "int4 scaled"):
-        model, scaler = model_of(group, device), None
-        if spec.endswith("scaled"):
-            scaler = torch.amp.GradScaler(device)
-        with gradwire.attach(model, spec.split()[0], grad_scaler=scaler):
+    for spec in specs:
+        model = model_of(group, device)
+        scaler = torch.amp.GradScaler(device) if spec.endswith(" scaled") else None
+        recipe = spec.removesuffix(" scaled")
+        with gradwire.attach(model, recipe, grad_scaler=scaler, on_nonfinite=on_nonfinite):
             for step in range(6):
                 model.zero_grad()
                 loss = loss_of(model, step) if scaler is None else scaler.scale(loss_of(model, step))
@@ -427,6 +427,8 @@ def job_no_waiting(rank, device="cuda"):
                 assert all(bool(p.grad.isfinite().all()) for p in model.parameters()), (spec, step)
 
 
+NOT_WAITING = ("fp32", "bf16", "int8", "int4", "sign", "sign:feedback=true", "int4 scaled")
+
 CHECKS = {
     "trust agreement": lambda: run_ranks(job_agreement, 2, timeout=60),
     "trust verify_every": lambda: run_ranks(job_verify, 2, timeout=60),
@@ -435,5 +437,6 @@ CHECKS = {
     "trust telemetry": check_telemetry,
     "trust resume": lambda: run_ranks(job_resume, 2, timeout=60),
     "trust swap": lambda: run_ranks(job_swap, 2, timeout=60),
-    "trust no waiting": lambda: run_ranks(job_no_waiting, 2, timeout=60),
+    "trust no waiting": lambda: run_ranks(job_no_waiting, 2, timeout=60, args=(NOT_WAITING,)),
+    "trust no waiting to raise": lambda: run_ranks(job_no_waiting, 2, timeout=60, args=(("int4",), "raise")),
 }
