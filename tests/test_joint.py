@@ -11,6 +11,7 @@ import gradwire
 from gradwire import joint
 from gradwire.errors import Place
 from gradwire.exchanges import Context, Scratch
+from gradwire.exchanges.rounds import Sum
 from gradwire.execution import WorkerLane
 from gradwire.testing import run_ranks
 from gradwire.transport import Alone
@@ -107,7 +108,7 @@ def bucket_at(step, index, seen):
 
     def rounds_of(flat, context):
         seen.append((step, index))
-        yield flat
+        yield (Sum(flat),)
 
     return joint.Bucket(torch.ones(4), place, lambda flat, *given: context_of(*given), rounds_of)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.errors import Place
-from gradwire.exchanges import Context, Scratch, sum_rounds
+from gradwire.exchanges import Context, Round, Scratch, sum_rounds
 from gradwire.execution import Lane, Task, future_for
 from gradwire.transport import Group, Traffic
 
@@ -33,7 +33,7 @@ class Bucket:
     flat: Tensor
     place: Place
     context_of: Callable[[Tensor, Group, Scratch], Context]
-    rounds_of: Callable[[Tensor, Context], Iterator[Tensor]]
+    rounds_of: Callable[[Tensor, Context], Iterator[Round]]
 
 
 class Joint:

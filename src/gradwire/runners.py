@@ -123,12 +123,12 @@ class RecipeRunner:
         if is_last:
             self.timeline.arrived(place.step, grouping_of(self._layouts.current()))
         if grouping is None:
-            return self._begin(active, flat, layout, place, is_last=is_last)
-        submit = functools.partial(self._submit, active)
+            return self._begin(active, flat, layout, place, is_last)
+        submit = functools.partial(self._begin, active)
         return self._regrouping.add(flat, layout, place, grouping, submit, self.fail, is_last=is_last)
 
     def _begin(
-        self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place, *, is_last: bool
+        self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place, is_last: bool
     ) -> Future[Tensor]:
         """Exchange a bucket as it arrives, or with others if they share messages."""
         lane, exchange = self._lane, self._recipe.exchange

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.one_shot import sum_values
+from gradwire.exchanges.two_shot import TwoShot
 from gradwire.layout import BucketLayout
 
 if TYPE_CHECKING:
     from gradwire.exchanges import Exchange
 
 
+@dataclass(frozen=True)
+class Sum:
+    """Values that are to become the sum over ranks of ``values * scale``: exactly, or as a codec has them."""
+
+    values: Tensor
+    codec: Codec | None = None
+    left_out: Tensor | None = None
+    """Is to become what the codec has left out of this rank's values."""
+
+
+Round = tuple[Sum, ...]
+"""Sums that one exchange asks for at once."""
+
+
 @runtime_checkable
 class Sharing(Protocol):
     """An exchange that leaves it to others to sum its messages."""
 
-    def rounds(self, flat: Tensor, context: Context) -> Iterator[Tensor]:
-        """Average, but for the sums: each message has become its sum over ranks when this goes on."""
+    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+        """Average, but for the sums: those of a round have been taken when this goes on."""
         ...
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
@@ -30,8 +46,8 @@ class Sharing(Protocol):
         ...
 
 
-def rounds_of(exchange: Exchange, flat: Tensor, context: Context) -> Iterator[Tensor]:
-    """The messages of any exchange that others may sum; one that shares none runs, and yields nothing."""
+def rounds_of(exchange: Exchange, flat: Tensor, context: Context) -> Iterator[Round]:
+    """The rounds of any exchange that others may sum; one that shares none runs, and yields nothing."""
     if isinstance(exchange, Sharing):
         yield from exchange.rounds(flat, context)
     else:
@@ -43,25 +59,43 @@ def shared_bytes(exchange: Exchange, layout: BucketLayout, step: int) -> int:
     return exchange.shared_bytes(layout, step) if isinstance(exchange, Sharing) else 0
 
 
-def sum_rounds(rounds: Iterable[Iterator[Tensor]], context: Context) -> None:
-    """Run several exchanges to their ends, side by side, and sum what they ask for in one message a round."""
+def sum_rounds(rounds: Iterable[Iterator[Round]], context: Context) -> None:
+    """Run several exchanges to their ends, side by side; what they ask for at once shares its messages."""
     running = list(rounds)
     while running:
-        asked = [(each, message) for each in running if (message := next(each, None)) is not None]
+        asked = [(each, sums) for each in running if (sums := next(each, None)) is not None]
         running = [each for each, _ in asked]
-        by_dtype = sorted((message for _, message in asked), key=lambda message: str(message.dtype))
-        for _, same in itertools.groupby(by_dtype, key=lambda message: message.dtype):
-            _sum(list(same), context)
+        alike: dict[tuple[torch.dtype, Codec | None, bool], list[Sum]] = {}
+        for each in (each for _, sums in asked for each in sums if each.values.numel()):
+            alike.setdefault((each.values.dtype, each.codec, each.left_out is None), []).append(each)
+        for same in alike.values():
+            _take(same, context)
 
 
-def _sum(messages: list[Tensor], context: Context) -> None:
-    if len(messages) == 1:
-        sum_values(messages[0], context)
-        return
-    sizes = [message.numel() for message in messages]
-    dtype, device = messages[0].dtype, messages[0].device
-    joint = context.scratch.bytes("joint", sum(sizes) * dtype.itemsize, device).view(dtype)
-    parts = list(joint.split(sizes))
-    torch._foreach_copy_(parts, messages)
-    sum_values(joint, context)
-    torch._foreach_copy_(messages, parts)
+def _take(sums: list[Sum], context: Context) -> None:
+    codec, values = sums[0].codec, [each.values for each in sums]
+    joint = _joint("joint", values, context)
+    if len(sums) > 1:
+        torch._foreach_copy_(_split(joint, values), values)
+    left_out = [each.left_out for each in sums if each.left_out is not None]
+    residual = _joint("left out", left_out, context).zero_() if left_out else None
+    if codec is None:
+        sum_values(joint, context)
+    else:
+        TwoShot(codec).average(joint, residual, context)
+    if len(sums) > 1:
+        torch._foreach_copy_(values, _split(joint, values))
+        if residual is not None:
+            torch._foreach_copy_(left_out, _split(residual, left_out))
+
+
+def _joint(name: str, parts: list[Tensor], context: Context) -> Tensor:
+    """Room for all parts, one after the other; a single one is its own."""
+    if len(parts) == 1:
+        return parts[0]
+    num_bytes = sum(part.numel() * part.element_size() for part in parts)
+    return context.scratch.bytes(name, num_bytes, parts[0].device).view(parts[0].dtype)
+
+
+def _split(joint: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    return list(joint.split([part.numel() for part in parts]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.rounds import rounds_of, shared_bytes, sum_rounds
+from gradwire.exchanges.rounds import Round, rounds_of, shared_bytes, sum_rounds
 from gradwire.exchanges.selector import Selector
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops import Family
@@ -56,7 +56,7 @@ class Route:
     def run(self, flat: Tensor, context: Context) -> None:
         sum_rounds([self.rounds(flat, context)], context)
 
-    def rounds(self, flat: Tensor, context: Context) -> Iterator[Tensor]:
+    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
         """`run`, but for the sums over ranks that its exchanges leave to others."""
         parts = self.split(context.layout)
         for number, (exchange, layout, places) in enumerate(parts):

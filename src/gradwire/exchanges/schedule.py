@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.rounds import rounds_of, shared_bytes, sum_rounds
+from gradwire.exchanges.rounds import Round, rounds_of, shared_bytes, sum_rounds
 from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 
@@ -36,7 +36,7 @@ class Schedule:
     def run(self, flat: Tensor, context: Context) -> None:
         sum_rounds([self.rounds(flat, context)], context)
 
-    def rounds(self, flat: Tensor, context: Context) -> Iterator[Tensor]:
+    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
         """`run`, but for the sums over ranks that the stage leaves to others."""
         yield from rounds_of(self._stage(context.step), flat, context)
 
