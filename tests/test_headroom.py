@@ -216,6 +216,13 @@ def test_wrong_arguments_end_with_2_before_anything_runs(arguments, message):
     assert not result.stdout
 
 
+def test_ranks_of_a_lab_are_not_measured_each_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run("headroom", *TINY)
+    assert result.exit_code == 2
+    assert "with --link instead of in `gradwire lab`" in result.stderr
+
+
 def test_a_failed_measurement_ends_with_1_and_the_ranks_errors(monkeypatch):
     monkeypatch.setattr("gradwire.cli.headroom.measure_steps", fail_on_ranks)
     result = run("headroom", *TINY)

@@ -151,6 +151,7 @@ def headroom(
     outputs = _Outputs(json, html, quiet)
     try:
         outputs.check()
+        _check_launcher()
         check_positive("--seconds", seconds)
         check_positive("--bucket-mb", bucket_mb)
         subject: Script | Contest
@@ -252,6 +253,16 @@ def _measure(
 
 def _under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _check_launcher() -> None:
+    """Raise ValueError for a rank whose peers each would measure alone."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and not _under_torchrun():
+        raise ValueError(
+            f"this process is one of {size} ranks already (WORLD_SIZE), and not by torchrun: start it with "
+            "torchrun, or by itself; for slow links, with --link instead of in `gradwire lab`"
+        )
 
 
 def _usual_device() -> str:
