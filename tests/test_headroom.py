@@ -121,6 +121,14 @@ def test_the_table_shows_every_row_and_the_conditions():
     assert "what a ring sends" in text
 
 
+def test_a_long_name_takes_no_place_from_figures():
+    long = "route(*.norm*=fp32; ndim<2=fp32; embed.* & numel>65536=int8; *=int4)"
+    shown = text_of(step_table(record(allreduce=100, **{long: 80}, noop=50)))
+    assert "…" not in shown
+    assert "79.6-80.3" in shown
+    assert "1.25x" in shown
+
+
 def test_unknown_bytes_are_called_unknown():
     shown = record(allreduce=100, noop=50)
     hidden = tuple(dataclasses.replace(row, bytes_per_step=None) for row in shown.rows)
