@@ -32,6 +32,7 @@ FLOORS = [
     "stats",
     "measuring",
     "regroup",
+    "joint",
     "runners",
     "hook_runner",
     "stepping",

@@ -48,6 +48,9 @@ class Task:
 class Lane(Protocol):
     """A place where exchanges run one after the other."""
 
+    shares_messages: bool
+    """Whether buckets had better wait for one another than send messages of few bytes."""
+
     @property
     def failure(self) -> WireError | None:
         """The first error of this lane; once set, it stays."""
@@ -113,6 +116,8 @@ def open_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
 class StreamLane:
     """A side stream per device: work is enqueued in order and the host never waits."""
 
+    shares_messages = True
+
     def __init__(self, group: NcclGroup | Alone, failure: Failure, timeout: timedelta) -> None:
         self._group = group
         self._failure = failure
@@ -162,6 +167,8 @@ class StreamLane:
 
 class WorkerLane:
     """A daemon thread with a Gloo group of its own, so that averaging overlaps with backward."""
+
+    shares_messages = False
 
     def __init__(self, group: dist.ProcessGroup | None, prefix: str) -> None:
         own = Alone() if group is None else open_gloo(group, prefix)
