@@ -1,6 +1,7 @@
 """Headroom: workloads, the table, and the command on real ranks."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -23,7 +24,9 @@ from gradwire.headroom import (
     step_table,
 )
 from gradwire.headroom.contenders import local_gpu
+from gradwire.headroom.script_rank import _Enough, _Stopwatch
 from gradwire.planner import Cluster, shapes_of, wire_of
+from gradwire.scripts import Script
 from gradwire.testing import run_ranks
 from tests.records import record
 
@@ -85,8 +88,12 @@ def test_a_factory_that_cannot_be_used_is_explained():
         ModelFactory("train")
     with pytest.raises(ValueError, match="cannot import no_such_module:make"):
         ModelFactory("no_such_module:make")
-    with pytest.raises(TypeError, match="must return a model, a batch and a loss function, not tuple of 2"):
+    with pytest.raises(
+        TypeError, match="must return a model, a batch and a loss function, not Bilinear, tuple"
+    ):
         ModelFactory(f"{__name__}:no_loss").build()
+    with pytest.raises(ValueError, match="SCRIPT must be a function, not str"):
+        ModelFactory(f"{__name__}:SCRIPT")
 
 
 # --- the table ---
@@ -112,6 +119,14 @@ def test_the_table_shows_every_row_and_the_conditions():
     assert "A CPU, 2 cores" in text
     assert "4 threads share 2 cores" in text
     assert "what a ring sends" in text
+
+
+def test_a_long_name_takes_no_place_from_figures():
+    long = "route(*.norm*=fp32; ndim<2=fp32; embed.* & numel>65536=int8; *=int4)"
+    shown = text_of(step_table(record(allreduce=100, **{long: 80}, noop=50)))
+    assert "…" not in shown
+    assert "79.6-80.3" in shown
+    assert "1.25x" in shown
 
 
 def test_unknown_bytes_are_called_unknown():
@@ -195,6 +210,7 @@ def test_quiet_prints_the_verdict_alone():
         (["--ranks", "0"], "--ranks"),
         (["--link", "fast"], "such as 100mbit"),
         (["--model", "train"], "package.module:factory"),
+        (["--model", "nothing:x"], "cannot import nothing:x: No module named"),
         (["--device", "tpu"], "the device is cpu or cuda, not 'tpu'"),
         (["--", "no-such-script.py"], "there is no script no-such-script.py"),
         (["--device", "cpu", "--", __file__], "a script makes its own models, on its own devices"),
@@ -206,6 +222,13 @@ def test_wrong_arguments_end_with_2_before_anything_runs(arguments, message):
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert not result.stdout
+
+
+def test_ranks_of_a_lab_are_not_measured_each_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run("headroom", *TINY)
+    assert result.exit_code == 2
+    assert "with --link instead of in `gradwire lab`" in result.stderr
 
 
 def test_a_failed_measurement_ends_with_1_and_the_ranks_errors(monkeypatch):
@@ -274,6 +297,50 @@ def test_a_script_that_ends_too_early_is_explained(tmp_path):
     result = run("headroom", "--ranks", "1", "--steps", "8", "--", str(tmp_path / "train.py"), "5")
     assert result.exit_code == 1
     assert "ended after 4 optimizer steps with allreduce; 11 are needed" in result.stderr
+
+
+def test_a_script_that_leaves_its_process_is_explained(tmp_path):
+    (tmp_path / "leave.py").write_text("import os; os._exit(0)")
+    result = run("headroom", "--ranks", "1", "--", str(tmp_path / "leave.py"))
+    assert result.exit_code == 1
+    assert "the script left its process (os._exit) before it had taken enough steps" in result.stderr
+
+
+def test_a_step_that_calls_several_optimizers_is_one_step():
+    stopwatch, matrices, others = _Stopwatch(num_steps=2), object(), object()
+    for _ in range(2):
+        stopwatch(matrices)
+        stopwatch(others)
+    with pytest.raises(_Enough):
+        stopwatch(matrices)
+    assert len(stopwatch.ends) == 3
+
+
+def test_a_script_ends_with_whoever_measures_it(tmp_path):
+    script = tmp_path / "endless.py"
+    script.write_text("import time; print('running', flush=True); time.sleep(600)")
+    reading, writing = os.pipe()
+    task = {"recipe": None, "num_steps": 1, "script": str(script), "arguments": [], "is_module": False}
+    task.update(result=str(tmp_path / "result"), lifeline=reading)
+    command = [sys.executable, "-m", "gradwire.headroom.script_rank", json.dumps(task)]
+    rank = subprocess.Popen(command, pass_fds=[reading], stdout=subprocess.PIPE)
+    try:
+        assert rank.stdout.readline() == b"running\n"
+        os.close(writing)
+        assert rank.wait(30) == 1
+    finally:
+        rank.kill()
+        rank.wait()
+        rank.stdout.close()
+        os.close(reading)
+
+
+def test_words_of_a_command_line_name_a_script_or_a_module():
+    assert Script.of(["python3", "-m", "json.tool", "x"], is_module=False) == Script(
+        "json.tool", ("x",), is_module=True
+    )
+    assert Script.of(["-m", "json.tool"], is_module=False).is_module
+    assert Script.of(["python", __file__], is_module=False) == Script(__file__)
 
 
 class Dropout(torch.nn.Module):

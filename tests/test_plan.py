@@ -166,6 +166,7 @@ def test_the_command_shows_what_it_predicts(tmp_path):
     shown = plan(*options, "--recipe", "bf16").stdout
     assert "1M parameters, 10 ms of compute, links of 10gbit" in shown
     assert "4096" in shown
+    assert "allreduce" in plan(*options, "--recipe", "noop").stdout
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,11 @@ def test_the_command_shows_what_it_predicts(tmp_path):
     [
         (["--parameters", "1e6"], "--compute-ms must be given"),
         (["--compute-ms", "10"], "give --parameters or --model"),
-        (["--compute-ms", "10", "--parameters", "0"], "must be at least 1"),
+        (["--compute-ms", "nan", "--parameters", "9"], "--compute-ms must be given, above 0"),
+        (["--compute-ms", "10", "--parameters", "0"], "must be from 1 to 1e+13, not 0"),
+        (["--compute-ms", "10", "--parameters", "inf"], "must be from 1 to 1e+13, not inf"),
+        (["--model", "torch.nn:ReLU", "--compute-ms", "10"], "loss function, not ReLU"),
+        (["--calibration", "/no/such/folder/speeds.json"], "--calibration: cannot write"),
         (["--compute-ms", "10", "--parameters", "9", "--nodes", "two"], "--nodes takes numbers"),
         (["--compute-ms", "10", "--parameters", "9", "--link", "fast"], "such as 100mbit"),
         (["--recipe", "bf61"], "did you mean 'bf16'"),

@@ -126,6 +126,24 @@ def test_saved_runs_are_shown_and_compared(tmp_path):
     assert [trace["name"] for trace in traces] == ["before.json", "after.json"]
 
 
+def test_files_of_one_name_are_told_apart(tmp_path):
+    paths = [tmp_path / folder / "run.json" for folder in ("before", "after")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(write_records([measured()]))
+    shown = CliRunner().invoke(app, ["report", *map(str, paths)]).stdout
+    assert all(str(path) in shown.replace("\n", "") for path in paths)
+
+
+def test_a_recipe_that_cannot_be_predicted_is_left_out_of_the_predictions_alone():
+    mixed = record(allreduce=100, bf16=80, **{"schedule(0=bf16; 9=int4)": 70, "of-tomorrow": 60}, noop=50)
+    figures = Page(render_page([mixed])).figures
+    assert "of-tomorrow" in figures["steps-0"]["data"][0]["y"]
+    names = {trace["name"] for trace in figures["links"]["data"]}
+    assert {"bf16", "allreduce"} <= names
+    assert not names & {"of-tomorrow", "schedule(0=bf16; 9=int4)"}
+
+
 def test_a_file_that_is_no_record_is_explained(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     for name, message in (("other.json", "'schema_version' is missing"), ("none.json", "No such file")):

@@ -53,7 +53,7 @@ def test_recipes_that_slow_a_step_down_gain_nothing():
 def test_a_gain_that_chance_could_give_is_called_noise():
     steady = record(allreduce=100, bf16=80, noop=50)
     said = give_verdict(with_samples(steady, bf16=noisy(80, 120, num_fast=14)))
-    assert "1.25x as fast, but that may be noise: it was faster in 14 of 24 taken side by side" in said
+    assert "1.25x as fast, but that may be noise: it was faster in 14 of 24 pairs taken side by side" in said
     said = give_verdict(with_samples(steady, bf16=noisy(80, 120, num_fast=22)))
     assert "1.25x as fast: use it" in said
 
@@ -62,7 +62,7 @@ def test_a_bottleneck_that_chance_could_give_is_called_noise():
     steady = record(allreduce=100, bf16=80, noop=50)
     said = give_verdict(with_samples(steady, noop=noisy(50, 160, num_fast=14)))
     assert "50% of a plain DDP step" in said
-    assert "may be noise: without it a step was faster in 14 of 24 taken side by side" in said
+    assert "may be noise: without it a step was faster in 14 of 24 pairs taken side by side" in said
 
 
 def test_of_eight_steps_one_may_be_slower_by_a_little_but_not_by_much():
@@ -70,7 +70,7 @@ def test_of_eight_steps_one_may_be_slower_by_a_little_but_not_by_much():
     said = give_verdict(with_samples(steady, bf16=(80,) * 7 + (101,)))
     assert "1.25x as fast: use it" in said
     said = give_verdict(with_samples(steady, bf16=(80,) * 7 + (300,)))
-    assert "may be noise: it was faster in 7 of 8 taken side by side" in said
+    assert "may be noise: it was faster in 7 of 8 pairs taken side by side" in said
 
 
 def test_a_few_steps_show_nothing():

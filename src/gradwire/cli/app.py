@@ -8,10 +8,10 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import gradwire
+from gradwire.cli.consoles import open_console
 from gradwire.cli.headroom import headroom
 from gradwire.cli.lab import lab
 from gradwire.cli.plan import plan
@@ -58,4 +58,4 @@ def recipes() -> None:
     table = Table.grid(padding=(0, 2))
     for name, factory in gradwire.RECIPES.items():
         table.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0])
-    Console().print(table)
+    open_console().print(table)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import NoReturn
 
 import typer
-from rich.console import Console
 
+from gradwire.cli.consoles import open_console
 from gradwire.testing import RanksFailed
 
 FAILED = 1
@@ -24,8 +26,12 @@ def why_ranks_failed(error: RanksFailed) -> str:
     )
 
 
+def clean_up_when_terminated() -> None:
+    """Let a SIGTERM unwind as Ctrl-C does, so that no rank and no temporary file is left behind."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def stop(command: str, text: str, code: int) -> NoReturn:
     """Say what is wrong on stderr, and exit."""
-    console = Console(stderr=True, highlight=False)
-    console.print(f"gradwire {command}: {text}", markup=False, soft_wrap=True)
+    open_console(stderr=True).print(f"gradwire {command}: {text}", markup=False, soft_wrap=True)
     raise typer.Exit(code)

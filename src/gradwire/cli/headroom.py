@@ -11,9 +11,16 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 
-from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop, why_ranks_failed
+from gradwire.cli.consoles import open_console
+from gradwire.cli.ending import (
+    FAILED,
+    INTERRUPTED,
+    WRONG_ARGUMENTS,
+    clean_up_when_terminated,
+    stop,
+    why_ranks_failed,
+)
 from gradwire.cli.options import ALL_RECIPES, Html, Model, Recipes, check_positive, check_writable
 from gradwire.cli.progress import show_progress
 from gradwire.headroom import (
@@ -42,7 +49,9 @@ _SMALL_BUCKET_MB = 8.0
 def headroom(
     script: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- SCRIPT ARGUMENTS]", help="Your own training script, unchanged."),
+        typer.Argument(
+            metavar="[-- SCRIPT ARGUMENTS]", help="Your own training script, unchanged; or -m MODULE."
+        ),
     ] = None,
     ranks: Annotated[
         int, typer.Option(min=1, metavar="N", help="Processes on this machine, one thread each.")
@@ -91,7 +100,8 @@ def headroom(
         typer.Option(
             min=1,
             metavar="N",
-            help="Timed steps per recipe. Default: what --seconds allow, 8 to 24; of a script 16.",
+            help="Timed steps per recipe; of less than 7 chance cannot be ruled out. Default: what --seconds "
+            "allow, 8 to 24; of a script 16.",
             show_default=False,
         ),
     ] = None,
@@ -137,9 +147,11 @@ def headroom(
     Exit codes: 0 it was measured; 2 wrong arguments; 130 interrupted;
     1 the measurement failed, and the errors of the ranks are printed.
     """
+    clean_up_when_terminated()
     outputs = _Outputs(json, html, quiet)
     try:
         outputs.check()
+        _check_launcher()
         check_positive("--seconds", seconds)
         check_positive("--bucket-mb", bucket_mb)
         subject: Script | Contest
@@ -179,9 +191,9 @@ class _Outputs:
     """Where records go: tables and verdicts to the terminal, the rest to files."""
 
     def __init__(self, json: str | None, html: Path | None, quiet: bool) -> None:
-        self.errors = Console(stderr=True, highlight=False)
+        self.errors = open_console(stderr=True)
         self._json_to_stdout = json == "-"
-        self._shown = self.errors if self._json_to_stdout else Console(highlight=False)
+        self._shown = self.errors if self._json_to_stdout else open_console()
         self._json = None if json is None or self._json_to_stdout else Path(json)
         self._html = html
         self._quiet = quiet
@@ -241,6 +253,16 @@ def _measure(
 
 def _under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _check_launcher() -> None:
+    """Raise ValueError for a rank whose peers each would measure alone."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and not _under_torchrun():
+        raise ValueError(
+            f"this process is one of {size} ranks already (WORLD_SIZE), and not by torchrun: start it with "
+            "torchrun, or by itself; for slow links, with --link instead of in `gradwire lab`"
+        )
 
 
 def _usual_device() -> str:

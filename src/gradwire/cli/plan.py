@@ -16,8 +16,16 @@ from rich.markup import escape
 from rich.table import Table
 
 import gradwire
-from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop, why_ranks_failed
-from gradwire.cli.options import ALL_RECIPES, Model, Recipes, check_positive
+from gradwire.cli.consoles import open_console
+from gradwire.cli.ending import (
+    FAILED,
+    INTERRUPTED,
+    WRONG_ARGUMENTS,
+    clean_up_when_terminated,
+    stop,
+    why_ranks_failed,
+)
+from gradwire.cli.options import ALL_RECIPES, Model, Recipes, check_positive, check_writable
 from gradwire.cli.progress import show_progress
 from gradwire.headroom import ModelFactory
 from gradwire.headroom.records import ALLREDUCE
@@ -30,6 +38,8 @@ from gradwire.planner.validation import Comparison, validate
 from gradwire.testing import RanksFailed
 
 _WITHIN = 0.15
+# Beyond every model there is, and still counted in seconds.
+_MAX_PARAMETERS = 1e13
 
 
 def plan(
@@ -82,16 +92,19 @@ def plan(
     Exit codes: 0; 2 wrong arguments; 130 interrupted; 1 the calibration failed,
     or --validate found a prediction that is more than 15 % off.
     """
-    errors = Console(stderr=True, highlight=False)
+    clean_up_when_terminated()
+    errors = open_console(stderr=True)
     try:
         chosen = _recipes(recipe or ALL_RECIPES)
         check_positive("--bucket-mb", bucket_mb)
+        if calibration is not None and not calibration.exists():
+            check_writable("--calibration", calibration)
         if validating:
             speeds = _calibration(calibration, chosen, errors)
             comparisons = validate(chosen, speeds, lambda what: errors.print(f"measuring {what} ..."))
             _show_comparisons(comparisons, json)
             raise typer.Exit(FAILED if any(abs(c.error) > _WITHIN for c in comparisons) else 0)
-        if compute_ms is None or compute_ms <= 0:
+        if compute_ms is None or not 0 < compute_ms < math.inf:
             raise ValueError("--compute-ms must be given, above 0: the time of noop in `gradwire headroom`")
         shapes = _shapes(parameters, model)
         clusters = [Cluster(n, workers, parse_rate(link), latency_us * 1e-6) for n in _numbers(nodes)]
@@ -146,9 +159,9 @@ def plan(
             f"{found.efficiency:.0%}",
             decimal(found.bytes_per_step),
             str(found.num_messages),
-            end_section=name == chosen[-1],
+            end_section=name == [ALLREDUCE, *chosen][-1],
         )
-    console = Console(highlight=False)
+    console = open_console()
     console.print(table)
     console.print(f"Efficiency: compute over step. Kernel speeds: {speeds.machine}.", markup=False)
 
@@ -165,10 +178,13 @@ def _shapes(parameters: float | None, model: str | None) -> list[Shape]:
     if (parameters is None) == (model is None):
         raise ValueError("give --parameters or --model, one of them")
     if model is not None:
-        return shapes_of(ModelFactory(model).build().model)
+        shapes = shapes_of(ModelFactory(model).build().model)
+        if not shapes:
+            raise ValueError(f"the model of {model} has no parameters to train")
+        return shapes
     assert parameters is not None
-    if not parameters >= 1:
-        raise ValueError(f"--parameters must be at least 1, not {parameters:g}")
+    if not 1 <= parameters <= _MAX_PARAMETERS:
+        raise ValueError(f"--parameters must be from 1 to {_MAX_PARAMETERS:g}, not {parameters:g}")
     return typical_shapes(int(parameters))
 
 
@@ -199,4 +215,4 @@ def _show_comparisons(comparisons: list[Comparison], json: bool) -> None:
     for c in comparisons:
         figures = (f"{c.measured_ms:.1f}", f"{c.predicted_ms:.1f}", f"{c.error:+.0%}")
         table.add_row(str(c.num_hosts), c.link, escape(c.recipe), *figures)
-    Console(highlight=False).print(table)
+    open_console().print(table)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradwire.cli.consoles import open_console
 from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
 from gradwire.cli.options import Html
 from gradwire.headroom import Record, give_verdict, read_records, step_table
@@ -31,6 +31,7 @@ def report(
     1 the page cannot be written, or plotly is not installed.
     """
     named: list[tuple[str, Record]] = []
+    names_differ = len({path.name for path in files}) == len(files)
     for path in files:
         try:
             found = read_records(path.read_text())
@@ -38,8 +39,8 @@ def report(
             stop("report", f"{path}: {error}", WRONG_ARGUMENTS)
         for record in found:
             link = f", {record.link}" if len(found) > 1 else ""
-            named.append((f"{path.name}{link}", record))
-    console = Console(highlight=False)
+            named.append((f"{path.name if names_differ else path}{link}", record))
+    console = open_console()
     for name, record in named:
         console.print(f"[bold]{escape(name)}[/bold]")
         console.print(step_table(record), "")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import traceback
-from types import TracebackType
 from typing import Annotated
 
 import typer
 
 import gradwire
 from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
-from gradwire.scripts import Script, attach_to_all, run_script, summarize
+from gradwire.scripts import Script, attach_to_all, run_script, show_error, summarize
 
 
 def run(
@@ -68,8 +66,7 @@ def run(
         try:
             run_script(wanted)
         except Exception as error:
-            # As if python had run it: the frames that stand above the script are ours.
-            traceback.print_exception(type(error), error, _below_runpy(error.__traceback__))
+            show_error(error)
             raise typer.Exit(FAILED) from None
         finally:
             if not quiet and os.environ.get("RANK", "0") == "0":
@@ -85,13 +82,3 @@ def _start(ranks: int, script: Script, recipe: str, quiet: bool) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *launcher, *command])
-
-
-def _below_runpy(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is the script's own."""
-    found, here = trace, trace
-    while here is not None:
-        if "runpy" in here.tb_frame.f_code.co_filename:
-            found = here.tb_next
-        here = here.tb_next
-    return found or trace

@@ -150,7 +150,7 @@ def measure(contest: Contest, on_progress: Callable[[int, int], None]) -> Outcom
                 (same,) = [row for row in rows[:-1] if row.found.entry.recipe == recipe]
                 rows[-1].found.gradient_error = same.found.gradient_error
                 costs_s.append(warm_up(rows[-1]))
-    num_steps = contest.num_steps or max(_MIN_STEPS, min(_MAX_STEPS, int(contest.seconds / sum(costs_s))))
+    num_steps = contest.num_steps or int(max(_MIN_STEPS, min(_MAX_STEPS, contest.seconds / sum(costs_s))))
     num_in_all = len(rows) * (_NUM_WARM_UP_STEPS + num_steps)
     for turn, start in enumerate(range(0, num_steps, _STEPS_PER_TURN), start=1):
         # The same order on all ranks, but another one each time: none always follows the same other.

@@ -9,6 +9,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire.lab import parse_rate
+
 ALLREDUCE = "allreduce"
 """The row of plain DDP, without any hook."""
 NOOP = "noop"
@@ -58,12 +60,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it was measured."""
+    """Where it was measured. Raises ValueError for one without cores."""
 
     cpu: str
     num_cores: int
     """Cores this process may use."""
     platform: str
+
+    def __post_init__(self) -> None:
+        if self.num_cores < 1:
+            raise ValueError(f"a machine has at least one core, not {self.num_cores}")
 
     @classmethod
     def here(cls) -> Machine:
@@ -113,6 +119,10 @@ class Record:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"the world size must be at least 1, not {self.world_size}")
+        if self.gradient_bytes < 1:
+            raise ValueError(f"there must be gradients to average, not {self.gradient_bytes} bytes")
+        if self.link is not None:
+            parse_rate(self.link)
         names = [self.label(row) for row in self.rows]
         for baseline in (ALLREDUCE, NOOP):
             if names.count(baseline) != 1:

@@ -1,15 +1,18 @@
 """One rank of a script that is being measured, in a process of its own.
 
-``python -m gradwire.headroom.script_rank JSON`` runs the script with one recipe, times its steps, which
-end with each call of an optimizer, and ends it after a given number of them.
+``python -m gradwire.headroom.script_rank JSON`` runs the script with one recipe, times its steps, and ends
+it after a given number of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradwire.scripts import Attachments, Script, attach_to_all, run_script
+from gradwire.scripts import Attachments, Script, attach_to_all, run_script, show_error
 
 
 class _Enough(BaseException):
@@ -26,14 +29,23 @@ class _Enough(BaseException):
 
 
 class _Stopwatch:
-    """Notes the time of each optimizer step, and raises after the last that was asked for."""
+    """Notes when each training step ends, and raises after the last that was asked for.
+
+    One step may call several optimizers, as with a generator and its critic, or one for matrices and one
+    for the rest: the next step has ended when one of them is called again.
+    """
 
     def __init__(self, num_steps: int) -> None:
         self.ends: list[float] = []
         self.backend = "none"
         self._num_steps = num_steps
+        self._called: set[int] = set()
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._called and id(optimizer) not in self._called:
+            self._called.add(id(optimizer))
+            return
+        self._called = {id(optimizer)}
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
@@ -45,6 +57,7 @@ class _Stopwatch:
 def main() -> None:
     """Run what the first argument describes, and leave what was found in the file that it names."""
     task = json.loads(sys.argv[1])
+    threading.Thread(target=_die_with_parent, args=(task["lifeline"],), daemon=True).start()
     stopwatch = _Stopwatch(task["num_steps"])
     register_optimizer_step_post_hook(stopwatch)
     recipe = task["recipe"]
@@ -56,6 +69,9 @@ def main() -> None:
         except SystemExit as end:
             if end.code:
                 raise
+        except Exception as error:
+            show_error(error)
+            sys.exit(1)
         found = _describe(attachments) if attachments is not None else {}
     ends = stopwatch.ends
     times_s = [end - begin for begin, end in pairwise(ends)]
@@ -75,25 +91,34 @@ def main() -> None:
 def _describe(attachments: Attachments) -> dict[str, Any]:
     """What the wires of all models sent in a step, together: the mean of their last two."""
     # Recipes may send one thing in even steps and another in odd ones.
-    steps = [step for a in attachments.made for step in a.wire.stats().steps[-2:]]
-    buckets = [bucket for step in steps for bucket in step.buckets]
-    num_steps = max(1, len({step.step for step in steps}))
+    lasts = [a.wire.stats().steps[-2:] for a in attachments.made]
     layouts = [layout for a in attachments.made for layout in a.wire.layout()]
 
-    def mean(figures: list[Any]) -> Any:
-        return None if None in figures else sum(figures) / num_steps
+    def total(figure: str) -> Any:
+        means = [_mean([getattr(b, figure) for step in last for b in step.buckets], last) for last in lasts]
+        return None if None in means else sum(means)
 
-    def count(figures: list[Any]) -> Any:
-        return None if None in figures else sum(figures) // num_steps
+    def count(figure: str) -> int | None:
+        return None if (found := total(figure)) is None else int(found)
 
     return {
         "num_models": len(attachments.made) - attachments.num_given_way,
-        "bytes_per_step": count([b.bytes_sent for b in buckets]),
-        "num_messages": count([b.num_messages for b in buckets]),
-        "wait_ms": mean([b.wait_ms for b in buckets]),
-        "work_ms": mean([b.work_ms for b in buckets]),
+        "bytes_per_step": count("bytes_sent"),
+        "num_messages": count("num_messages"),
+        "wait_ms": total("wait_ms"),
+        "work_ms": total("work_ms"),
         "gradient_bytes": sum(layout.numel * layout.dtype.itemsize for layout in layouts),
     }
+
+
+def _mean(figures: list[Any], steps: Sequence[Any]) -> Any:
+    return None if None in figures else sum(figures) / max(1, len(steps))
+
+
+def _die_with_parent(lifeline: int) -> None:
+    """Nothing is ever written there; it ends when whoever measures is gone."""
+    os.read(lifeline, 1)
+    os._exit(1)
 
 
 if __name__ == "__main__":

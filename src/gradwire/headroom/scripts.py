@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,9 @@ def measure_script(
 ) -> Record | None:
     """Run a script with plain DDP, with each recipe and without communication, and time its steps.
 
-    A step ends with a call of an optimizer. Each run ends after ``num_steps`` timed ones, on every rank
-    after the same one, and what the script does on the way (logs, checkpoints) it does each time.
+    A step ends with a call of an optimizer, of several with that of the first. Each run ends after
+    ``num_steps`` timed ones, on every rank after the same one, and what the script does on the way (logs,
+    checkpoints) it does each time.
 
     Args:
         script: what to run; it makes its models ``DistributedDataParallel`` and its process group from
@@ -133,15 +135,15 @@ class _Local:
         self._lab = lab
 
     def run(self, task: dict[str, Any], index: int) -> list[dict[str, Any]] | None:
-        with tempfile.TemporaryDirectory(prefix="gradwire-script-") as folder:
+        with tempfile.TemporaryDirectory(prefix="gradwire-script-") as folder, _lifeline() as lifeline:
             results = [Path(folder) / str(rank) for rank in range(self._world_size)]
             processes = []
             port = str(_free_port())
             try:
                 for rank, result in enumerate(results):
-                    command = _command({**task, "result": str(result)})
+                    command = _command({**task, "result": str(result), "lifeline": lifeline})
                     if self._lab is not None:
-                        processes.append(self._lab.start(command, rank))
+                        processes.append(self._lab.start(command, rank, pass_fds=[lifeline]))
                         continue
                     environment = {
                         "RANK": str(rank),
@@ -152,9 +154,10 @@ class _Local:
                         "MASTER_PORT": port,
                         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                     }
-                    processes.append(subprocess.Popen(command, env={**os.environ, **environment}))
+                    environment = {**os.environ, **environment}
+                    processes.append(subprocess.Popen(command, env=environment, pass_fds=[lifeline]))
                 _wait(processes)
-                return [json.loads(result.read_text()) for result in results]
+                return [json.loads(_read(result)) for result in results]
             finally:
                 for process in processes:
                     process.kill()
@@ -173,7 +176,7 @@ class _Torchrun:
         self._store = TCPStore(address, port, is_master=not has_agent and self._rank == 0)
 
     def run(self, task: dict[str, Any], index: int) -> list[dict[str, Any]] | None:
-        with tempfile.TemporaryDirectory(prefix="gradwire-script-") as folder:
+        with tempfile.TemporaryDirectory(prefix="gradwire-script-") as folder, _lifeline() as lifeline:
             result = Path(folder) / "result"
             # The agent's store remembers the ranks of an earlier run: each run has a store of its own.
             if self._rank == 0:
@@ -181,13 +184,14 @@ class _Torchrun:
             port = self._store.get(f"gradwire/script/{index}/port").decode()
             own_store = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
             environment = {**os.environ, **own_store}
-            process = subprocess.Popen(_command({**task, "result": str(result)}), env=environment)
+            command = _command({**task, "result": str(result), "lifeline": lifeline})
+            process = subprocess.Popen(command, env=environment, pass_fds=[lifeline])
             try:
                 _wait([process])
             finally:
                 process.kill()
                 process.wait()
-            self._store.set(f"gradwire/script/{index}/{self._rank}", result.read_text())
+            self._store.set(f"gradwire/script/{index}/{self._rank}", _read(result))
         keys = [f"gradwire/script/{index}/{rank}" for rank in range(self._size)]
         self._store.wait(keys, timedelta(days=1))
         return [json.loads(self._store.get(key)) for key in keys] if self._rank == 0 else None
@@ -207,6 +211,23 @@ def _wait(processes: list[subprocess.Popen[Any]]) -> None:
         if None not in codes:
             return
         time.sleep(0.05)
+
+
+def _read(result: Path) -> str:
+    if not result.exists():
+        raise ScriptFailed("the script left its process (os._exit) before it had taken enough steps")
+    return result.read_text()
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[int]:
+    """A file that ends when this process does, in whatever way: ranks of a script watch it."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def _free_port() -> int:

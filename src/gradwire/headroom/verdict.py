@@ -137,7 +137,7 @@ def _wins(record: Record, row: Row) -> str:
     gained_ms = _gained_ms(record, row)
     how = "taken side by side" if record.interleaved else "compared one by one"
     num_wins = sum(ms > 0 for ms in gained_ms)
-    return f"was faster in {num_wins} of {len(gained_ms)} {how}, too few to be sure"
+    return f"was faster in {num_wins} of {len(gained_ms)} pairs {how}, which is not enough to be sure"
 
 
 def _gained_ms(record: Record, row: Row) -> list[float]:

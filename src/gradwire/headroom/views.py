@@ -17,8 +17,10 @@ COLUMNS = ("recipe", "step ms", "p10-p90", "sent/step", "gain", "comm.", "error"
 def step_table(record: Record) -> Group:
     """A row per recipe: step time, spread, bytes, gain over plain DDP, share of communication."""
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for title in COLUMNS:
-        table.add_column(title, justify="left" if title == "recipe" else "right", no_wrap=True)
+    # A route's name may be long: it goes over several lines, and figures never do.
+    table.add_column(COLUMNS[0], overflow="fold")
+    for title in COLUMNS[1:]:
+        table.add_column(title, justify="right", no_wrap=True)
     for row in record.rows:
         cells = map(escape, cells_of(record, row))
         table.add_row(*cells, style="dim" if row.recipe == NOOP else None)

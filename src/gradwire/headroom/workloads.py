@@ -149,10 +149,11 @@ class ModelFactory:
 
     def build(self) -> Built:
         made = self._import()()
-        if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module)):
+        parts = made if isinstance(made, tuple) else (made,)
+        if not (len(parts) == 3 and isinstance(parts[0], nn.Module) and callable(parts[2])):
             raise TypeError(
                 f"{self.spec} must return a model, a batch and a loss function, not "
-                f"{type(made).__name__}{f' of {len(made)}' if isinstance(made, tuple) else ''}"
+                f"{', '.join(type(part).__name__ for part in parts) or 'nothing'}"
             )
         return Built(*made)
 
@@ -167,6 +168,8 @@ class ModelFactory:
             factory: Callable[[], Any] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"cannot import {self.spec}: {error}") from None
+        if not callable(factory):
+            raise ValueError(f"{self.spec} must be a function, not {type(factory).__name__}")
         return factory
 
     def __str__(self) -> str:

@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
+import gradwire
 from gradwire.headroom.records import ALLREDUCE, NOOP, Record, Row
 from gradwire.lab import parse_rate
 from gradwire.planner.cost import Cluster, Costs, Wire, predict_step
-from gradwire.planner.plans import wire_of
+from gradwire.planner.plans import can_be_planned, wire_of
 from gradwire.planner.shapes import Shape, ddp_buckets, typical_shapes
 
 # A loopback's, where the record was taken behind a link that hides its own.
@@ -20,6 +21,16 @@ _MS_PER_MESSAGE = 0.2
 def bits_per_s(record: Record) -> float | None:
     """The link's rate, if it had one."""
     return None if record.link is None else parse_rate(record.link)
+
+
+def _is_known(name: str) -> bool:
+    """Whether a plan can be made for it: not of schedules and routes, nor of another gradwire's recipes."""
+    if name == ALLREDUCE:
+        return True
+    try:
+        return can_be_planned(gradwire.recipe(name))
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -34,9 +45,9 @@ class Forecast:
 
     @property
     def recipes(self) -> list[Row]:
-        """The rows that can be predicted: with buckets as all have them."""
+        """The rows that can be predicted: with buckets as all have them, and a recipe we know."""
         rows = [row for row in self.record.rows if row.bucket_mb == self.record.bucket_mb]
-        return [row for row in rows if row.recipe != NOOP and row.bytes_per_step]
+        return [row for row in rows if row.recipe != NOOP and row.bytes_per_step and _is_known(row.recipe)]
 
     def step_ms(self, row: Row, cluster: Cluster) -> float:
         """How long a step of this row's recipe takes there."""

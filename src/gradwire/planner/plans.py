@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -51,15 +52,18 @@ def wire_of(
     [2000000]
     """
     n, num_local = cluster.num_workers, cluster.workers_per_node
-    layouts = [_layout(index, bucket) for index, bucket in enumerate(ddp_buckets(shapes, bucket_mb))]
+    cut = [tuple(bucket) for bucket in ddp_buckets(shapes, bucket_mb)]
+    layouts = [_layout(bucket) for bucket in cut]
     if n == 1:
         return Wire(())
     if recipe == ALLREDUCE:
         return Wire(tuple(_ring_bucket(layout.numel, cluster) for layout in layouts))
-    # As `attach` does, where nodes have several workers.
+    # Cached below: most buckets of a large model are alike, and thousands of workers take long to count.
+    # Placed as `attach` does, where nodes have several workers.
     exchange = gradwire.recipe(recipe).placed(num_local if cluster.num_nodes > 1 else 1).exchange
     if isinstance(exchange, Hierarchical):
-        within = (exchange.link_bytes(layout.numel, layout.dtype, 0, n) for layout in layouts)
+        link_bytes = functools.cache(lambda numel: exchange.link_bytes(numel, torch.float32, 0, n))
+        within = (link_bytes(layout.numel) for layout in layouts)
         num_messages = 2 * (num_local - 1) + 2 * (cluster.num_nodes - 1)
         buckets = tuple(
             Bucket(layout.numel, sum(sent), sent[1] * num_local, 4, num_messages)
@@ -69,11 +73,12 @@ def wire_of(
         return Wire(buckets, work, messages_meet=cluster.num_nodes > 2)
     leaving = num_local * (n - num_local) / (n - 1)
     if isinstance(exchange, LowRank):
-        figures = [_low_rank_figures(exchange, layout, n) for layout in layouts]
+        low_rank = functools.cache(lambda bucket: _low_rank_figures(exchange, _layout(bucket), n))
+        figures = [low_rank(bucket) for bucket in cut]
         work = 1.0  # every worker does all of it
     else:
-        sizes = [exchange.wire_bytes(layout.numel, layout.dtype, 0, n) for layout in layouts]
-        figures = [(num_bytes, rounds_per_bucket) for num_bytes in sizes]
+        wire_bytes = functools.cache(lambda numel: exchange.wire_bytes(numel, torch.float32, 0, n))
+        figures = [(wire_bytes(layout.numel), rounds_per_bucket) for layout in layouts]
         work = _two_shot_work(n)
     buckets = tuple(
         Bucket(layout.numel, num_bytes, num_bytes * leaving, num_rounds, num_rounds * (n - 1))
@@ -114,10 +119,10 @@ def _low_rank_figures(exchange: LowRank, layout: BucketLayout, n: int) -> tuple[
     return num_bytes, num_rounds
 
 
-def _layout(index: int, shapes: Sequence[Shape]) -> BucketLayout:
+def _layout(shapes: Sequence[Shape]) -> BucketLayout:
     slots, offset = [], 0
     for number, shape in enumerate(shapes):
         strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        slots.append(Slot(f"{index}.{number}", offset, torch.Size(shape), strides))
+        slots.append(Slot(str(number), offset, torch.Size(shape), strides))
         offset += math.prod(shape)
-    return BucketLayout(index, torch.float32, tuple(slots))
+    return BucketLayout(0, torch.float32, tuple(slots))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,13 @@ class Script:
 
     @classmethod
     def of(cls, words: Sequence[str], is_module: bool) -> Script:
-        """From words of a command line; ``python train.py`` means ``train.py``."""
-        if not words:
-            raise ValueError("which script? Give it after the options: -- train.py --its-own options")
+        """From words of a command line; ``python -m train`` and ``python train.py`` mean what they say."""
         if not is_module and len(words) > 1 and Path(words[0]).name.startswith("python"):
             words = words[1:]
+        if not is_module and words[:1] == ["-m"]:
+            words, is_module = words[1:], True
+        if not words:
+            raise ValueError("which script? Give it after the options: -- train.py --its-own options")
         return cls(words[0], tuple(words[1:]), is_module)
 
     @property
@@ -60,6 +63,23 @@ def run_script(script: Script) -> None:
     else:
         _put_first(str(Path(script.name).resolve().parent))
         runpy.run_path(script.name, run_name="__main__")
+
+
+def show_error(error: Exception) -> None:
+    """What python prints for an error that nobody caught, without the frames above the script, ours."""
+    own = _below_runpy(error.__traceback__)
+    # torch's own, which says on which rank, reads the error's traceback.
+    sys.excepthook(type(error), error.with_traceback(own), own)
+
+
+def _below_runpy(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is the script's own."""
+    found, here = trace, trace
+    while here is not None:
+        if "runpy" in here.tb_frame.f_code.co_filename:
+            found = here.tb_next
+        here = here.tb_next
+    return found or trace
 
 
 def _put_first(folder: str) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import faulthandler
 import multiprocessing as mp
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -84,6 +85,8 @@ def run_ranks(
     if sys.platform != "win32":
         # The server imports torch once; a rank is then forked in milliseconds instead of seconds.
         context.set_forkserver_preload([*_PRELOAD, *{"pytest", "hypothesis"}.intersection(sys.modules)])
+        with _ignoring_interrupts():
+            multiprocessing.forkserver.ensure_running()
     with contextlib.nullcontext() if lab is None else _on_first_host(lab):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = "127.0.0.1" if lab is None else lab.address(0)
@@ -105,6 +108,19 @@ def run_ranks(
             header = f"{len(errors)} of {world_size} ranks of {fn.__qualname__} failed"
             raise RanksFailed("\n\n".join([header, *lines]), errors)
         return [r.result for r in ranks]
+
+
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """What is started meanwhile ignores a Ctrl-C: that is for this process, which ends its ranks itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -176,8 +192,13 @@ class _Rank:
     def start(cls, context: Any, job: _Job) -> _Rank:
         ours, theirs = context.Pipe()
         process = context.Process(target=_rank_main, args=(theirs, job), daemon=True)
-        process.start()
-        theirs.close()
+        try:
+            process.start()
+        except BaseException:
+            ours.close()  # so that a rank that the server starts late sees that nobody waits
+            raise
+        finally:
+            theirs.close()
         return cls(job, process, ours)
 
     @property
@@ -256,6 +277,8 @@ _sending = threading.Lock()
 
 def _rank_main(connection: Connection, job: _Job) -> None:
     global _to_parent, _stack_file
+    if connection.poll():  # the parent never writes: it was interrupted before this rank was there
+        os._exit(1)
     if job.namespace is not None:
         enter(job.namespace)  # before there are threads, which would stay behind
     _to_parent, _stack_file = connection, job.stack_file.open("w")
