@@ -184,7 +184,7 @@ def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -
         def run() -> None:
             place = Place(rank, 0, 0, name)
             futures = [
-                lane.submit(Task(b, partial(average, i), place, lambda *_: None))
+                lane.submit(Task(b, partial(average, i), place, lambda *_: None, overlaps=True))
                 for i, b in enumerate(buckets)
             ]
             for future in futures:

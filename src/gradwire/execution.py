@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
@@ -32,6 +32,8 @@ from gradwire.watch import Progress, Watch
 
 log = logging.getLogger("gradwire")
 
+NUM_IN_FLIGHT = 2
+
 Run = Callable[[Tensor, Group, Scratch], Tensor]
 
 
@@ -43,6 +45,8 @@ class Task:
     run: Run
     place: Place
     report: Callable[[Place, Traffic, float | None], None]
+    overlaps: bool = False
+    """Whether it may run beside others that do; else it begins when all before it are over."""
 
 
 class Lane(Protocol):
@@ -72,7 +76,7 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str) -> La
         return StreamLane(NcclGroup(group), Failure(group, prefix), timeout_of(group))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"gradwire averages gradients on cpu and cuda, not on {device.type}")
-    return WorkerLane(group, prefix)
+    return WorkerLane(group, prefix, NUM_IN_FLIGHT)
 
 
 def open_local_lane(device: torch.device, name: str) -> Lane:
@@ -161,18 +165,30 @@ class StreamLane:
 
 
 class WorkerLane:
-    """A daemon thread with a Gloo group of its own, so that averaging overlaps with backward."""
+    """Daemon threads, each with a Gloo group of its own, so that averaging overlaps with backward.
 
-    def __init__(self, group: dist.ProcessGroup | None, prefix: str) -> None:
-        own = Alone() if group is None else open_gloo(group, prefix)
-        self._core = _Core(own, Failure(group, prefix))
+    Tasks go to the threads in turn, on every rank to the same ones: so while one bucket waits for its
+    messages, the next is encoded and sent, and each group's messages are in one order on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, prefix: str, num_workers: int = 1) -> None:
+        failure = Failure(group, prefix)
+        groups: list[GlooGroup | Alone] = [
+            Alone() if group is None else open_gloo(group, f"{prefix}/{number}")
+            for number in range(num_workers)
+        ]
+        self._core = _Core(groups, failure)
         timeout = dist.default_pg_timeout if group is None else timeout_of(group)
-        watch = Watch(self._core.failure, timeout.total_seconds(), self._core.look, prefix)
-        # The thread knows the core alone, so a lane that nobody holds any more ends.
-        self._thread = threading.Thread(target=self._core.serve, name=f"gradwire-{prefix}", daemon=True)
-        self._thread.start()
+        watch = Watch(failure, timeout.total_seconds(), self._core.look, prefix)
+        # The threads know the core alone, so a lane that nobody holds any more ends.
+        threads = [
+            threading.Thread(target=worker.serve, name=f"gradwire-{prefix}/{number}", daemon=True)
+            for number, worker in enumerate(self._core.workers)
+        ]
+        for thread in threads:
+            thread.start()
         # Runs at exit too: a Gloo group that outlives the interpreter may abort the process.
-        self._finalizer = weakref.finalize(self, in_this_process(_end), self._core, self._thread, watch)
+        self._finalizer = weakref.finalize(self, in_this_process(_end), self._core, threads, watch)
 
     @property
     def failure(self) -> WireError | None:
@@ -182,11 +198,8 @@ class WorkerLane:
         future = future_for(task.flat)
         is_cuda = task.flat.is_cuda
         ready = torch.cuda.current_stream(task.flat.device).record_event() if is_cuda else None
-        with self._core.lock:
-            if not self._core.ended:
-                self._core.jobs.put((task, future, ready))
-                return future
-        future.set_result(task.flat)
+        if not self._core.deal(task, future, ready):
+            future.set_result(task.flat)
         return future
 
     def fail(self, error: WireError) -> None:
@@ -196,87 +209,160 @@ class WorkerLane:
         self._finalizer()
 
 
-_Job = tuple[Task, "Future[Tensor]", "torch.cuda.Event | None"]
+@dataclass(frozen=True)
+class _Job:
+    """A task in a worker's queue; it begins when ``after`` are over."""
+
+    number: int
+    task: Task
+    future: Future[Tensor]
+    ready: torch.cuda.Event | None
+    after: tuple[threading.Event, ...]
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class _Core:
-    """What a worker lane's thread works with."""
+    """What the threads of a worker lane work with."""
 
-    def __init__(self, group: GlooGroup | Alone, failure: Failure) -> None:
-        self.group = group
+    def __init__(self, groups: list[GlooGroup | Alone], failure: Failure) -> None:
         self.failure = failure
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.lock = threading.Lock()
+        self.workers = [_Worker(self, group) for group in groups]
         self.ended = False
+        self.lock = threading.Lock()
+        self._explaining = threading.Lock()
+        self._num_dealt = 0
+        # Of each worker the last job's end, and that of the last job that ran alone.
+        self._last = [_over() for _ in groups]
+        self._last_alone = _over()
+
+    def deal(self, task: Task, future: Future[Tensor], ready: torch.cuda.Event | None) -> bool:
+        """Give a task to the worker whose turn it is; False when the lane has ended."""
+        with self.lock:
+            if self.ended:
+                return False
+            turn = self._num_dealt % len(self.workers)
+            after = (self._last_alone,) if task.overlaps else tuple(self._last)
+            job = _Job(self._num_dealt, task, future, ready, after)
+            self._num_dealt += 1
+            self._last[turn] = job.over
+            if not task.overlaps:
+                self._last_alone = job.over
+            self.workers[turn].jobs.put(job)
+            return True
+
+    def look(self) -> Progress:
+        """The earliest task that is not done, or else the last."""
+        found = [worker.progress for worker in self.workers]
+        under_way = [each for each in found if not each[1].is_done]
+        return min(under_way, key=_number)[1] if under_way else max(found, key=_number)[1]
+
+    def explain(self, closed: ClosedGroup) -> None:
+        """Fail because a peer cannot be reached; both workers may see it, and one of them tells."""
+        with self._explaining:
+            if self.failure.error is None:
+                first = self.look()
+                assert first.place is not None
+                self.fail(self.failure.explain(first.place, closed, self.close))
+
+    def fail(self, error: WireError) -> None:
+        self.failure.set(error)
+        # Closing carries the failure on to every rank that waits for this one.
+        self.close()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.group.close()
+
+
+class _Worker:
+    """One thread of a worker lane, with its group and its scratch memory."""
+
+    def __init__(self, core: _Core, group: GlooGroup | Alone) -> None:
+        self.group = group
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._core = core
         self._scratch = Scratch()
+        self._number = -1
         self._place: Place | None = None
         self._is_done, self._since = True, time.monotonic()
 
-    def look(self) -> Progress:
+    @property
+    def progress(self) -> tuple[int, Progress]:
+        """The number of the task this worker is at, and how far that is."""
         waits_for = self.group.waits_for if isinstance(self.group, GlooGroup) else None
-        return Progress(self._place, self._is_done, self._since, waits_for)
+        return self._number, Progress(self._place, self._is_done, self._since, waits_for)
 
     def serve(self) -> None:
         with torch.no_grad():
             while (job := self.jobs.get()) is not None:
-                task, future, ready = job
+                for earlier in job.after:
+                    earlier.wait()
                 # Whatever happens, the future is completed: DDP waits for it without a limit.
                 try:
-                    if ready is None:
-                        result = self._run(task, task.flat)
-                        future.set_result(result)
+                    if job.ready is None:
+                        job.future.set_result(self._run(job, job.task.flat))
                     else:
-                        self._run_staged(task, future, ready)
+                        self._run_staged(job, job.ready)
                 except Exception as error:
-                    self.fail(locate(error, task.place))
-                    if not future.done():
-                        future.set_result(task.flat)
+                    self._core.fail(locate(error, job.task.place))
+                    if not job.future.done():
+                        job.future.set_result(job.task.flat)
+                finally:
+                    job.over.set()
                 # Keep nothing of the model alive while waiting for the next bucket.
-                del job, task, future, ready
+                del job
 
-    def _run(self, task: Task, flat: Tensor) -> Tensor:
-        if self.failure.error is not None:
+    def _run(self, job: _Job, flat: Tensor) -> Tensor:
+        task, failure = job.task, self._core.failure
+        if failure.error is not None:
             return flat
         before, begin = self.group.traffic.copy(), time.perf_counter()
-        self._place, self._is_done, self._since = task.place, False, time.monotonic()
+        self._number, self._place, self._is_done, self._since = job.number, task.place, False, time.monotonic()
         try:
             result = task.run(flat, self.group, self._scratch)
         except ClosedGroup as error:
-            if self.failure.error is None:
-                self.fail(self.failure.explain(task.place, error, self.group.close))
+            self._core.explain(error)
             return flat
         self._is_done, self._since = True, time.monotonic()
         elapsed = time.perf_counter() - begin
         task.report(task.place, self.group.traffic.since(before), elapsed)
         return result
 
-    def _run_staged(self, task: Task, future: Future[Tensor], ready: torch.cuda.Event) -> None:
+    def _run_staged(self, job: _Job, ready: torch.cuda.Event) -> None:
         """A CUDA bucket over Gloo: through host memory, on a stream of this thread's own."""
-        stream = torch.cuda.Stream(task.flat.device)
+        flat = job.task.flat
+        stream = torch.cuda.Stream(flat.device)
         with torch.cuda.stream(stream):
             stream.wait_event(ready)
-            result = self._run(task, task.flat.cpu())
+            result = self._run(job, flat.cpu())
             if not result.is_sparse:
-                result = task.flat.copy_(result)
-            future.set_result(result.to(task.flat.device))
-
-    def fail(self, error: WireError) -> None:
-        self.failure.set(error)
-        # Closing carries the failure on to every rank that waits for this one.
-        self.group.close()
+                result = flat.copy_(result)
+            job.future.set_result(result.to(flat.device))
 
 
-def _end(core: _Core, thread: threading.Thread, watch: Watch) -> None:
+def _over() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def _number(progress: tuple[int, Progress]) -> int:
+    return progress[0]
+
+
+def _end(core: _Core, threads: list[threading.Thread], watch: Watch) -> None:
     with core.lock:
         core.ended = True
-        core.jobs.put(None)
-    # Before the end of the queue, so that what still stands in it is not begun; no peer is told.
+        for worker in core.workers:
+            worker.jobs.put(None)
+    # Before the end of the queues, so that what still stands in them is not begun; no peer is told.
     core.failure.settle()
     core.failure.error = core.failure.error or WireError("this wire has been detached")
-    core.group.close()
+    core.close()
     watch.end()
-    if thread is not threading.current_thread():
-        thread.join(timeout=5)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=5)
 
 
 def in_this_process(end: Callable[..., None]) -> Callable[..., None]:

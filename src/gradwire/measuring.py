@@ -45,6 +45,7 @@ class Meter:
         if self._step != task.place.step:
             self._step = task.place.step
             self._found.clear()
+        task = replace(task, overlaps=False)
         comparison = _Comparison(layout, memory, scale_of, self._found)
         lane.submit(replace(task, run=comparison.average_exactly, report=report_nothing))
         lane.submit(replace(task, run=functools.partial(comparison.average, task.run)))

@@ -132,9 +132,11 @@ class RecipeRunner:
             self._agreed[layout.index] = self._recipe, layout
             claim = {**fingerprint.of_recipe(self._recipe), **fingerprint.of_bucket(layout)}
             self._start_talk(functools.partial(require_same, claim), place, flat.device)
+        if layout.index == 0 and self.loss_scale is not None:
+            self._start_talk(self._follow_loss_scale, place, flat.device)
         scale_of = functools.partial(self._scale, active)
         run = functools.partial(self._average, scale_of, layout, place.step)
-        task = Task(flat, run, place, self._record)
+        task = Task(flat, run, place, self._record, overlaps=True)
         if self._meter is not None and self._meter.is_due(place.step) and not flat.is_sparse:
             return self._meter.submit(self._lane, task, layout, self.memory, scale_of)
         return self._lane.submit(task)
@@ -150,6 +152,10 @@ class RecipeRunner:
         assert self._lane is not None
         return self._lane.submit(Task(torch.empty(0, device=device), run, place, report_nothing))
 
+    def _follow_loss_scale(self, group: Group, device: torch.device) -> None:
+        assert self.loss_scale is not None
+        self.loss_scale.follow(self.memory)
+
     def _average(
         self,
         scale_of: ScaleOf,
@@ -159,8 +165,6 @@ class RecipeRunner:
         group: Group,
         scratch: Scratch,
     ) -> Tensor:
-        if layout.index == 0 and self.loss_scale is not None:
-            self.loss_scale.follow(self.memory)
         scale = scale_of(flat, group)
         if flat.is_sparse:
             return average_sparse(flat, group, scale)
