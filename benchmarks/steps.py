@@ -38,11 +38,12 @@ import gradwire
 import gradwire.recipes
 from gradwire.errors import Place
 from gradwire.exchanges import Context
-from gradwire.execution import Task, open_lane
+from gradwire.execution import open_lane
 from gradwire.headroom import Machine, Workload
 from gradwire.lab import Lab
 from gradwire.layout import BucketLayout, Slot
 from gradwire.memory import Memory
+from gradwire.tasks import Task
 from gradwire.testing import run_ranks
 
 STEPS_PER_TURN = 3

@@ -1,20 +1,16 @@
 """Where exchanges run: on a worker lane for CPU buckets, on a side stream for CUDA buckets.
 
-Asynchrony lives here and nowhere else. A lane takes tasks in bucket order and runs them in that order,
-so every rank issues the same messages in the same order. A future is always completed with a tensor; an
-error is kept beside it, in `failure`, and the bridge raises it once DDP has finished its own work.
+Asynchrony lives here and in `workers`, and nowhere else. A lane takes tasks in bucket order and begins
+them in that order, so every rank issues the same messages in the same order. A future is always completed
+with a tensor; an error is kept beside it, in `failure`, and the bridge raises it once DDP has finished its
+own work.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import queue
-import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
@@ -23,34 +19,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.errors import Place, WireError, locate
+from gradwire.errors import WireError, locate
 from gradwire.exchanges import Scratch
 from gradwire.failure import Failure
 from gradwire.marks import Mark, Marks
-from gradwire.transport import Alone, ClosedGroup, GlooGroup, Group, NcclGroup, Traffic
-from gradwire.watch import Progress, Watch
+from gradwire.tasks import Task, future_for, in_this_process
+from gradwire.transport import Alone, GlooGroup, NcclGroup
+from gradwire.watch import Watch
+from gradwire.workers import WorkerLane
 
 log = logging.getLogger("gradwire")
 
+# Three gain nothing more, for half as much scratch memory again.
 NUM_IN_FLIGHT = 2
-
-Run = Callable[[Tensor, Group, Scratch], Tensor]
-
-
-@dataclass(frozen=True)
-class Task:
-    """One bucket's exchange: what to run on which values, and whom to tell about it."""
-
-    flat: Tensor
-    run: Run
-    place: Place
-    report: Callable[[Place, Traffic, float | None], None]
-    overlaps: bool = False
-    """Whether it may run beside others that do; else it begins when all before it are over."""
 
 
 class Lane(Protocol):
-    """A place where exchanges run one after the other."""
+    """A place where exchanges run, in the order in which they come."""
 
     @property
     def failure(self) -> WireError | None:
@@ -58,7 +43,7 @@ class Lane(Protocol):
         ...
 
     def submit(self, task: Task) -> Future[Tensor]:
-        """Run the task after those submitted before it."""
+        """Begin the task after those submitted before it; if it does not overlap, when they are over."""
         ...
 
     def fail(self, error: WireError) -> None:
@@ -76,18 +61,16 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str) -> La
         return StreamLane(NcclGroup(group), Failure(group, prefix), timeout_of(group))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"gradwire averages gradients on cpu and cuda, not on {device.type}")
-    return WorkerLane(group, prefix, NUM_IN_FLIGHT)
+    failure, timeout = Failure(group, prefix), timeout_of(group)
+    groups = [open_gloo(group, f"{prefix}/{number}") for number in range(NUM_IN_FLIGHT)]
+    return WorkerLane(groups, failure, timeout, prefix)
 
 
 def open_local_lane(device: torch.device, name: str) -> Lane:
     """A lane for work that needs no other rank; its failures stay on this rank."""
     if device.type == "cuda":
         return StreamLane(Alone(), Failure(None, name), dist.default_pg_timeout)
-    return WorkerLane(None, name)
-
-
-def report_nothing(place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
-    """For a task that belongs to no bucket, or to one that has been reported."""
+    return WorkerLane([Alone()], Failure(None, name), dist.default_pg_timeout, name)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -162,220 +145,3 @@ class StreamLane:
     def close(self) -> None:
         self._finalizer()
         self._group.close()
-
-
-class WorkerLane:
-    """Daemon threads, each with a Gloo group of its own, so that averaging overlaps with backward.
-
-    Tasks go to the threads in turn, on every rank to the same ones: so while one bucket waits for its
-    messages, the next is encoded and sent, and each group's messages are in one order on every rank.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, prefix: str, num_workers: int = 1) -> None:
-        failure = Failure(group, prefix)
-        groups: list[GlooGroup | Alone] = [
-            Alone() if group is None else open_gloo(group, f"{prefix}/{number}")
-            for number in range(num_workers)
-        ]
-        self._core = _Core(groups, failure)
-        timeout = dist.default_pg_timeout if group is None else timeout_of(group)
-        watch = Watch(failure, timeout.total_seconds(), self._core.look, prefix)
-        # The threads know the core alone, so a lane that nobody holds any more ends.
-        threads = [
-            threading.Thread(target=worker.serve, name=f"gradwire-{prefix}/{number}", daemon=True)
-            for number, worker in enumerate(self._core.workers)
-        ]
-        for thread in threads:
-            thread.start()
-        # Runs at exit too: a Gloo group that outlives the interpreter may abort the process.
-        self._finalizer = weakref.finalize(self, in_this_process(_end), self._core, threads, watch)
-
-    @property
-    def failure(self) -> WireError | None:
-        return self._core.failure.error
-
-    def submit(self, task: Task) -> Future[Tensor]:
-        future = future_for(task.flat)
-        is_cuda = task.flat.is_cuda
-        ready = torch.cuda.current_stream(task.flat.device).record_event() if is_cuda else None
-        if not self._core.deal(task, future, ready):
-            future.set_result(task.flat)
-        return future
-
-    def fail(self, error: WireError) -> None:
-        self._core.fail(error)
-
-    def close(self) -> None:
-        self._finalizer()
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A task in a worker's queue; it begins when ``after`` are over."""
-
-    number: int
-    task: Task
-    future: Future[Tensor]
-    ready: torch.cuda.Event | None
-    after: tuple[threading.Event, ...]
-    over: threading.Event = field(default_factory=threading.Event)
-
-
-class _Core:
-    """What the threads of a worker lane work with."""
-
-    def __init__(self, groups: list[GlooGroup | Alone], failure: Failure) -> None:
-        self.failure = failure
-        self.workers = [_Worker(self, group) for group in groups]
-        self.ended = False
-        self.lock = threading.Lock()
-        self._explaining = threading.Lock()
-        self._num_dealt = 0
-        # Of each worker the last job's end, and that of the last job that ran alone.
-        self._last = [_over() for _ in groups]
-        self._last_alone = _over()
-
-    def deal(self, task: Task, future: Future[Tensor], ready: torch.cuda.Event | None) -> bool:
-        """Give a task to the worker whose turn it is; False when the lane has ended."""
-        with self.lock:
-            if self.ended:
-                return False
-            turn = self._num_dealt % len(self.workers)
-            after = (self._last_alone,) if task.overlaps else tuple(self._last)
-            job = _Job(self._num_dealt, task, future, ready, after)
-            self._num_dealt += 1
-            self._last[turn] = job.over
-            if not task.overlaps:
-                self._last_alone = job.over
-            self.workers[turn].jobs.put(job)
-            return True
-
-    def look(self) -> Progress:
-        """The earliest task that is not done, or else the last."""
-        found = [worker.progress for worker in self.workers]
-        under_way = [each for each in found if not each[1].is_done]
-        return min(under_way, key=_number)[1] if under_way else max(found, key=_number)[1]
-
-    def explain(self, closed: ClosedGroup) -> None:
-        """Fail because a peer cannot be reached; both workers may see it, and one of them tells."""
-        with self._explaining:
-            if self.failure.error is None:
-                first = self.look()
-                assert first.place is not None
-                self.fail(self.failure.explain(first.place, closed, self.close))
-
-    def fail(self, error: WireError) -> None:
-        self.failure.set(error)
-        # Closing carries the failure on to every rank that waits for this one.
-        self.close()
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.group.close()
-
-
-class _Worker:
-    """One thread of a worker lane, with its group and its scratch memory."""
-
-    def __init__(self, core: _Core, group: GlooGroup | Alone) -> None:
-        self.group = group
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._core = core
-        self._scratch = Scratch()
-        self._number = -1
-        self._place: Place | None = None
-        self._is_done, self._since = True, time.monotonic()
-
-    @property
-    def progress(self) -> tuple[int, Progress]:
-        """The number of the task this worker is at, and how far that is."""
-        waits_for = self.group.waits_for if isinstance(self.group, GlooGroup) else None
-        return self._number, Progress(self._place, self._is_done, self._since, waits_for)
-
-    def serve(self) -> None:
-        with torch.no_grad():
-            while (job := self.jobs.get()) is not None:
-                for earlier in job.after:
-                    earlier.wait()
-                # Whatever happens, the future is completed: DDP waits for it without a limit.
-                try:
-                    if job.ready is None:
-                        job.future.set_result(self._run(job, job.task.flat))
-                    else:
-                        self._run_staged(job, job.ready)
-                except Exception as error:
-                    self._core.fail(locate(error, job.task.place))
-                    if not job.future.done():
-                        job.future.set_result(job.task.flat)
-                finally:
-                    job.over.set()
-                # Keep nothing of the model alive while waiting for the next bucket.
-                del job
-
-    def _run(self, job: _Job, flat: Tensor) -> Tensor:
-        task, failure = job.task, self._core.failure
-        if failure.error is not None:
-            return flat
-        before, begin = self.group.traffic.copy(), time.perf_counter()
-        self._number, self._place, self._is_done, self._since = job.number, task.place, False, time.monotonic()
-        try:
-            result = task.run(flat, self.group, self._scratch)
-        except ClosedGroup as error:
-            self._core.explain(error)
-            return flat
-        self._is_done, self._since = True, time.monotonic()
-        elapsed = time.perf_counter() - begin
-        task.report(task.place, self.group.traffic.since(before), elapsed)
-        return result
-
-    def _run_staged(self, job: _Job, ready: torch.cuda.Event) -> None:
-        """A CUDA bucket over Gloo: through host memory, on a stream of this thread's own."""
-        flat = job.task.flat
-        stream = torch.cuda.Stream(flat.device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            result = self._run(job, flat.cpu())
-            if not result.is_sparse:
-                result = flat.copy_(result)
-            job.future.set_result(result.to(flat.device))
-
-
-def _over() -> threading.Event:
-    event = threading.Event()
-    event.set()
-    return event
-
-
-def _number(progress: tuple[int, Progress]) -> int:
-    return progress[0]
-
-
-def _end(core: _Core, threads: list[threading.Thread], watch: Watch) -> None:
-    with core.lock:
-        core.ended = True
-        for worker in core.workers:
-            worker.jobs.put(None)
-    # Before the end of the queues, so that what still stands in them is not begun; no peer is told.
-    core.failure.settle()
-    core.failure.error = core.failure.error or WireError("this wire has been detached")
-    core.close()
-    watch.end()
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=5)
-
-
-def in_this_process(end: Callable[..., None]) -> Callable[..., None]:
-    """``end``, which does nothing in a process forked off this one: the connections are not its own."""
-    pid = os.getpid()
-
-    def end_here(*args: object) -> None:
-        if os.getpid() == pid:
-            end(*args)
-
-    return end_here
-
-
-def future_for(value: Tensor) -> Future[Tensor]:
-    """An open future that can hold a tensor on the device of ``value``."""
-    return Future(devices=[value.device]) if value.is_cuda else Future()

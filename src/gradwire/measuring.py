@@ -13,11 +13,12 @@ from torch.futures import Future
 
 from gradwire.codecs import Raw
 from gradwire.exchanges import Context, Scratch, TwoShot
-from gradwire.execution import Lane, Run, Task, report_nothing
+from gradwire.execution import Lane
 from gradwire.layout import BucketLayout
 from gradwire.memory import Memory
 from gradwire.ops import Scale
 from gradwire.stats import ParameterStats
+from gradwire.tasks import Run, Task, report_nothing
 from gradwire.transport import Group
 
 _EXACT = TwoShot(Raw())

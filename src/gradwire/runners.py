@@ -15,7 +15,7 @@ from gradwire import fingerprint
 from gradwire.agreement import require_same
 from gradwire.errors import Place, WireError
 from gradwire.exchanges import Context, Scratch, average_sparse
-from gradwire.execution import Lane, Task, future_for, report_nothing
+from gradwire.execution import Lane
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.loss_scale import LossScale
 from gradwire.measuring import Meter, ScaleOf
@@ -24,6 +24,7 @@ from gradwire.ops import Scale
 from gradwire.recipes import Recipe
 from gradwire.regroup import Regrouping, Timeline, grouping_of
 from gradwire.stats import StatsBook
+from gradwire.tasks import Task, future_for, report_nothing
 from gradwire.transport import Group, Traffic, gather
 
 Talk = Callable[[Group, torch.device], None]
