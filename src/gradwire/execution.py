@@ -30,7 +30,7 @@ from gradwire.workers import WorkerLane
 
 log = logging.getLogger("gradwire")
 
-# Three gain nothing more, for half as much scratch memory again.
+# Each has scratch memory of its own, about what the largest bucket takes on the wire, twice.
 NUM_IN_FLIGHT = 2
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.errors import Place, WireError, locate
+from gradwire.errors import WireError, locate
 from gradwire.exchanges import Scratch
 from gradwire.failure import Failure
 from gradwire.tasks import Task, future_for, in_this_process
@@ -111,7 +112,8 @@ class _Core:
         """The earliest task that is not done, or else the last."""
         found = [worker.progress for worker in self.workers]
         under_way = [each for each in found if not each[1].is_done]
-        return min(under_way, key=_number)[1] if under_way else max(found, key=_number)[1]
+        by_number = operator.itemgetter(0)
+        return (min(under_way, key=by_number) if under_way else max(found, key=by_number))[1]
 
     def explain(self, closed: ClosedGroup) -> None:
         """Fail because a peer cannot be reached; all workers see it, and one says where this rank stands."""
@@ -138,15 +140,14 @@ class _Worker:
         self.group = group
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._scratch = Scratch()
-        self._number = -1
-        self._place: Place | None = None
-        self._is_done, self._since = True, time.monotonic()
+        self._at = -1, Progress(None, True, time.monotonic())
 
     @property
     def progress(self) -> tuple[int, Progress]:
-        """The number of the task this worker is at, and how far that is."""
+        """The number of the task that this worker is at, or has done last, and how far that is."""
+        number, progress = self._at
         waits_for = self.group.waits_for if isinstance(self.group, GlooGroup) else None
-        return self._number, Progress(self._place, self._is_done, self._since, waits_for)
+        return number, replace(progress, waits_for=waits_for)
 
     def serve(self, core: _Core) -> None:
         with torch.no_grad():
@@ -173,18 +174,13 @@ class _Worker:
         if core.failure.error is not None:
             return flat
         before, begin = self.group.traffic.copy(), time.perf_counter()
-        self._number, self._place, self._is_done, self._since = (
-            job.number,
-            task.place,
-            False,
-            time.monotonic(),
-        )
+        self._at = job.number, Progress(task.place, False, time.monotonic())
         try:
             result = task.run(flat, self.group, self._scratch)
         except ClosedGroup as error:
             core.explain(error)
             return flat
-        self._is_done, self._since = True, time.monotonic()
+        self._at = job.number, Progress(task.place, True, time.monotonic())
         elapsed = time.perf_counter() - begin
         task.report(task.place, self.group.traffic.since(before), elapsed)
         return result
@@ -205,10 +201,6 @@ def _over() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
-
-
-def _number(progress: tuple[int, Progress]) -> int:
-    return progress[0]
 
 
 def _end(core: _Core, threads: list[threading.Thread], watch: Watch) -> None:
