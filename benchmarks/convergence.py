@@ -181,7 +181,7 @@ def train(
 def chosen_recipes(names: list[str]) -> list[str]:
     known = []
     for name in names:
-        if name.partition(":")[0] in gradwire.RECIPES:
+        if name.partition(":")[0] in gradwire.RECIPES or name.startswith(("route(", "schedule(")):
             known.append(str(gradwire.recipe(name)))
         else:
             print(f"there is no recipe {name}: skipped")

@@ -34,6 +34,7 @@ FLOORS = [
     "stats",
     "measuring",
     "regroup",
+    "joint",
     "runners",
     "hook_runner",
     "stepping",

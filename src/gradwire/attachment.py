@@ -141,6 +141,7 @@ def attach(
             num_transient=num_transient(ddp),
             loss_scale=options.loss_scale(),
             meter=meter,
+            may_wait=True,
         )
     else:
         # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.

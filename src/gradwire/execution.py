@@ -37,6 +37,9 @@ NUM_IN_FLIGHT = 2
 class Lane(Protocol):
     """A place where exchanges run, in the order in which they come."""
 
+    shares_messages: bool
+    """Whether buckets had better wait for one another than send messages of few bytes."""
+
     @property
     def failure(self) -> WireError | None:
         """The first error of this lane; once set, it stays."""
@@ -99,6 +102,8 @@ def open_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
 
 class StreamLane:
     """A side stream per device: work is enqueued in order and the host never waits."""
+
+    shares_messages = True
 
     def __init__(self, group: NcclGroup | Alone, failure: Failure, timeout: timedelta) -> None:
         self._group = group

@@ -31,7 +31,7 @@ class NonfinitePolicy:
         self.num_skipped = 0
         self._mode = mode
         self._ddp = weakref.ref(ddp)  # the model's hook holds this
-        self._pending: tuple[int, list[str], Tensor] | None = None
+        self._pending: tuple[int, list[str], Tensor, torch.cuda.Event] | None = None
 
     def look(self, step: int) -> None:
         """Skip or raise if a gradient is not finite.
@@ -48,17 +48,22 @@ class NonfinitePolicy:
         values = [g.coalesce().values() if g.is_sparse else g for g in grads if g is not None]
         # The largest magnitude: one pass over memory, and NaN where there is one.
         is_finite = torch.stack([n.float() for n in torch._foreach_norm(values, ord=float("inf"))]).isfinite()
-        found = step, [canonical_name(name) for name, _ in named], is_finite
         if self._mode == "skip":
             if not bool(is_finite.all()):
                 self.num_skipped += 1
                 for _, parameter in named:
                     parameter.grad = None
             return
-        if is_finite.is_cuda:
-            found, self._pending = self._pending, found  # type: ignore[assignment]
-        if found is not None:
-            _raise_unless_finite(*found)
+        names = [canonical_name(name) for name, _ in named]
+        if not is_finite.is_cuda:
+            _raise_unless_finite(step, names, is_finite)
+            return
+        before = self._pending
+        copied = is_finite.to("cpu", non_blocking=True)
+        self._pending = step, names, copied, torch.cuda.current_stream(is_finite.device).record_event()
+        if before is not None:
+            before[-1].synchronize()  # long over: a whole step lies between
+            _raise_unless_finite(*before[:-1])
 
 
 def _raise_unless_finite(step: int, names: list[str], is_finite: Tensor) -> None:

@@ -29,7 +29,8 @@ from gradwire.tasks import future_for
 Grouping = tuple[tuple[str, tuple[str, ...]], ...]
 """Of every bucket its dtype and its parameters' names, in order."""
 
-Submit = Callable[[Tensor, BucketLayout, Place], "Future[Tensor]"]
+Submit = Callable[[Tensor, BucketLayout, Place, bool], "Future[Tensor]"]
+"""Exchange a bucket; at last, whether it is the step's last one."""
 Fail = Callable[[WireError], None]
 
 
@@ -117,7 +118,7 @@ class Regrouping:
 def _begin(arrivals: list[_Arrival], grouping: Grouping, submit: Submit, fail: Fail) -> None:
     if grouping_of(arrival.layout for arrival in arrivals) == grouping:
         for arrival in arrivals:
-            done = submit(arrival.flat, arrival.layout, arrival.place)
+            done = submit(arrival.flat, arrival.layout, arrival.place, arrival is arrivals[-1])
             done.add_done_callback(functools.partial(_pass_on, arrival.future))
         return
     # A sparse gradient has a bucket of its own in every grouping.
@@ -142,7 +143,7 @@ def _begin(arrivals: list[_Arrival], grouping: Grouping, submit: Submit, fail: F
             flat = torch.empty(layout.numel, dtype=layout.dtype, device=arrivals[0].flat.device)
             for name, view in layout.views(flat).items():
                 view.copy_(views[name])
-        exchanged.append((layout, submit(flat, layout, place)))
+        exchanged.append((layout, submit(flat, layout, place, index == len(grouping) - 1)))
 
     def finish(last: Future[Tensor]) -> None:
         # torch would only log what is raised here, and DDP would wait for ever.

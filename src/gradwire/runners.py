@@ -14,8 +14,9 @@ from torch.futures import Future
 from gradwire import fingerprint
 from gradwire.agreement import require_same
 from gradwire.errors import Place, WireError
-from gradwire.exchanges import Context, Scratch, average_sparse
+from gradwire.exchanges import Context, Scratch, average_sparse, rounds_of, shared_bytes
 from gradwire.execution import Lane
+from gradwire.joint import Bucket, Joint
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.loss_scale import LossScale
 from gradwire.measuring import Meter, ScaleOf
@@ -73,12 +74,14 @@ class RecipeRunner:
         num_transient: int = 0,
         loss_scale: LossScale | None = None,
         meter: Meter | None = None,
+        may_wait: bool = False,
     ) -> None:
         """Run on ``lane``, which a recipe that does not communicate may do without.
 
         ``may_skip`` says that a parameter may have no gradient on any rank in a step; ``memory`` is what
         there is to remember already; after ``num_transient`` steps the reducer rebuilds its buckets;
-        ``loss_scale`` is what residuals follow, and ``meter`` compares averages with exact ones.
+        ``loss_scale`` is what residuals follow, and ``meter`` compares averages with exact ones. ``may_wait``
+        says that nobody waits for a bucket before the last one has begun.
         """
         assert lane is not None or not recipe.exchange.communicates
         self.stats = StatsBook()
@@ -92,6 +95,8 @@ class RecipeRunner:
         self.loss_scale = loss_scale
         self._meter = meter
         self._regrouping = Regrouping()
+        self._joint = Joint()
+        self._may_wait = may_wait
         self._agreed: dict[int, tuple[Recipe, BucketLayout]] = {}
 
     @property
@@ -119,28 +124,51 @@ class RecipeRunner:
         if is_last:
             self.timeline.arrived(place.step, grouping_of(self._layouts.current()))
         if grouping is None:
-            return self._submit(active, flat, layout, place)
-        submit = functools.partial(self._submit, active)
+            return self._begin(active, flat, layout, place, is_last)
+        submit = functools.partial(self._begin, active)
         return self._regrouping.add(flat, layout, place, grouping, submit, self.fail, is_last=is_last)
+
+    def _begin(
+        self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place, is_last: bool
+    ) -> Future[Tensor]:
+        """Exchange a bucket as it arrives, or with others if they share messages."""
+        lane, exchange = self._lane, self._recipe.exchange
+        assert lane is not None
+        if layout.index == 0 and self.loss_scale is not None:
+            self._start_talk(self._follow_loss_scale, place, flat.device)
+        if not (self._may_wait and lane.shares_messages):
+            return self._submit(active, flat, layout, place)
+        is_measured = self._meter is not None and self._meter.is_due(place.step)
+        num_bytes = 0 if flat.is_sparse or is_measured else shared_bytes(exchange, layout, place.step)
+        if not num_bytes:
+            if is_last:
+                self._joint.release(lane, self._record)
+            return self._submit(active, flat, layout, place)
+        self._require_same_layout(layout, place, flat.device)
+        context_of = functools.partial(self._context, functools.partial(self._scale, active), layout, place)
+        bucket = Bucket(flat, place, context_of, functools.partial(rounds_of, exchange))
+        return self._joint.add(lane, bucket, num_bytes, self._record, is_last=is_last)
 
     def _submit(
         self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place
     ) -> Future[Tensor]:
         assert self._lane is not None
+        self._require_same_layout(layout, place, flat.device)
+        scale_of = functools.partial(self._scale, active)
+        run = functools.partial(self._average, scale_of, layout, place)
+        task = Task(flat, run, place, self._record, overlaps=True)
+        if self._meter is not None and self._meter.is_due(place.step) and not flat.is_sparse:
+            return self._meter.submit(self._lane, task, layout, self.memory, scale_of)
+        return self._lane.submit(task)
+
+    def _require_same_layout(self, layout: BucketLayout, place: Place, device: torch.device) -> None:
+        """Compare a bucket that is new with the other ranks', before anything of it is sent."""
         if self._layouts.are_named and self._agreed.get(layout.index) != (self._recipe, layout):
             # Ranks that would send messages of different sizes must not begin. Nobody waits for this: if it
             # fails, the lane runs nothing more.
             self._agreed[layout.index] = self._recipe, layout
             claim = {**fingerprint.of_recipe(self._recipe), **fingerprint.of_bucket(layout)}
-            self._start_talk(functools.partial(require_same, claim), place, flat.device)
-        if layout.index == 0 and self.loss_scale is not None:
-            self._start_talk(self._follow_loss_scale, place, flat.device)
-        scale_of = functools.partial(self._scale, active)
-        run = functools.partial(self._average, scale_of, layout, place.step)
-        task = Task(flat, run, place, self._record, overlaps=True)
-        if self._meter is not None and self._meter.is_due(place.step) and not flat.is_sparse:
-            return self._meter.submit(self._lane, task, layout, self.memory, scale_of)
-        return self._lane.submit(task)
+            self._start_talk(functools.partial(require_same, claim), place, device)
 
     def confer(self, talk: Talk, place: Place, device: torch.device) -> None:
         self._start_talk(talk, place, device).wait()
@@ -161,17 +189,28 @@ class RecipeRunner:
         self,
         scale_of: ScaleOf,
         layout: BucketLayout,
-        step: int,
+        place: Place,
         flat: Tensor,
         group: Group,
         scratch: Scratch,
     ) -> Tensor:
-        scale = scale_of(flat, group)
+        context = self._context(scale_of, layout, place, flat, group, scratch)
         if flat.is_sparse:
-            return average_sparse(flat, group, scale)
-        context = Context(group, scratch, scale, layout, self.memory, step, self._may_skip)
+            return average_sparse(flat, group, context.scale)
         self._recipe.exchange.run(flat, context)
         return flat
+
+    def _context(
+        self,
+        scale_of: ScaleOf,
+        layout: BucketLayout,
+        place: Place,
+        flat: Tensor,
+        group: Group,
+        scratch: Scratch,
+    ) -> Context:
+        scale = scale_of(flat, group)
+        return Context(group, scratch, scale, layout, self.memory, place.step, self._may_skip)
 
     def _scale(self, active: bool | None, flat: Tensor, group: Group) -> Scale:
         if active is not None:

@@ -30,6 +30,8 @@ class WorkerLane:
     messages, the next is encoded and sent, and each group's messages are in one order on every rank.
     """
 
+    shares_messages = False
+
     def __init__(
         self, groups: Sequence[GlooGroup | Alone], failure: Failure, timeout: timedelta, name: str
     ) -> None:

@@ -24,7 +24,7 @@ from gradwire.ops import BlockFormat, Seed
 from gradwire.ops.cuda import blocks as cuda_blocks
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.testing import cases, check_hook, run_ranks
-from tests.gpu import face, lowrank
+from tests.gpu import face, faults, lowrank, resume, telemetry, trust
 from tests.rows import ROWS
 
 
@@ -220,6 +220,10 @@ def main():
         "Gloo on CUDA": lambda: run_ranks(job_gloo_on_cuda, 2, timeout=120),
         **face.CHECKS,
         **lowrank.CHECKS,
+        **trust.CHECKS,
+        **telemetry.CHECKS,
+        **resume.CHECKS,
+        **faults.CHECKS,
     }
     for name, check in checks.items():
         if only and name.split()[0] not in only:

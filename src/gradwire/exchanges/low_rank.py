@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gradwire import ops
-from gradwire.codecs import Raw
+from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.matrices import Plan, plan_of
-from gradwire.exchanges.one_shot import one_round_pays, sum_bytes, sum_values
+from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
+from gradwire.exchanges.rounds import Round, Sum, sum_rounds
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.layout import BucketLayout, Slot
@@ -57,9 +59,15 @@ class LowRank:
     whole: bool = False
     """One matrix for all of a bucket, instead of one for each parameter."""
     num_rounds: Literal[1, 2] = 2
+    factors: Codec | None = None
+    """What factors travel as, if not as they are; those of fp64 buckets always do."""
 
     communicates = True
-    kernels: ClassVar[frozenset[ops.Family]] = frozenset({"casts", "low_rank"})
+
+    @property
+    def kernels(self) -> frozenset[ops.Family]:
+        own: frozenset[ops.Family] = frozenset({"casts", "low_rank"})
+        return own if self.factors is None else own | self.factors.kernels
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start", 0), ("min_compression_rate", 0)):
@@ -70,12 +78,23 @@ class LowRank:
 
     def plan(self, layout: BucketLayout) -> Plan:
         """What becomes of each value of a bucket."""
-        return plan_of(layout, self.rank, self.min_compression_rate, self.whole)
+        codec = self._codec(layout.dtype)
+        share = 1.0 if codec is None else codec.wire_bytes(1 << 10) / (4 << 10)
+        return plan_of(layout, self.rank, self.min_compression_rate * share, self.whole)
+
+    def _codec(self, dtype: torch.dtype) -> Codec | None:
+        """What factors of a bucket of this dtype travel as."""
+        if self.factors is None or torch.promote_types(dtype, torch.float32) != torch.float32:
+            return None
+        return self.factors.resolve(torch.float32)
 
     def run(self, flat: Tensor, context: Context) -> None:
+        sum_rounds([self.rounds(flat, context)], context)
+
+    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+        """`run`, but for the sums over ranks: each message has become one when this goes on."""
         plan = self.plan(context.layout)
-        compresses = context.step >= self.start and not flat.is_complex() and context.group.size > 1
-        if not compresses or not plan.batches:
+        if context.group.size == 1 or self._is_plain(context.layout, context.step):
             _PLAIN.run(flat, context)
             return
         # At least fp32: whatever the bucket is, products and residuals are not rounded to 16 bits.
@@ -94,7 +113,18 @@ class LowRank:
             else contextlib.nullcontext()
         )
         with skipping:
-            _Averaging(self, plan, flat, sums, context).run()
+            yield from _Averaging(self, plan, flat, sums, context).rounds()
+
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        """How much a bucket has in the messages of `rounds`."""
+        if self._is_plain(layout, step):
+            return 0
+        codec, work = self._codec(layout.dtype), torch.promote_types(layout.dtype, torch.float32)
+        summed = self._num_summed(self.plan(layout), step)
+        return sum(
+            exact * work.itemsize + (factor * work.itemsize if codec is None else codec.wire_bytes(factor))
+            for factor, exact in summed
+        )
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         """For a bucket that holds one vector; what others send depends on shapes: see `bucket_bytes`."""
@@ -103,29 +133,45 @@ class LowRank:
 
     def bucket_bytes(self, layout: BucketLayout, rank: int, world_size: int, step: int | None = None) -> int:
         """The exact number of bytes this rank sends for a bucket, by default in a step that compresses."""
-        plan, work = self.plan(layout), torch.promote_types(layout.dtype, torch.float32)
         if world_size == 1:
             return 0
-        if not plan.batches or (step is not None and step < self.start) or layout.dtype.is_complex:
+        if self._is_plain(layout, step):
             return _PLAIN.wire_bytes(layout.numel, layout.dtype, rank, world_size)
-        sums = self._num_summed(plan, step or 0)
-        return sum(sum_bytes(numel, work, rank, world_size) for numel in sums)
+        codec, work = self._codec(layout.dtype), torch.promote_types(layout.dtype, torch.float32)
+        summed = self._num_summed(self.plan(layout), step or 0)
+        if codec is None:
+            return sum(sum_bytes(factor + exact, work, rank, world_size) for factor, exact in summed)
+        return sum(
+            TwoShot(codec).wire_bytes(factor, work, rank, world_size)
+            + sum_bytes(exact, work, rank, world_size)
+            for factor, exact in summed
+        )
 
     def bucket_rounds(self, layout: BucketLayout, world_size: int, step: int | None = None) -> int:
         """How many messages this rank sends to each other rank, by default in a step that compresses."""
-        plan, work = self.plan(layout), torch.promote_types(layout.dtype, torch.float32)
-        if not plan.batches or (step is not None and step < self.start) or layout.dtype.is_complex:
+        if self._is_plain(layout, step):
             return 2
-        sums = self._num_summed(plan, step or 0)
-        return sum(1 if one_round_pays(numel * work.itemsize, world_size) else 2 for numel in sums)
+        codec, work = self._codec(layout.dtype), torch.promote_types(layout.dtype, torch.float32)
+        num_rounds = 0
+        for factor, exact in self._num_summed(self.plan(layout), step or 0):
+            together = exact if codec is not None else factor + exact
+            if together:
+                num_rounds += 1 if one_round_pays(together * work.itemsize, world_size) else 2
+            num_rounds += 2 * (codec is not None)
+        return num_rounds
 
-    def _num_summed(self, plan: Plan, step: int) -> list[int]:
-        """How many values each sum over ranks has, in a step that compresses."""
+    def _is_plain(self, layout: BucketLayout, step: int | None) -> bool:
+        """Whether nothing of a bucket is compressed; ``step`` None stands for one that compresses."""
+        too_early = step is not None and step < self.start
+        return too_early or layout.dtype.is_complex or not self.plan(layout).batches
+
+    def _num_summed(self, plan: Plan, step: int) -> list[tuple[int, int]]:
+        """Of each round of a step that compresses, how many values of factors it sums, and of others."""
         extra = plan.num_matrices + plan.num_plain
         if self.num_rounds == 2:
-            return [plan.left.numel + extra, plan.right.numel]
+            return [(plan.left.numel, extra), (plan.right.numel, 0)]
         found = plan.left if self._found(step) == "left" else plan.right
-        return [found.numel + extra]
+        return [(found.numel, extra)]
 
     def _found(self, step: int) -> Side:
         """With one round, the side that this step finds."""
@@ -142,16 +188,17 @@ class _Averaging:
         self._sums = sums
         self._context = context
         self._kernels = ops.low_rank(flat, sums)
+        self._codec = options._codec(flat.dtype)
 
-    def run(self) -> None:
+    def rounds(self) -> Iterator[Round]:
         batches = self._plan.batches
         side = self._options._found(self._context.step) if self._options.num_rounds == 1 else "left"
         basis = self._start(OTHER[side])
-        factor, own, votes = self._find_first(side, basis)
+        factor, own, votes = yield from self._find_first(side, basis)
         if self._options.num_rounds == 2:
             self._kernels.orthogonalize(batches, side, factor, None)
             side, basis = "right", factor
-            factor, own = self._find_second(basis)
+            factor, own = yield from self._find_second(basis)
         kept = self._remembered(side) if self._options.warm_start else None
         self._kernels.judge(batches, side, factor, votes, kept)
         sums = self._sums if self._options.feedback else None
@@ -182,7 +229,7 @@ class _Averaging:
             flat[slot.offset : slot.offset + slot.numel].normal_(generator=generator)
         return flat
 
-    def _find_first(self, side: Side, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _find_first(self, side: Side, basis: Tensor) -> Generator[Round, None, tuple[Tensor, Tensor, Tensor]]:
         """The factor of this side, of all ranks and of this one, and the votes; sends the rest too."""
         plan, kernels = self._plan, self._kernels
         sizes = [self._layout(side).numel, plan.num_matrices, plan.num_plain]
@@ -194,18 +241,30 @@ class _Averaging:
         _copy(outside, inside)
         take_over_residuals(plain, replace(self._context, layout=plan.plain), None)
         # In two rounds, what is found first is but where the second begins.
-        own = factor if self._options.num_rounds == 2 else self._scratch("own", factor.numel()).copy_(factor)
-        sum_values(message, self._context)
+        own = None if self._options.num_rounds == 2 else self._scratch("own", factor.numel())
+        yield from self._sum(factor, own, message)
         _copy(inside, outside)
-        return factor, own, votes
+        return factor, factor if own is None else own, votes
 
-    def _find_second(self, left: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_second(self, left: Tensor) -> Generator[Round, None, tuple[Tensor, Tensor]]:
         """The right factor, of all ranks together and of this one."""
-        message = self._scratch("second", self._plan.right.numel)
-        self._kernels.project_back(self._plan.batches, self._sums, left, message)
-        own = self._scratch("own", message.numel()).copy_(message)
-        sum_values(message, self._context)
-        return message, own
+        factor = self._scratch("second", self._plan.right.numel)
+        self._kernels.project_back(self._plan.batches, self._sums, left, factor)
+        own = self._scratch("own", factor.numel())
+        yield from self._sum(factor, own, factor)
+        return factor, own
+
+    def _sum(self, factor: Tensor, own: Tensor | None, message: Tensor) -> Iterator[Round]:
+        """Sum a message that begins with a factor; ``own`` becomes what this rank has given to the factor."""
+        if own is not None:
+            own.copy_(factor)
+        if self._codec is None:
+            yield (Sum(message),)
+            return
+        left_out = None if own is None else self._scratch("left out", factor.numel())
+        yield Sum(factor, self._codec, left_out), Sum(message[factor.numel() :])
+        if own is not None and left_out is not None:
+            own.sub_(left_out)
 
     def _runs(self, plain: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """What is sent as it is, in the message and in the bucket."""

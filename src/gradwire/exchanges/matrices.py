@@ -41,8 +41,11 @@ class Plan:
 
 
 def pays(rows: int, columns: int, rank: int, min_compression_rate: float) -> bool:
-    """Whether the factors of a matrix are that much smaller than the matrix."""
-    return (rows + columns) * min(rows, columns, rank) * min_compression_rate < rows * columns
+    """Whether the factors of a matrix are that much smaller than the matrix; a vector has none."""
+    return (
+        min(rows, columns) > 1
+        and (rows + columns) * min(rows, columns, rank) * min_compression_rate < rows * columns
+    )
 
 
 # Never forgotten: plans are keys, and a model may have more buckets than any number chosen here.

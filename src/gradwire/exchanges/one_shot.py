@@ -22,17 +22,17 @@ _TWO_SHOT = TwoShot(Raw())
 def sum_values(values: Tensor, context: Context) -> None:
     """Replace ``values`` by the sum over ranks of ``values * scale``, in one round or two.
 
-    In rank order, in fp32 or fp64, whichever ``values`` are; over NCCL by its own allreduce.
+    In rank order, in fp32 or fp64, whichever ``values`` are; over NCCL two rounds are its own allreduce.
     """
     group = context.group
     num_bytes = values.numel() * values.element_size()
     if group.size == 1:
         average_alone(values, None, context)
         return
-    if group.native_sum is not None:
-        group.native_sum(values.mul_(context.scale))
-        return
     if not one_round_pays(num_bytes, group.size):
+        if group.native_sum is not None:
+            group.native_sum(values.mul_(context.scale))
+            return
         # Not `run`, which would take these for the bucket, and residuals of the bucket for theirs.
         _TWO_SHOT.average(values, None, context)
         return

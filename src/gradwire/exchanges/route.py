@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.rounds import Round, rounds_of, shared_bytes, sum_rounds
 from gradwire.exchanges.selector import Selector
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops import Family
@@ -53,11 +54,15 @@ class Route:
         return _split(self, layout)
 
     def run(self, flat: Tensor, context: Context) -> None:
+        sum_rounds([self.rounds(flat, context)], context)
+
+    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+        """`run`, but for the sums over ranks that its exchanges leave to others."""
         parts = self.split(context.layout)
         for number, (exchange, layout, places) in enumerate(parts):
             inner = replace(context, layout=layout)
             if len(parts) == 1:
-                exchange.run(flat, inner)
+                yield from rounds_of(exchange, flat, inner)
                 return
             size = layout.numel * flat.element_size()
             part = context.scratch.bytes(f"route{number}", size, flat.device).view(flat.dtype)
@@ -70,9 +75,13 @@ class Route:
             ]
             for whole, own in pairs:
                 own.copy_(whole)
-            exchange.run(part, inner)
+            yield from rounds_of(exchange, part, inner)
             for whole, own in pairs:
                 whole.copy_(own)
+
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        """How much a bucket has in the messages of `rounds`."""
+        return sum(shared_bytes(exchange, part, step) for exchange, part, _ in self.split(layout))
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         raise ValueError("what a route sends depends on the parameters, not on their number: see Wire.plan()")

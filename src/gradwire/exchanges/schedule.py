@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.rounds import Round, rounds_of, shared_bytes, sum_rounds
+from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 
 if TYPE_CHECKING:
@@ -31,8 +34,18 @@ class Schedule:
         return frozenset().union(*(exchange.kernels for _, exchange in self.stages))
 
     def run(self, flat: Tensor, context: Context) -> None:
-        exchange = next(each for start, each in reversed(self.stages) if start <= context.step)
-        exchange.run(flat, context)
+        sum_rounds([self.rounds(flat, context)], context)
+
+    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+        """`run`, but for the sums over ranks that the stage leaves to others."""
+        yield from rounds_of(self._stage(context.step), flat, context)
+
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        """How much a bucket has in the messages of `rounds`."""
+        return shared_bytes(self._stage(step), layout, step)
+
+    def _stage(self, step: int) -> Exchange:
+        return next(each for start, each in reversed(self.stages) if start <= step)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         """The bytes of the stage that sends most."""

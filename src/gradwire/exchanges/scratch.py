@@ -14,6 +14,11 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._parts: dict[int, Scratch] = {}
+
+    def part(self, number: int) -> Scratch:
+        """Buffers of their own, for one of several buckets that are exchanged side by side."""
+        return self._parts.setdefault(number, Scratch())
 
     def bytes(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """A buffer of ``num_bytes`` bytes, its content undefined."""

@@ -7,6 +7,7 @@ shapes: programs find theirs in a table, which is copied to the device once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -235,6 +236,12 @@ def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | 
         )
 
 
+def _on(device: torch.device, table: Sequence[tuple[int, ...]]) -> Tensor:
+    """A table on the device, for which the host does not wait."""
+    rows = torch.tensor(table, dtype=torch.int64)
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+
+
 @functools.cache
 def _tiles(batches: Batches, device: torch.device) -> Tensor:
     """Of each tile: matrix, rows, columns, first row and column, starts of values, sums, factors; rank."""
@@ -256,7 +263,7 @@ def _tiles(batches: Batches, device: torch.device) -> Tensor:
         for row in range(0, batch.rows, _ROWS)
         for column in range(0, batch.columns, _COLUMNS)
     ]
-    return torch.tensor(tiles, dtype=torch.int64, device=device)
+    return _on(device, tiles)
 
 
 @functools.cache
@@ -272,7 +279,7 @@ def _matrices(batches: Batches, side: Side, block: int, device: torch.device) ->
         for k in range(len(batch.matrices))
         if block in (0, _block(batch.length(side)))
     ]
-    return torch.tensor(matrices, dtype=torch.int64, device=device)
+    return _on(device, matrices)
 
 
 @functools.cache

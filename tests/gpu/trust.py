@@ -1,0 +1,310 @@
+"""What docs/reliability.md promises, on CUDA: agreement, the same gradients, policies, no waiting.
+
+`CHECKS` is run by tests/gpu/run.py. Jobs take the device, so that their logic can be tried on a CPU.
+"""
+
+import math
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.testing import run_ranks
+
+NUM_STEPS = 7
+FAULTY_STEP = 3  # DDP has rebuilt its buckets, and every step is exchanged as it arrives
+WITH_MEMORY = ("int4", "sign:feedback=true", "powersgd:rank=1")
+
+
+def group_of(rank, device, timeout_s=60.0):
+    timeout = timedelta(seconds=timeout_s)
+    if device == "cpu":
+        return dist.new_group(backend="gloo", timeout=timeout)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # runs are compared bit for bit
+    os.environ["NCCL_HOSTID"] = str(rank)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    return dist.new_group(backend="nccl", timeout=timeout)
+
+
+def model_of(group, device, **options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2))
+    options = {"bucket_cap_mb": 0.001, **options}
+    return DistributedDataParallel(net.to(device), process_group=group, **options)
+
+
+def loss_of(model, step):
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
+    batch = torch.randn(4, 10, generator=generator)
+    return model(batch.to(next(model.parameters()).device)).square().mean()
+
+
+def backward(model, step=0, factor=1.0):
+    model.zero_grad()
+    (loss_of(model, step) * factor).backward()
+
+
+def raised_by(act, kind=gradwire.WireError):
+    """The text of the error."""
+    try:
+        act()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def gradients_of(model):
+    return {name: p.grad.double() for name, p in model.module.named_parameters()}
+
+
+def held_back(wire, like):
+    """This rank's residuals in fp64 by parameter, zeros where there are none."""
+    (memory,) = wire.state_dict()["memory"].values()
+    held = {name: torch.zeros_like(value) for name, value in like.items()}
+    for key, tensors in memory.items():
+        if key.startswith("residual:"):
+            held.update((name, tensor.double().to(held[name].device)) for name, tensor in tensors.items())
+    return held
+
+
+def assert_nothing_lost(what, wanted, sent, held):
+    """The sum of all results and of what the ranks still hold back is the sum of all means."""
+    for name in wanted[0]:
+        left = held[name].cpu().clone()
+        dist.all_reduce(left)
+        total, came = (sum(each[name].cpu() for each in steps) for steps in (wanted, sent))
+        error = (came + left / dist.get_world_size() - total).abs().max() / total.abs().max()
+        assert error < 1e-5, (what, name, float(error))
+
+
+# --- agreement ---
+
+
+def job_agreement(rank, device="cuda"):
+    group = group_of(rank, device)
+
+    def refused(**changes):
+        """What both ranks are told when rank 1 attaches something else."""
+        options = {"recipe": "bf16", **(changes if rank == 1 else {})}
+        text = raised_by(lambda: gradwire.attach(model_of(group, device), **options), ValueError)
+        assert text.startswith(f"rank {rank}: ranks call gradwire.attach with different things: "), text
+        return text.partition("things: ")[2]
+
+    assert refused(recipe="int4") == "recipe is bf16 on rank(s) 0, int4 on rank(s) 1"
+    assert refused(verify_every=5) == "verify_every is 0 on rank(s) 0, 5 on rank(s) 1"
+    assert refused(on_nonfinite="skip") == "on_nonfinite is propagate on rank(s) 0, skip on rank(s) 1"
+
+    model = model_of(group, device)
+    with gradwire.attach(model, "fp32") as wire:
+        text = raised_by(lambda: wire.swap("fp16" if rank == 1 else "int8"), ValueError)
+        assert "call Wire.swap with different things: recipe is int8 on rank(s) 0, fp16 on" in text, text
+        assert wire.recipe == gradwire.fp32()
+        backward(model)
+
+    # Without a rebuild, DDP leaves each rank the buckets that it was told to make.
+    def averaging(state, bucket):
+        flat = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(flat, group=group, async_op=True).get_future().then(lambda f: f.value()[0])
+
+    for what in ("int8", "fp32", averaging):
+        cap = 25 if rank == 1 else 0.001
+        model = model_of(group, device, bucket_cap_mb=cap, find_unused_parameters=True)
+        wire = gradwire.attach(model, what)
+        text = raised_by(lambda model=model: backward(model))
+        assert text.startswith(f"rank {rank}, step 0, bucket 0, hook "), text
+        assert "ValueError: ranks do not agree: bucket 0 is shape (92,), float32 of 3 parameters on" in text
+        assert "on rank(s) 0, shape (1322,), float32 of 6 parameters on rank(s) 1" in text, text
+        wire.detach()
+
+
+# --- gradients that are not the same ---
+
+
+def corrupt(flat, step, *, has_first):
+    """The last bit of the last value of the bucket that holds the first parameters, on rank 1."""
+    if dist.get_rank() == 1 and step >= FAULTY_STEP and has_first:
+        flat.view(torch.int32)[-1] ^= 1
+
+
+class Corrupting:
+    """Averages as fp32 does, and then changes one value on one rank."""
+
+    communicates = True
+    kernels = gradwire.fp32().exchange.kernels
+
+    def __repr__(self):
+        return "Corrupting()"
+
+    def run(self, flat, context):
+        gradwire.fp32().exchange.run(flat, context)
+        has_first = any(slot.name == "0.weight" for slot in context.layout.slots)
+        corrupt(flat, context.step, has_first=has_first)
+
+
+def corrupting_hook(group):
+    num_steps = 0
+
+    def hook(state, bucket):
+        nonlocal num_steps
+        num_steps += bucket.index() == 0
+        is_last = bucket.is_last()
+
+        def change(done, step=num_steps - 1, has_first=is_last):
+            corrupt(done.value()[0], step, has_first=has_first)
+            return done.value()[0]
+
+        flat = bucket.buffer().div_(dist.get_world_size())
+        return dist.all_reduce(flat, group=group, async_op=True).get_future().then(change)
+
+    return hook
+
+
+def job_verify(rank, device="cuda"):
+    group = group_of(rank, device)
+    for what in (gradwire.Recipe("corrupting", Corrupting()), corrupting_hook(group)):
+        model = model_of(group, device)
+        with gradwire.attach(model, what, verify_every=2) as wire:
+            for step in range(FAULTY_STEP + 1):  # it is not looked at in step 3
+                backward(model, step)
+            text = raised_by(lambda model=model: backward(model, FAULTY_STEP + 1))
+            assert text.startswith(f"rank {rank}, step {FAULTY_STEP + 1}: the averaged gradient of 0."), text
+            assert "is not the same on every rank: one on rank(s) 0, another on rank(s) 1." in text
+            assert wire.failure is None
+            backward(model, FAULTY_STEP + 2)  # the wire goes on
+    for recipe in ("int4", "fp32", "powersgd"):
+        model = model_of(group, device)
+        with gradwire.attach(model, recipe, verify_every=1):
+            for step in range(5):
+                backward(model, step)
+
+
+# --- gradients that are not finite, and losses that are scaled ---
+
+
+def job_nonfinite(rank, device="cuda"):
+    group = group_of(rank, device)
+    for recipe in ("int4", "fp32"):
+        model = model_of(group, device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with gradwire.attach(model, recipe, on_nonfinite="skip") as wire:
+            for step in range(6):
+                is_bad = step in (2, 4)
+                before = [p.detach().clone() for p in model.parameters()]
+                backward(model, step, math.nan if is_bad and rank == 1 else 1.0)
+                assert all((p.grad is None) == is_bad for p in model.parameters()), (recipe, step)
+                optimizer.step()
+                pairs = zip(before, model.parameters(), strict=True)
+                assert all(torch.equal(b, p) for b, p in pairs) == is_bad, (recipe, step)
+            assert wire.stats().num_skipped == 2
+
+    model = model_of(group, device)
+    with gradwire.attach(model, "int4", on_nonfinite="raise") as wire:
+        backward(model, 0)
+        if device == "cpu":
+            text = raised_by(lambda: backward(model, 1, math.inf if rank == 1 else 1.0), FloatingPointError)
+        else:  # where nobody waits for the device, it comes with the next step
+            backward(model, 1, math.inf if rank == 1 else 1.0)
+            text = raised_by(lambda: backward(model, 2), FloatingPointError)
+        assert text.startswith("step 1: the averaged gradient of 0.weight and "), text
+        assert wire.failure is None
+        for step in (3, 4):
+            backward(model, step)
+
+    model = model_of(group, device)
+    with gradwire.attach(model, "int4") as wire:
+        for step in range(5):
+            backward(model, step, math.inf if step == FAULTY_STEP and rank == 1 else 1.0)
+            is_finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
+            assert is_finite == (step != FAULTY_STEP), step
+            held = held_back(wire, gradients_of(model))
+            assert all(bool(value.isfinite().all()) for value in held.values()), step
+
+
+def scaled_run(group, device, spec, scaler, bad_step=None):
+    """Of each step the gradients, what this rank then holds back, and the scale; all but this unscaled."""
+    model = model_of(group, device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    gradients, held, scales = [], [], []
+    with gradwire.attach(model, spec, grad_scaler=scaler if scaler.is_enabled() else None) as wire:
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            is_bad = step == bad_step and dist.get_rank() == 1
+            scaler.scale(loss_of(model, step) * (math.inf if is_bad else 1.0)).backward()
+            gradients.append({name: grad / scales[-1] for name, grad in gradients_of(model).items()})
+            if scaler.is_enabled():
+                scaler.step(optimizer)
+                scaler.update()
+            now = held_back(wire, gradients[-1])
+            held.append({name: value / scales[-1] for name, value in now.items()})
+    return gradients, held, scales
+
+
+def job_scaler(rank, device="cuda"):
+    group = group_of(rank, device)
+    plain, wanted = model_of(group, device), []
+    for step in range(NUM_STEPS):
+        backward(plain, step)
+        wanted.append(gradients_of(plain))
+
+    def scaler_of():
+        return torch.amp.GradScaler(device, init_scale=2.0**12, growth_interval=2)
+
+    for spec in WITH_MEMORY:
+        gradients, held, scales = scaled_run(group, device, spec, scaler_of())
+        assert len(set(scales)) >= 3, scales
+        assert_nothing_lost(spec, wanted, gradients, held[-1])
+        # Scales are powers of two, so a run with them is one without, bit for bit.
+        off = torch.amp.GradScaler(device, enabled=False)
+        unscaled, plain_held, _ = scaled_run(group, device, spec, off)
+        for step in range(NUM_STEPS):
+            for name in wanted[0]:
+                assert torch.equal(gradients[step][name], unscaled[step][name]), (spec, step, name)
+                assert torch.equal(held[step][name], plain_held[step][name]), (spec, step, name)
+
+        gradients, held, scales = scaled_run(group, device, spec, scaler_of(), bad_step=4)
+        assert scales[5] == scales[4] / 2, "the scaler has seen it on every rank"
+        finite = [all(bool(value.isfinite().all()) for value in each.values()) for each in gradients]
+        assert finite == [step != 4 for step in range(NUM_STEPS)], (spec, finite)
+        since = {name: value - held[4][name] for name, value in held[-1].items()}
+        assert_nothing_lost(spec, wanted[5:], gradients[5:], since)
+
+
+# --- nobody waits ---
+
+
+def job_no_waiting(rank, specs, on_nonfinite="propagate", device="cuda"):
+    """A backward pass in which the host waits for the device raises."""
+    group = group_of(rank, device)
+    for spec in specs:
+        model = model_of(group, device)
+        scaler = torch.amp.GradScaler(device) if spec.endswith(" scaled") else None
+        recipe = spec.removesuffix(" scaled")
+        with gradwire.attach(model, recipe, grad_scaler=scaler, on_nonfinite=on_nonfinite):
+            for step in range(6):
+                model.zero_grad()
+                loss = loss_of(model, step) if scaler is None else scaler.scale(loss_of(model, step))
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                    torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+                loss.backward()
+                if device == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+                assert all(bool(p.grad.isfinite().all()) for p in model.parameters()), (spec, step)
+
+
+NOT_WAITING = ("fp32", "bf16", "int8", "int4", "sign", "sign:feedback=true", "int4 scaled")
+
+CHECKS = {
+    "trust agreement": lambda: run_ranks(job_agreement, 2, timeout=60),
+    "trust verify_every": lambda: run_ranks(job_verify, 2, timeout=60),
+    "trust on_nonfinite": lambda: run_ranks(job_nonfinite, 2, timeout=60),
+    "trust grad_scaler": lambda: run_ranks(job_scaler, 2, timeout=60),
+    "trust no waiting": lambda: run_ranks(job_no_waiting, 2, timeout=60, args=(NOT_WAITING,)),
+    "trust no waiting to raise": lambda: run_ranks(job_no_waiting, 2, timeout=60, args=(("int4",), "raise")),
+}

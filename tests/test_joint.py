@@ -1,0 +1,135 @@
+"""Buckets whose messages travel together."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import joint
+from gradwire.errors import Place
+from gradwire.exchanges import Context, Scratch
+from gradwire.exchanges.rounds import Sum
+from gradwire.testing import run_ranks
+from gradwire.transport import Alone
+from gradwire.workers import WorkerLane
+
+SPECS = [
+    "powersgd:rank=2",
+    "acp:rank=2",
+    "powersgd:rank=1,whole=true",
+    "route(*.bias=int8; *=powersgd:rank=2)",
+    "schedule(0=fp32; 2=acp:rank=2)",
+]
+
+
+class Branches(nn.Module):
+    """Some layers of several dtypes, of which the middle one may go unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.wide = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24).double()
+        self.last = nn.Linear(24, 24)
+
+    def forward(self, x, uses_middle):
+        x = self.first(x)
+        x = self.middle(x) if uses_middle else x
+        return self.last(self.wide(x.double()).float())
+
+
+def train(rank, spec, num_steps, telemetry=None):
+    """Each step's gradients, and the messages of the last step by bucket."""
+    torch.manual_seed(0)
+    net = Branches()
+    model = DistributedDataParallel(net, bucket_cap_mb=0.003, find_unused_parameters=True)
+    found = []
+    with gradwire.attach(model, spec, telemetry=telemetry) as wire:
+        for step in range(num_steps):
+            torch.manual_seed(100 * step + rank)
+            model.zero_grad()
+            model(torch.randn(8, 24), step % 3 != 2).square().sum().backward()
+            found.append([None if p.grad is None else p.grad.clone() for p in net.parameters()])
+        stats = wire.stats()
+        return found, [bucket.num_messages for bucket in stats.steps[-1].buckets]
+
+
+def job_shared(rank):
+    return {spec: compare(rank, spec) for spec in SPECS}
+
+
+def compare(rank, spec):
+    """How many messages buckets send by themselves and together, with the same results."""
+    alone, messages = train(rank, spec, 4)
+    assert len(messages) >= 3
+    WorkerLane.shares_messages, enough = True, joint._ENOUGH_BYTES
+    try:
+        shared, fewer = train(rank, spec, 4)
+        joint._ENOUGH_BYTES = 300
+        some, _ = train(rank, spec, 4)
+        measured, _ = train(rank, spec, 4, gradwire.Telemetry(every=2))
+    finally:
+        WorkerLane.shares_messages, joint._ENOUGH_BYTES = False, enough
+    for other in (shared, some, measured):
+        for before, after in zip(alone, other, strict=True):
+            for p, q in zip(before, after, strict=True):
+                assert (p is None) == (q is None)
+                assert p is None or torch.equal(p, q)
+    assert len(fewer) == len(messages)
+    return sum(messages), sum(fewer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buckets_that_share_messages_have_the_same_bits_and_send_fewer(world_size):
+    for result in run_ranks(job_shared, world_size, timeout=120):
+        assert all(after < before for before, after in result.values()), result
+
+
+class EagerLane:
+    """Runs tasks at once, alone."""
+
+    shares_messages = True
+    failure = None
+
+    def __init__(self):
+        self.places = []
+
+    def submit(self, task):
+        self.places.append(task.place)
+        future = torch.futures.Future()
+        future.set_result(task.run(task.flat, Alone(), Scratch()))
+        return future
+
+
+def bucket_at(step, index, seen):
+    place = Place(0, step, index, "powersgd")
+    context_of = functools.partial(Context, scale=1.0, layout=None)
+
+    def rounds_of(flat, context):
+        seen.append((step, index))
+        yield (Sum(flat),)
+
+    return joint.Bucket(torch.ones(4), place, lambda flat, *given: context_of(*given), rounds_of)
+
+
+def test_what_waits_of_a_backward_pass_that_broke_off_is_not_sent_with_the_next():
+    lane, waiting, seen = EagerLane(), joint.Joint(), []
+    for step, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        future = waiting.add(
+            lane, bucket_at(step, index, seen), 16, lambda *_: None, is_last=(step, index) == (1, 1)
+        )
+    assert seen == [(1, 0), (1, 1)]
+    assert [place.step for place in lane.places] == [1]
+    assert future.done()
+
+
+def test_buckets_do_not_wait_once_their_messages_are_large():
+    lane, waiting, seen = EagerLane(), joint.Joint(), []
+    small, large = (
+        waiting.add(lane, bucket_at(0, index, seen), num_bytes, lambda *_: None, is_last=False)
+        for index, num_bytes in enumerate((16, 1 << 21))
+    )
+    assert small.done()
+    assert large.done()
+    assert not waiting.add(lane, bucket_at(0, 2, seen), 16, lambda *_: None, is_last=False).done()
