@@ -146,6 +146,6 @@ def test_a_stage_of_a_schedule_leaves_tables_to_their_recipe_as_it_does_alone(ap
     for step, gradient in enumerate(gradients):
         mean = exact(step)["embed.weight"]
         error = (gradient["embed.weight"] - mean).norm() / mean.norm()
-        assert error <= 0.25, step  # by sign, 0.8
+        assert error <= 0.25, step  # by sign, more than 1
         num_magnitudes = gradient["hidden.weight"].abs().unique().numel()
         assert (num_magnitudes > 2) == (step < 2), "each half of the others, from step 2 on, has one"

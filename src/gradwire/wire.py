@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -276,12 +275,7 @@ class Wire:
     def __enter__(self) -> Wire:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     def __repr__(self) -> str:
