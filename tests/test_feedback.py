@@ -152,7 +152,7 @@ def job_launched(rank, environment):
     os.environ.update({**environment, "LOCAL_RANK": str(rank % int(environment["LOCAL_WORLD_SIZE"]))})
     model = DistributedDataParallel(nn.Linear(300, 3))
     names = []
-    for spec in ("int8", "int8:local_size=1", "fp32", "schedule(0=fp32; 9=int8)"):
+    for spec in ("int8", "int8:local_size=1", "fp32", "route(bias=fp32; *=schedule(0=int8; 9=fp32))"):
         with gradwire.attach(model, spec) as wire:
             model(torch.ones(1, 300)).sum().backward()
             names.append(str(wire.recipe))
@@ -165,11 +165,11 @@ def job_launched(rank, environment):
 
 def test_nodes_are_taken_from_the_launchers_environment():
     two_nodes = {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
-    scheduled = "schedule(0=fp32; 9=int8:local_size=2)"
-    names = ["int8:local_size=2", "int8:local_size=1", "fp32", scheduled, "int8"]
+    composed = "route(bias=fp32; *=schedule(0=int8:local_size=2; 9=fp32))"
+    names = ["int8:local_size=2", "int8:local_size=1", "fp32", composed, "int8"]
     assert run_ranks(job_launched, 4, args=(two_nodes,)) == [names] * 4
     one_node = {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}
-    names = ["int8", "int8:local_size=1", "fp32", "schedule(0=fp32; 9=int8)", "int8"]
+    names = ["int8", "int8:local_size=1", "fp32", composed.replace(":local_size=2", ""), "int8"]
     assert run_ranks(job_launched, 4, args=(one_node,)) == [names] * 4
 
 
