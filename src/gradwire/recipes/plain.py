@@ -53,7 +53,7 @@ class Recipe:
         return self.name
 
     def placed(self, local_size: int) -> Recipe:
-        """This recipe on nodes of so many ranks; itself if it knows its nodes, or cannot have any."""
+        """This plain recipe on nodes of so many ranks; itself if it knows its nodes, or cannot have any."""
         if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
             return self
         exchange = Hierarchical(self.exchange, local_size)
