@@ -152,7 +152,7 @@ def job_launched(rank, environment):
     os.environ.update({**environment, "LOCAL_RANK": str(rank % int(environment["LOCAL_WORLD_SIZE"]))})
     model = DistributedDataParallel(nn.Linear(300, 3))
     names = []
-    for spec in ("int8", "int8:local_size=1", "fp32"):
+    for spec in ("int8", "int8:local_size=1", "fp32", "route(bias=fp32; *=schedule(0=int8; 9=fp32))"):
         with gradwire.attach(model, spec) as wire:
             model(torch.ones(1, 300)).sum().backward()
             names.append(str(wire.recipe))
@@ -165,16 +165,19 @@ def job_launched(rank, environment):
 
 def test_nodes_are_taken_from_the_launchers_environment():
     two_nodes = {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
-    names = ["int8:local_size=2", "int8:local_size=1", "fp32", "int8"]
+    composed = "route(bias=fp32; *=schedule(0=int8:local_size=2; 9=fp32))"
+    names = ["int8:local_size=2", "int8:local_size=1", "fp32", composed, "int8"]
     assert run_ranks(job_launched, 4, args=(two_nodes,)) == [names] * 4
     one_node = {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}
-    assert run_ranks(job_launched, 4, args=(one_node,)) == [["int8", "int8:local_size=1", "fp32", "int8"]] * 4
+    names = ["int8", "int8:local_size=1", "fp32", composed.replace(":local_size=2", ""), "int8"]
+    assert run_ranks(job_launched, 4, args=(one_node,)) == [names] * 4
 
 
 def job_uneven(rank):
     model = DistributedDataParallel(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="3 ranks cannot be nodes of 2"):
-        gradwire.attach(model, "int8:local_size=2")
+    for spec in ("int8:local_size=2", "schedule(0=fp32; 9=int8:local_size=2)"):
+        with pytest.raises(ValueError, match="recipe int8:local_size=2: 3 ranks cannot be nodes of 2"):
+            gradwire.attach(model, spec)
 
 
 def test_ranks_that_cannot_be_such_nodes_are_refused_at_attach():

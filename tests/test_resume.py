@@ -20,7 +20,7 @@ from tests.rows import ROWS
 SPECS = [row.spec for row in ROWS if 2 in row.world_sizes] + [
     "int4:residual=bf16,rounding=stochastic",
     "schedule(0=int4; 2=fp32; 4=sign:feedback=true)",
-    "route(*.bias=fp32; *=int4:rounding=stochastic)",
+    "route(*.bias=schedule(0=fp32; 3=int4); *=int4:rounding=stochastic)",
 ]
 NUM_STEPS = 7
 
@@ -140,12 +140,15 @@ def random_spec(choice, *, feedback=None):
         options = {**options, "reduction": reduction}
         return f"{name}:{','.join(f'{option}={value}' for option, value in options.items())}"
 
+    def scheduled():
+        return f"schedule(0={plain()}; {choice.randint(1, 3)}={plain()}; {choice.randint(4, 6)}={plain()})"
+
     return choice.choice(
         [
             plain(),
             plain(),
-            f"route(ndim<2={plain()}; numel>1000={plain()}; *={plain()})",
-            f"schedule(0={plain()}; {choice.randint(1, 3)}={plain()}; {choice.randint(4, 6)}={plain()})",
+            f"route(ndim<2={plain()}; numel>1000={plain()}; *={scheduled()})",
+            scheduled(),
         ]
     )
 

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.layout import BucketLayout, Slot
+from gradwire.plan import make_plan
 from gradwire.testing import run_ranks
 from tests.test_bridge import backward, small_model
 from tests.test_swap import check_law
@@ -67,7 +69,7 @@ def job_route(rank):
             wire.swap("route(ndim<=1=fp32)")
 
     with gradwire.attach(model, "int4") as wire:  # what int4 holds back goes its several ways
-        check_law(wire, model, {3: chosen, 6: "route(*.weight=fp32; *=int4)"})
+        check_law(wire, model, {3: chosen, 5: "route(*.weight=fp32; *=schedule(0=fp32; 7=int4))"})
 
 
 def test_parameters_go_by_their_routes_and_nothing_is_lost():
@@ -80,6 +82,10 @@ def test_a_route_is_a_recipe_like_any_other():
     assert hash(gradwire.recipe(str(chosen))) == hash(chosen)
     by_size = gradwire.route({"numel<=64": "fp32", "a.* & ndim >= 2": "int4:block=64", "(500, *)": "bf16"})
     assert gradwire.recipe(str(by_size)) == by_size
+    by_step = gradwire.schedule({0: "int8", 500: "sign:block=64"})
+    nested = gradwire.route({"(500, *)": by_step, "ndim<=1": "fp32", "*": by_step})
+    assert gradwire.recipe(str(nested)) == nested == pickle.loads(pickle.dumps(nested))
+    assert gradwire.recipe(f" {by_step} ".join(["route((500,*) =", ";ndim<=1=fp32;*=", ")"])).exchange
     with pytest.raises(ValueError, match="depends on the parameters"):
         chosen.wire_bytes(1024, world_size=2)
 
@@ -90,7 +96,8 @@ def test_a_route_is_a_recipe_like_any_other():
         ({}, "at least one pattern"),
         ({"*": "fp61"}, "there is no recipe 'fp61'"),
         ({"a": "fp32", "*": "fp16:reduction=sum"}, "must reduce alike"),
-        ({"*": "schedule(0=fp32)"}, "must be a plain one"),
+        ({"a": "fp32", "*": "route(*=fp32)"}, r"route '\*' is a route itself: route\(\*=fp32\)"),
+        ({"a(": "fp32"}, "closes the parentheses that it opens"),
         ({"a=b": "fp32"}, "no '='"),
         ({"a;b": "fp32"}, "no ';'"),
         ({"depth<2": "fp32"}, "ndim or numel with a number, as in 'ndim<2', unlike 'depth<2'"),
@@ -103,5 +110,27 @@ def test_a_route_is_a_recipe_like_any_other():
 def test_a_route_that_cannot_be_is_refused(routes, message):
     with pytest.raises(ValueError, match=message):
         gradwire.route(routes)
-    with pytest.raises(ValueError, match="plain recipes"):
-        gradwire.schedule({0: "route(*=fp32)"})
+    with pytest.raises(
+        ValueError, match=r"plain recipes, not route\(a=schedule\(0=fp32; 5=int8\); \*=fp32\)"
+    ):
+        gradwire.recipe("schedule(0=route(a=schedule(0=fp32; 5=int8); *=fp32); 9=fp32)")
+
+
+def test_a_plan_is_of_one_stage_of_all_schedules():
+    slots = Slot("a", 0, torch.Size([64, 64]), (64, 1)), Slot("b", 64 * 64, torch.Size([64, 64]), (64, 1))
+    layouts = [BucketLayout(0, torch.float32, slots)]
+
+    def planned(spec, step=None):
+        plan = make_plan(gradwire.recipe(spec), layouts, 0, 2, step)
+        return [route.bytes_sent for route in plan.routes]
+
+    int4, sign = planned("int4")[0], planned("sign")[0]
+    assert planned("schedule(0=sign; 5=int4)") == planned("schedule(0=sign; 5=int4)", 5) == [int4]
+    assert planned("schedule(0=sign; 5=int4)", 4) == [sign]
+    # Of low rank, by shapes and not as if it were a vector.
+    assert planned("schedule(0=sign; 5=powersgd:rank=1)") == [sign]
+    assert planned("schedule(0=sign; 5=powersgd:rank=1)", 5) == planned("powersgd:rank=1") != [sign]
+    whole, packed = planned("route(a=fp32; b=int4)")
+    crossing = "route(a=schedule(0=fp32; 5=int4); b=schedule(0=int4; 7=int8))"
+    assert planned(crossing) == planned(crossing, 0) == [whole, packed], "not the most of each"
+    assert planned(crossing, 5) == [packed, packed]

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import fingerprint
-from gradwire.exchanges import Route, Schedule
+from gradwire.exchanges import Route
 from gradwire.hook_runner import hook_name
 from gradwire.layout import Layouts, canonical_name
-from gradwire.recipes import Recipe
+from gradwire.recipes import Recipe, apart, placed
 
 
 def unwrap(model: nn.Module) -> DistributedDataParallel:
@@ -68,11 +68,7 @@ def claim_of(ddp: DistributedDataParallel, chosen: Recipe | Callable[..., Any]) 
 
 def require_averaging(recipe: Recipe, why: str) -> None:
     """ValueError if some gradients stay each rank's own, at any time."""
-    exchange = recipe.exchange
-    parts = [recipe.exchange]
-    if isinstance(exchange, Schedule | Route):
-        parts = [each for _, each in (exchange.stages if isinstance(exchange, Schedule) else exchange.routes)]
-    if not all(part.communicates for part in parts):
+    if not all(each.exchange.communicates for each in recipe.plain()):
         raise ValueError(f"{recipe} leaves every rank its own gradients, so {why}")
 
 
@@ -113,11 +109,11 @@ def _local_size(group: dist.ProcessGroup) -> int:
 def fit(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
     """``recipe`` as this model and its ranks take it; ValueError if they cannot."""
     group = ddp.process_group
-    fitted = recipe.placed(_local_size(group))
-    if group.size() % (fitted.local_size or 1):
-        raise ValueError(f"recipe {fitted}: {group.size()} ranks cannot be nodes of {fitted.local_size}")
     parameters = trained(ddp)
-    fitted = with_tables_apart(fitted, ddp.module, parameters)
+    fitted = placed(with_tables_apart(recipe, ddp.module, parameters), _local_size(group))
+    for each in fitted.plain():
+        if group.size() % (each.local_size or 1):
+            raise ValueError(f"recipe {each}: {group.size()} ranks cannot be nodes of {each.local_size}")
     if isinstance(fitted.exchange, Route):
         for_want_of_buckets = Layouts(ddp.module).guess(list(parameters.values()))
         fitted.exchange.check(slot for layout in for_want_of_buckets for slot in layout.slots)
@@ -127,4 +123,4 @@ def fit(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
 def with_tables_apart(recipe: Recipe, module: nn.Module, trained: Collection[str]) -> Recipe:
     """``recipe`` with parameters over a vocabulary by its recipe for tables, if the model has others too."""
     tables = [name for name in tables_of(module) if name in trained]
-    return recipe.apart(tables) if len(tables) < len(trained) else recipe
+    return apart(recipe, tables) if len(tables) < len(trained) else recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.exchanges import Exchange, LowRank, Route, Selector
+from gradwire.exchanges import Exchange, LowRank, Route, Schedule, Selector
 from gradwire.layout import BucketLayout
 from gradwire.recipes import Recipe
 
@@ -19,7 +19,7 @@ class PlannedRoute:
     parameters: tuple[str, ...]
     numel: int
     bytes_sent: int
-    """By this rank, in a step; of a schedule, in the stage that sends most."""
+    """By this rank, in a step."""
 
 
 @dataclass(frozen=True)
@@ -45,28 +45,48 @@ class WirePlan:
         )
 
 
-def make_plan(recipe: Recipe, layouts: Sequence[BucketLayout], rank: int, world_size: int) -> WirePlan:
-    """What ``rank`` sends for these buckets."""
-    routes = (
-        recipe.exchange.routes if isinstance(recipe.exchange, Route) else ((Selector("*"), recipe.exchange),)
+def make_plan(
+    recipe: Recipe, layouts: Sequence[BucketLayout], rank: int, world_size: int, step: int | None = None
+) -> WirePlan:
+    """What ``rank`` sends for these buckets in a step, by default in one of the stage that sends most."""
+    router, texts = Route(((Selector("*"), recipe.exchange),)), [str(recipe)]
+    if isinstance(recipe.exchange, Route):
+        router, texts = recipe.exchange, [f"{selector}={each}" for selector, each in recipe.parts]
+    routed: list[list[tuple[Exchange, BucketLayout]]] = [[] for _ in texts]
+    for layout in layouts:
+        for exchange, part, _ in router.split(layout):
+            routed[part.index % len(texts)].append((exchange, part))
+
+    def bytes_from(start: int) -> list[int]:
+        return [sum(_bytes(*each, start, step, rank, world_size) for each in parts) for parts in routed]
+
+    starts = _starts(router) if step is None else [step]
+    figures = zip(texts, routed, max(map(bytes_from, starts), key=sum), strict=True)
+    return WirePlan(
+        tuple(
+            PlannedRoute(
+                text,
+                tuple(slot.name for _, part in parts for slot in part.slots),
+                sum(part.numel for _, part in parts),
+                num_bytes,
+            )
+            for text, parts, num_bytes in figures
+        )
     )
-    texts = str(recipe)[len("route(") : -1].split("; ") if len(routes) > 1 else [str(recipe)]
-    router = Route(routes)
-    planned = []
-    for number, text in enumerate(texts):
-        names: list[str] = []
-        numel = num_bytes = 0
-        for layout in layouts:
-            for exchange, part, _ in router.split(layout):
-                if part.index % len(routes) == number:
-                    names += [slot.name for slot in part.slots]
-                    numel += part.numel
-                    num_bytes += _bytes(exchange, part, rank, world_size)
-        planned.append(PlannedRoute(text, tuple(names), numel, num_bytes))
-    return WirePlan(tuple(planned))
 
 
-def _bytes(exchange: Exchange, layout: BucketLayout, rank: int, world_size: int) -> int:
-    if isinstance(exchange, LowRank):  # depends on shapes
-        return exchange.bucket_bytes(layout, rank, world_size)
+def _starts(router: Route) -> list[int]:
+    """The first step of every stage."""
+    schedules = [exchange for _, exchange in router.routes if isinstance(exchange, Schedule)]
+    return sorted({0, *(start for each in schedules for start, _ in each.stages)})
+
+
+def _bytes(
+    exchange: Exchange, layout: BucketLayout, start: int, step: int | None, rank: int, world_size: int
+) -> int:
+    """What one part of a bucket takes in the stage that ``start`` is in."""
+    if isinstance(exchange, Schedule):
+        exchange = exchange.at(start)
+    if isinstance(exchange, LowRank):  # depends on shapes, and on the step: by default one that compresses
+        return exchange.bucket_bytes(layout, rank, world_size, step)
     return exchange.wire_bytes(layout.numel, layout.dtype, rank, world_size)

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 
 def spec_of(factory: Callable[..., Any], options: dict[str, object]) -> str:
-    """The text from which the same is made: ``"int4:block=64"``, from all arguments of a factory."""
+    """The text from which the same is made: ``"int4:block=64"``, from the arguments of a factory."""
     parameters = inspect.signature(factory).parameters
-    changed = [f"{k}={_text(options[k])}" for k, p in parameters.items() if options[k] != p.default]
+    given = [(k, options[k]) for k, p in parameters.items() if options.get(k, p.default) != p.default]
+    changed = [f"{k}={_text(value)}" for k, value in given]
     return ":".join(filter(None, (factory.__name__, ",".join(changed))))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -70,9 +69,10 @@ class Wire:
         """Whether gradients that are not finite are skipped or raised for."""
         return self._bridge is not None and self._bridge.policy is not None
 
-    def plan(self) -> WirePlan:
+    def plan(self, step: int | None = None) -> WirePlan:
         """What each step sends: which parameters by which recipe, and how many bytes; ``print`` it.
 
+        Of a recipe that changes by step, what ``step`` sends; by default one of the stage that sends most.
         Exact for the buckets of the last step. Before the first one, DDP's buckets are not known, and
         the figures are those of one bucket for each dtype, off by a few bytes for each bucket more.
         Sparse gradients, which travel as they are, are counted as if they were dense. Raises TypeError
@@ -81,7 +81,7 @@ class Wire:
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"what the hook {self._name} sends cannot be known")
         layouts = self._layouts.current() or self._layouts.guess(list(trained(self.model).values()))
-        return make_plan(self.recipe, layouts, self._group.rank(), self._group.size())
+        return make_plan(self.recipe, layouts, self._group.rank(), self._group.size(), step)
 
     def layout(self) -> tuple[BucketLayout, ...]:
         """Which parameter lies where in each of the buckets seen so far."""
@@ -275,12 +275,7 @@ class Wire:
     def __enter__(self) -> Wire:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     def __repr__(self) -> str:

@@ -90,6 +90,7 @@ def headroom(
     device: Annotated[
         str | None,
         typer.Option(
+            "--device",
             metavar="DEVICE",
             help="cpu or cuda; ranks may share a GPU. Default: cpu; under torchrun cuda, if there is one.",
             show_default=False,

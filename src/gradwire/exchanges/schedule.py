@@ -38,13 +38,14 @@ class Schedule:
 
     def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
         """`run`, but for the sums over ranks that the stage leaves to others."""
-        yield from rounds_of(self._stage(context.step), flat, context)
+        yield from rounds_of(self.at(context.step), flat, context)
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         """How much a bucket has in the messages of `rounds`."""
-        return shared_bytes(self._stage(step), layout, step)
+        return shared_bytes(self.at(step), layout, step)
 
-    def _stage(self, step: int) -> Exchange:
+    def at(self, step: int) -> Exchange:
+        """The exchange of a step."""
         return next(each for start, each in reversed(self.stages) if start <= step)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:

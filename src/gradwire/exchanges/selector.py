@@ -46,6 +46,8 @@ class Selector:
             )
         for condition in self._conditions:
             _meaning(condition)
+        if self.text.count("(") != self.text.count(")"):
+            raise ValueError(f"a route's pattern closes the parentheses that it opens, unlike {self.text!r}")
 
     def __str__(self) -> str:
         return self.text

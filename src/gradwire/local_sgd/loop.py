@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -193,12 +192,7 @@ class LocalSGD:
     def __enter__(self) -> LocalSGD:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     def _wanted_recipe(self) -> Recipe:

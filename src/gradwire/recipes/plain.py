@@ -1,18 +1,16 @@
-"""Recipes: what goes over the wire, as values with names. The only registry."""
+"""Recipes: what goes over the wire, as values with names. The only registry of names."""
 
 from __future__ import annotations
 
-import difflib
-import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from gradwire.codecs import Blocks, Cast, Codec, Raw
-from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Route, Schedule, Selector, TwoShot
+from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Selector, TwoShot
 from gradwire.specs import parse_options, spec_of
 
 Reduction = Literal["mean", "sum"]
@@ -29,7 +27,7 @@ _RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Recipe:
     """How a bucket is averaged: which exchange, with which codec, to a mean or a sum.
 
-    >>> recipe("bf16").exchange
+    >>> bf16().exchange
     TwoShot(codec=Cast(dtype=torch.bfloat16), feedback=None, seed=0)
     """
 
@@ -41,6 +39,8 @@ class Recipe:
     """Ranks in a node, for a recipe in two levels; 1 for one level; None for what the launcher says."""
     tables: Tables = "same"
     """The recipe of parameters over a vocabulary, whose gradients this one would lose: see `apart`."""
+    parts: tuple[tuple[int | Selector, Recipe], ...] = field(default=(), repr=False)
+    """Of a schedule its recipes by first step, of a route by parameter; a plain recipe has none."""
 
     def __post_init__(self) -> None:
         if self.reduction not in typing.get_args(Reduction):
@@ -53,7 +53,7 @@ class Recipe:
         return self.name
 
     def placed(self, local_size: int) -> Recipe:
-        """This recipe on nodes of so many ranks; itself if it knows its nodes, or cannot have any."""
+        """This plain recipe on nodes of so many ranks; itself if it knows its nodes, or cannot have any."""
         if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
             return self
         exchange = Hierarchical(self.exchange, local_size)
@@ -61,34 +61,40 @@ class Recipe:
             self, name=self._name_with("local_size", local_size), exchange=exchange, local_size=local_size
         )
 
-    def apart(self, names: Iterable[str]) -> Recipe:
-        """A route that takes the parameters ``names`` by the recipe for tables, and all others by this one.
+    def plain(self) -> Iterator[Recipe]:
+        """Each recipe without parts in this one: of a schedule or a route those in it, else itself."""
+        if not self.parts:
+            yield self
+        for _, each in self.parts:
+            yield from each.plain()
 
-        Itself if it has none, if there are no such parameters, or if a name cannot stand in a route.
-
-        >>> print(recipe("powersgd").apart(["embed.weight"]))
-        route(embed.weight=int4; *=powersgd:tables=same)
-        """
-        chosen = [name for name in names if not set(name) & set("*?[=;&<>(")]
-        if self.tables == "same" or not chosen:
+    def for_tables(self) -> Recipe:
+        """What parameters over a vocabulary go by."""
+        if self.tables == "same":
             return self
         nodes = {} if self.local_size is None else {"local_size": self.local_size}
-        other = RECIPES[self.tables](reduction=self.reduction, **nodes)
-        own = replace(self, name=self._name_with("tables", "same"), tables="same")
-        return route({**dict.fromkeys(chosen, other), "*": own})
+        return RECIPES[self.tables](reduction=self.reduction, **nodes)
+
+    def for_others(self) -> Recipe:
+        """What all other parameters go by: this recipe, which then takes tables like all else."""
+        if self.tables == "same":
+            return self
+        return replace(self, name=self._name_with("tables", "same"), tables="same")
 
     def _name_with(self, option: str, value: object) -> str:
-        given = re.sub(rf"(?<=[:,]){option}=[^,]*,?", "", self.name).rstrip(":,")
-        return f"{given}{',' if ':' in given else ':'}{option}={value}"
+        name, _, given = self.name.partition(":")
+        if name not in RECIPES:  # of somebody's own exchange
+            return f"{self.name}:{option}={value}"
+        return spec_of(RECIPES[name], {**parse_options(RECIPES[name], given), option: value})
 
     def link_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
     ) -> tuple[int, int]:
         """The exact bytes that ``rank`` sends within its node, and through its network card.
 
-        >>> recipe("int8:local_size=8").link_bytes(1 << 20, world_size=16)
+        >>> int8(local_size=8).link_bytes(1 << 20, world_size=16)
         (7340032, 132096)
-        >>> recipe("int8").link_bytes(1 << 20, world_size=16)
+        >>> int8().link_bytes(1 << 20, world_size=16)
         (0, 1981440)
         """
         if isinstance(self.exchange, Hierarchical):
@@ -100,9 +106,9 @@ class Recipe:
     ) -> int:
         """The exact number of bytes that ``rank`` sends for a bucket of ``numel`` values.
 
-        >>> recipe("fp32").wire_bytes(1024, world_size=2)
+        >>> fp32().wire_bytes(1024, world_size=2)
         4096
-        >>> recipe("bf16").wire_bytes(1024, world_size=2)
+        >>> bf16().wire_bytes(1024, world_size=2)
         2048
         """
         return self.exchange.wire_bytes(numel, dtype, rank, world_size)
@@ -226,78 +232,6 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 }
 
 
-def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
-    """One recipe after another: ``stages`` has the first step of each, the first of them 0.
-
-    What a recipe has held back is taken over by the next, or sent with its first gradients. As text:
-    ``"schedule(0=fp32; 1000=int8; 5000=int4)"``. Raises ValueError for stages that do not begin with step
-    0, of which some average and some sum, or that are schedules or routes themselves.
-
-    >>> print(schedule({0: "fp32", 1000: "int8", 5000: "int4:block=64"}))
-    schedule(0=fp32; 1000=int8; 5000=int4:block=64)
-    """
-    chosen = {int(start): recipe(each) for start, each in sorted(stages.items())}
-    for each in chosen.values():
-        if isinstance(each.exchange, Route | Schedule):
-            raise ValueError(f"the stages of a schedule are plain recipes, not {each}")
-    if not chosen or min(chosen) != 0:
-        raise ValueError(f"a schedule begins with step 0, not {min(chosen, default='without stages')}")
-    if len(reductions := {each.reduction for each in chosen.values()}) > 1:
-        raise ValueError("the stages of a schedule must reduce alike, and of these some average and some sum")
-    name = f"schedule({'; '.join(f'{start}={each}' for start, each in chosen.items())})"
-    exchange = Schedule(tuple((start, each.exchange) for start, each in chosen.items()))
-    return Recipe(name, exchange, reductions.pop())
-
-
-def route(routes: Mapping[str, str | Recipe]) -> Recipe:
-    """Each parameter by the recipe of the first key that fits it.
-
-    A key is a pattern of names as ``fnmatch`` has it (``"*.norm*"``), a bound on a figure (``"ndim<2"``,
-    ``"numel>=65536"``), a shape (``"(50257, *)"``), or several of these with ``&`` between them
-    (``"embed.* & numel>65536"``). A key by which no parameter goes, and a parameter without a key, are
-    errors of `attach`. As text: ``"route(*.norm*=fp32; numel<=1024=fp32; *=int4)"``. Raises ValueError for
-    keys that are none of these, recipes of which some average and some sum, and schedules and routes
-    inside.
-
-    >>> print(route({"*.norm*": "fp32", "ndim<2": "fp32", "embed.* & numel>65536": "int8", "*": "int4"}))
-    route(*.norm*=fp32; ndim<2=fp32; embed.* & numel>65536=int8; *=int4)
-    """
-    chosen = {Selector(key): recipe(each) for key, each in routes.items()}
-    if not chosen:
-        raise ValueError("a route needs at least one pattern, such as '*'")
-    for selector, each in chosen.items():
-        if isinstance(each.exchange, Route | Schedule):
-            raise ValueError(f"the recipe of route {str(selector)!r} must be a plain one, not {each}")
-    if len(reductions := {each.reduction for each in chosen.values()}) > 1:
-        raise ValueError("the recipes of a route must reduce alike, and of these some average and some sum")
-    name = f"route({'; '.join(f'{selector}={each}' for selector, each in chosen.items())})"
-    exchange = Route(tuple((selector, each.exchange) for selector, each in chosen.items()))
-    return Recipe(name, exchange, reductions.pop())
-
-
-def _parse_route(spec: str) -> Recipe:
-    routes: dict[str, str | Recipe] = {}
-    for item in spec.removeprefix("route(").removesuffix(")").split(";"):
-        # At the first '=' that is no part of '<=' or '>='.
-        key, *rest = (part.strip() for part in re.split("(?<![<>])=", item, maxsplit=1))
-        if not rest or key in routes:
-            raise ValueError(f"a route is pattern=recipe, each pattern once, not {item.strip()!r}")
-        routes[key] = rest[0]
-    return route(routes)
-
-
-def _parse_schedule(spec: str) -> Recipe:
-    stages: dict[int, str | Recipe] = {}
-    for stage in spec.removeprefix("schedule(").removesuffix(")").split(";"):
-        start, equals, each = (part.strip() for part in stage.partition("="))
-        if not (equals and start.isdigit()):
-            raise ValueError(f"a schedule's stage is step=recipe, as in 1000=int8, not {stage.strip()!r}")
-        if int(start) in stages:
-            raise ValueError(f"a schedule has one recipe from step {start} on, not two")
-        stages[int(start)] = each
-    return schedule(stages)
-
-
 def _factors(name: str) -> Codec | None:
     """What low-rank factors travel as."""
     if name not in _FACTORS:
@@ -320,35 +254,3 @@ def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Co
     exchange = flat if is_flat else Hierarchical(flat, local_size)
     tables = options.get("tables", "same")
     return Recipe(spec_of(factory, options), exchange, options["reduction"], local_size, tables)
-
-
-def recipe(spec: str | Recipe) -> Recipe:
-    """The recipe that ``spec`` names: ``"bf16"``, or with options ``"fp16:reduction=sum"``.
-
-    Several options are separated by commas: ``"int4:block=64,feedback=false"``. Raises ValueError for a
-    name or an option that does not exist, or a value that does not fit.
-
-    >>> print(recipe("fp16:reduction=sum"))
-    fp16:reduction=sum
-    >>> recipe("bf61")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    ValueError: there is no recipe 'bf61'; did you mean 'bf16' or 'fp16'? Recipes: noop, fp32, fp16, ...
-    """
-    if isinstance(spec, Recipe):
-        return spec
-    if not isinstance(spec, str):
-        raise TypeError(f"a recipe is a name or a Recipe, not {type(spec).__name__}")
-    if spec.startswith("schedule(") and spec.endswith(")"):
-        return _parse_schedule(spec)
-    if spec.startswith("route(") and spec.endswith(")"):
-        return _parse_route(spec)
-    name, _, options = spec.partition(":")
-    if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}{_suggestion(name)} Recipes: {', '.join(RECIPES)}")
-    return RECIPES[name](**parse_options(RECIPES[name], options))
-
-
-def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), RECIPES, n=2, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."

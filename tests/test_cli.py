@@ -1,0 +1,32 @@
+"""What all commands have in common."""
+
+import typing
+
+import pytest
+import typer
+from typer.models import OptionInfo
+
+from gradwire.cli import app
+
+COMMANDS = {each.callback.__name__: each.callback for each in app.registered_commands}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_options_are_lower_case_whichever_typer_reads_them(name):
+    command = typer.main.get_command(app).commands[name]
+    names = [option for parameter in command.params for option in parameter.opts]
+    assert names == [option.lower() for option in names]
+    # Some versions take a metavar that is the option's own name for what the user is to type: `--DEVICE`.
+    hints = typing.get_type_hints(COMMANDS[name], include_extras=True)
+    options = {
+        parameter: each
+        for parameter, hint in hints.items()
+        for each in getattr(hint, "__metadata__", ())
+        if isinstance(each, OptionInfo)
+    }
+    assert len(options) == sum(isinstance(each, typer.core.TyperOption) for each in command.params)
+    for parameter, option in options.items():
+        is_named_after_itself = (option.metavar or "").lower().replace("-", "_") == parameter
+        # Within `Annotated`, typer keeps the first declaration as the default.
+        is_spelled_out = isinstance(option.default, str)
+        assert is_spelled_out or not is_named_after_itself, f'spell out "--{parameter}"'
