@@ -38,11 +38,12 @@ import gradwire
 import gradwire.recipes
 from gradwire.errors import Place
 from gradwire.exchanges import Context
-from gradwire.execution import Task, open_lane
+from gradwire.execution import open_lane
 from gradwire.headroom import Machine, Workload
 from gradwire.lab import Lab
 from gradwire.layout import BucketLayout, Slot
 from gradwire.memory import Memory
+from gradwire.tasks import Task
 from gradwire.testing import run_ranks
 
 STEPS_PER_TURN = 3
@@ -184,7 +185,7 @@ def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -
         def run() -> None:
             place = Place(rank, 0, 0, name)
             futures = [
-                lane.submit(Task(b, partial(average, i), place, lambda *_: None))
+                lane.submit(Task(b, partial(average, i), place, lambda *_: None, overlaps=True))
                 for i, b in enumerate(buckets)
             ]
             for future in futures:

@@ -12,9 +12,9 @@ from gradwire import joint
 from gradwire.errors import Place
 from gradwire.exchanges import Context, Scratch
 from gradwire.exchanges.rounds import Sum
-from gradwire.execution import WorkerLane
 from gradwire.testing import run_ranks
 from gradwire.transport import Alone
+from gradwire.workers import WorkerLane
 
 SPECS = [
     "powersgd:rank=2",

@@ -27,6 +27,8 @@ FLOORS = [
     "failure",
     "watch",
     "marks",
+    "tasks",
+    "workers",
     "execution",
     "guard",
     "stats",

@@ -20,8 +20,9 @@ from torch.futures import Future
 
 from gradwire.board import Standing
 from gradwire.errors import Place, WireError
-from gradwire.execution import in_this_process, open_gloo, timeout_of
+from gradwire.execution import open_gloo, timeout_of
 from gradwire.failure import Failure
+from gradwire.tasks import in_this_process
 from gradwire.transport import ClosedGroup, GlooGroup
 from gradwire.watch import Progress, Watch
 

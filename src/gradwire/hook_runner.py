@@ -17,11 +17,11 @@ from torch.futures import Future
 from gradwire import fingerprint
 from gradwire.agreement import require_same
 from gradwire.errors import Place, WireError, locate, original
-from gradwire.execution import future_for
 from gradwire.guard import Guard
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.runners import Runner, Talk, completed
 from gradwire.stats import StatsBook
+from gradwire.tasks import future_for
 from gradwire.transport import ClosedGroup, Group
 
 

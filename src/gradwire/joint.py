@@ -17,7 +17,8 @@ from torch.futures import Future
 
 from gradwire.errors import Place
 from gradwire.exchanges import Context, Round, Scratch, sum_rounds
-from gradwire.execution import Lane, Task, future_for
+from gradwire.execution import Lane
+from gradwire.tasks import Task, future_for
 from gradwire.transport import Group, Traffic
 
 # Half a millisecond at 16 Gbit/s, some collectives' latency; what is more is better sent during backward.

@@ -13,11 +13,12 @@ from torch.futures import Future
 
 from gradwire.codecs import Raw
 from gradwire.exchanges import Context, Scratch, TwoShot
-from gradwire.execution import Lane, Run, Task, report_nothing
+from gradwire.execution import Lane
 from gradwire.layout import BucketLayout
 from gradwire.memory import Memory
 from gradwire.ops import Scale
 from gradwire.stats import ParameterStats
+from gradwire.tasks import Run, Task, report_nothing
 from gradwire.transport import Group
 
 _EXACT = TwoShot(Raw())
@@ -45,6 +46,7 @@ class Meter:
         if self._step != task.place.step:
             self._step = task.place.step
             self._found.clear()
+        task = replace(task, overlaps=False)
         comparison = _Comparison(layout, memory, scale_of, self._found)
         lane.submit(replace(task, run=comparison.average_exactly, report=report_nothing))
         lane.submit(replace(task, run=functools.partial(comparison.average, task.run)))

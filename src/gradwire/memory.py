@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
@@ -14,9 +15,14 @@ T = TypeVar("T")
 
 
 class Memory:
-    """Named states of a wire: each holds a value for every value of every parameter."""
+    """Named states of a wire: each holds a value for every value of every parameter.
+
+    Buckets that are exchanged at the same time may ask for their states at the same time; whatever is of
+    all parameters is for when none is.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._states: dict[tuple[str, torch.dtype], NamedState] = {}
         self._made: dict[Hashable, Any] = {}
 
@@ -36,17 +42,20 @@ class Memory:
         """
         if layout.dtype.is_complex:
             dtype = torch.complex64
-        flat = self._state(name, dtype).flat(layout, device, may_change=may_change)
+        with self._lock:
+            flat = self._state(name, dtype).flat(layout, device, may_change=may_change)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
     def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:
         """Whether any of a bucket's parameters has a state called ``name`` in ``dtype``."""
-        state = self._states.get((name, dtype))
-        return state is not None and state.has(layout)
+        with self._lock:
+            state = self._states.get((name, dtype))
+            return state is not None and state.has(layout)
 
     def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
         """Forget that state of a bucket's parameters."""
-        self._states[name, dtype].drop(layout)
+        with self._lock:
+            self._states[name, dtype].drop(layout)
 
     def rescale(self, name: str, factor: Tensor) -> None:
         """Multiply the states called ``name`` of all parameters by a number, on whatever device it is."""
@@ -57,9 +66,10 @@ class Memory:
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` returns, made once; for what need not be saved, since it can be made again."""
-        if key not in self._made:
-            self._made[key] = make()
-        made: T = self._made[key]
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = make()
+            made: T = self._made[key]
         return made
 
     def load(self, named: dict[str, dict[str, Tensor]]) -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.errors import Place, WireError, locate
-from gradwire.execution import future_for
 from gradwire.layout import BucketLayout
+from gradwire.tasks import future_for
 
 Grouping = tuple[tuple[str, tuple[str, ...]], ...]
 """Of every bucket its dtype and its parameters' names, in order."""
@@ -150,7 +150,7 @@ def _begin(arrivals: list[_Arrival], grouping: Grouping, submit: Submit, fail: F
         results = {}
         try:
             for layout, future in exchanged:
-                result = future.wait()  # done: buckets are, in order; on CUDA this waits for its stream
+                result = future.wait()  # done or under way elsewhere; on CUDA this waits for its stream
                 if result.is_sparse:
                     results[layout.slots[0].name] = result
                 else:

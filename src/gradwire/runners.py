@@ -15,7 +15,7 @@ from gradwire import fingerprint
 from gradwire.agreement import require_same
 from gradwire.errors import Place, WireError
 from gradwire.exchanges import Context, Scratch, average_sparse, rounds_of, shared_bytes
-from gradwire.execution import Lane, Task, future_for, report_nothing
+from gradwire.execution import Lane
 from gradwire.joint import Bucket, Joint
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.loss_scale import LossScale
@@ -25,6 +25,7 @@ from gradwire.ops import Scale
 from gradwire.recipes import Recipe
 from gradwire.regroup import Regrouping, Timeline, grouping_of
 from gradwire.stats import StatsBook
+from gradwire.tasks import Task, future_for, report_nothing
 from gradwire.transport import Group, Traffic, gather
 
 Talk = Callable[[Group, torch.device], None]
@@ -133,6 +134,8 @@ class RecipeRunner:
         """Exchange a bucket as it arrives, or with others if they share messages."""
         lane, exchange = self._lane, self._recipe.exchange
         assert lane is not None
+        if layout.index == 0 and self.loss_scale is not None:
+            self._start_talk(self._follow_loss_scale, place, flat.device)
         if not (self._may_wait and lane.shares_messages):
             return self._submit(active, flat, layout, place)
         is_measured = self._meter is not None and self._meter.is_due(place.step)
@@ -153,7 +156,7 @@ class RecipeRunner:
         self._require_same_layout(layout, place, flat.device)
         scale_of = functools.partial(self._scale, active)
         run = functools.partial(self._average, scale_of, layout, place)
-        task = Task(flat, run, place, self._record)
+        task = Task(flat, run, place, self._record, overlaps=True)
         if self._meter is not None and self._meter.is_due(place.step) and not flat.is_sparse:
             return self._meter.submit(self._lane, task, layout, self.memory, scale_of)
         return self._lane.submit(task)
@@ -177,6 +180,10 @@ class RecipeRunner:
 
         assert self._lane is not None
         return self._lane.submit(Task(torch.empty(0, device=device), run, place, report_nothing))
+
+    def _follow_loss_scale(self, group: Group, device: torch.device) -> None:
+        assert self.loss_scale is not None
+        self.loss_scale.follow(self.memory)
 
     def _average(
         self,
@@ -202,8 +209,6 @@ class RecipeRunner:
         group: Group,
         scratch: Scratch,
     ) -> Context:
-        if layout.index == 0 and self.loss_scale is not None:
-            self.loss_scale.follow(self.memory)
         scale = scale_of(flat, group)
         return Context(group, scratch, scale, layout, self.memory, place.step, self._may_skip)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -94,7 +95,8 @@ class StatsBook:
         with self._lock:
             if not self._steps or self._steps[-1][0] != place.step:
                 self._steps.append((place.step, []))
-            self._steps[-1][1].append(bucket)
+            # Buckets that were exchanged at the same time may end in any order.
+            bisect.insort(self._steps[-1][1], bucket, key=lambda each: each.bucket)
             figures = (bytes_sent, num_messages, wait_ms, work_ms)
             self._totals = [
                 None if total is None or figure is None else total + figure

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from gradwire.errors import Place, WireError, locate
 from gradwire.exchanges import Scratch
-from gradwire.execution import Lane, Task, future_for, report_nothing
+from gradwire.execution import Lane
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.runners import Runner, Talk
+from gradwire.tasks import Task, future_for, report_nothing
 from gradwire.transport import Group
 
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Group], None]
