@@ -13,9 +13,10 @@ from gradwire.planner.cost import Cluster, Costs, Wire, predict_step
 from gradwire.planner.plans import can_be_planned, wire_of
 from gradwire.planner.shapes import Shape, ddp_buckets, typical_shapes
 
-# A loopback's, where the record was taken behind a link that hides its own.
+# A loopback's, where the record was taken behind a link that hides its own, and of a message.
 _COPY_NS_PER_BYTE = 0.7
-_MS_PER_MESSAGE = 0.2
+_MESSAGE_MS = 0.03
+_ROUND_MS = 0.2
 
 
 def bits_per_s(record: Record) -> float | None:
@@ -89,5 +90,6 @@ class Forecast:
         if row.recipe != ALLREDUCE and row.num_messages:
             rounds = row.num_messages / (record.world_size - 1) / self._num_buckets
         work = wire_of(row.recipe, self._shapes, here).work
+        # A bucket's own part is in there too.
         work_ns = 1e6 * (row.work_ms or 0.0) / (values * work)
-        return Costs(work_ns, copy_ns, rounds, _MS_PER_MESSAGE)
+        return Costs(work_ns, copy_ns, 0.0, _MESSAGE_MS, _ROUND_MS, rounds)
