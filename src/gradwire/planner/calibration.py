@@ -155,7 +155,7 @@ class _Averaging:
 
 
 def _exchange(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) -> _Averaging:
-    """Medians over a few averagings of one bucket."""
+    """What a few averagings of one bucket find."""
     count, side = size
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(count, side, side)
@@ -166,23 +166,22 @@ def _exchange(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) ->
             model.zero_grad()
             loss = model(gradient)
             dist.barrier()
-            # Of all threads, and the same however busy the machine is otherwise.
             begin_s = time.process_time()
             loss.backward()
             cpu_ms.append(1e3 * (time.process_time() - begin_s))
         steps = [step.buckets for step in wire.stats().steps]
 
-    def typical(figures: Sequence[float]) -> float:
-        """The median of what follows the first two steps, in which buckets are made."""
+    def pairs(figures: Sequence[float]) -> list[float]:
+        """What follows the first two steps, in which buckets are made."""
         late = figures[2:]
         # Two at a time, as recipes may do one thing in even steps and another in odd ones.
-        return statistics.median((one + other) / 2 for one, other in zip(late[::2], late[1::2], strict=True))
+        return [(one + other) / 2 for one, other in zip(late[::2], late[1::2], strict=True)]
 
     def counted(figure: Callable[[BucketStats], float | None]) -> float:
-        return typical([sum(figure(bucket) or 0.0 for bucket in step) for step in steps])
+        return statistics.median(pairs([sum(figure(bucket) or 0.0 for bucket in step) for step in steps]))
 
     return _Averaging(
-        cpu_ms=typical(cpu_ms),
+        cpu_ms=min(pairs(cpu_ms)),  # see Note [The least CPU time]
         wait_ms=counted(lambda b: b.wait_ms),
         bytes_sent=counted(lambda b: b.bytes_sent),
         num_messages=counted(lambda b: b.num_messages),
@@ -213,5 +212,5 @@ def _time_allreduce(values: Tensor, num_times: int) -> tuple[float, float]:
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         dist.all_reduce(values)
         found.append((1e3 * (time.perf_counter() - begin_s), 1e3 * (time.process_time() - begin_cpu_s)))
-    elapsed_ms, cpu_ms = (statistics.median(figures) for figures in zip(*found[1:], strict=True))
-    return elapsed_ms, cpu_ms
+    elapsed_ms, cpu_ms = zip(*found[1:], strict=True)
+    return statistics.median(elapsed_ms), min(cpu_ms)
