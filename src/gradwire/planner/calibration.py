@@ -43,7 +43,7 @@ class Calibration:
 
     @property
     def was_disturbed(self) -> bool:
-        """Whether others left the ranks less than one core each for every two that they need."""
+        """Whether others left the two ranks less than one core together."""
         return self.load_average is not None and self.load_average > self.num_cores - _NUM_RANKS / 2
 
     def to_json(self) -> str:
@@ -155,7 +155,7 @@ class _Averaging:
 
 
 def _exchange(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) -> _Averaging:
-    """What a few averagings of one bucket find."""
+    """Medians over a few averagings of one bucket."""
     count, side = size
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(count, side, side)
@@ -166,22 +166,22 @@ def _exchange(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) ->
             model.zero_grad()
             loss = model(gradient)
             dist.barrier()
-            begin_s = time.process_time()
+            begin_s = time.process_time()  # of all threads
             loss.backward()
             cpu_ms.append(1e3 * (time.process_time() - begin_s))
         steps = [step.buckets for step in wire.stats().steps]
 
-    def pairs(figures: Sequence[float]) -> list[float]:
-        """What follows the first two steps, in which buckets are made."""
+    def typical(figures: Sequence[float]) -> float:
+        """The median of what follows the first two steps, in which buckets are made."""
         late = figures[2:]
         # Two at a time, as recipes may do one thing in even steps and another in odd ones.
-        return [(one + other) / 2 for one, other in zip(late[::2], late[1::2], strict=True)]
+        return statistics.median((one + other) / 2 for one, other in zip(late[::2], late[1::2], strict=True))
 
     def counted(figure: Callable[[BucketStats], float | None]) -> float:
-        return statistics.median(pairs([sum(figure(bucket) or 0.0 for bucket in step) for step in steps]))
+        return typical([sum(figure(bucket) or 0.0 for bucket in step) for step in steps])
 
     return _Averaging(
-        cpu_ms=min(pairs(cpu_ms)),  # see Note [The least CPU time]
+        cpu_ms=typical(cpu_ms),
         wait_ms=counted(lambda b: b.wait_ms),
         bytes_sent=counted(lambda b: b.bytes_sent),
         num_messages=counted(lambda b: b.num_messages),
@@ -212,5 +212,5 @@ def _time_allreduce(values: Tensor, num_times: int) -> tuple[float, float]:
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         dist.all_reduce(values)
         found.append((1e3 * (time.perf_counter() - begin_s), 1e3 * (time.process_time() - begin_cpu_s)))
-    elapsed_ms, cpu_ms = zip(*found[1:], strict=True)
-    return statistics.median(elapsed_ms), min(cpu_ms)
+    elapsed_ms, cpu_ms = (statistics.median(figures) for figures in zip(*found[1:], strict=True))
+    return elapsed_ms, cpu_ms

@@ -39,7 +39,7 @@ class Cluster:
     latency_s: float = 50e-6
     """One way, between nodes."""
     cores_per_worker: float = 2.0
-    many_to_one: float = 0.88
+    many_to_one: float = 0.84
     """What is left of a link's rate where messages of several nodes meet at one. Fitted in the lab by
     benchmarks/many_to_one.py, on other cases than those that predictions are compared with."""
 

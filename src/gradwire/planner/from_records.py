@@ -15,8 +15,8 @@ from gradwire.planner.shapes import Shape, ddp_buckets, typical_shapes
 
 # A loopback's, where the record was taken behind a link that hides its own, and of a message.
 _COPY_NS_PER_BYTE = 0.7
-_MESSAGE_MS = 0.03
-_ROUND_MS = 0.2
+_MESSAGE_MS = 0.09
+_ROUND_MS = 0.35
 
 
 def bits_per_s(record: Record) -> float | None:

@@ -1,8 +1,8 @@
 """Measures what messages between two ranks cost, whatever is in them.
 
-Note [The least CPU time]: CPU times are those of all threads of a process, and the least of a few attempts.
-The thread of a Gloo group spins while another holds the lock of a connection that has something for it,
-which is long if that other has lost its core: on a busy machine medians were two to five times the least.
+Gloo's thread spins while another thread holds the lock of a connection that has something for it. Here all
+messages go by one connection, where those to as many peers have one each: so what counts is the least CPU
+time of a few attempts, with the least of that spinning. Medians were two to five times as much.
 """
 
 from __future__ import annotations
