@@ -20,10 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.progress import Progress, TextColumn
+from rich.progress import Progress, TaskID, TextColumn
 from torch import Tensor, nn
 
 import gradwire
+import replicas
 from curves import Run, Setting, append, draw, read, table
 from gradwire.headroom import Machine
 from gradwire.testing import VirtualRanks
@@ -43,7 +44,10 @@ RECIPES = [
     "sign:feedback=true",
     "powersgd",
     "powersgd:rank=1",
+    "powersgd:rank=32,factors=int4",
     "acp",
+    "LocalSGD:period=10",
+    "DiLoCo:period=10",
 ]
 SETTINGS = {
     "small": Setting(4, 300, 96, 3, 64, 4, 3e-3),
@@ -178,10 +182,22 @@ def train(
     )
 
 
+def train_replicas(
+    setting: Setting, name: str, seed: int, num_held_out: int, tell: Callable[[int, float], None]
+) -> Run:
+    """A row of local SGD, whose workers are processes, on CPU."""
+    every = max(1, setting.steps // NUM_EVALUATIONS)
+    curve, sent, num_parameters, seconds = replicas.train(setting, name, seed, num_held_out, every, tell)
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return Run(name, seed, setting, num_parameters, sent, seconds, curve, str(Machine.here()), versions)
+
+
 def chosen_recipes(names: list[str]) -> list[str]:
     known = []
     for name in names:
-        if name.partition(":")[0] in gradwire.RECIPES or name.startswith(("route(", "schedule(")):
+        if replicas.period_of(name):
+            known.append(name)
+        elif name.partition(":")[0] in gradwire.RECIPES or name.startswith(("route(", "schedule(")):
             known.append(str(gradwire.recipe(name)))
         else:
             print(f"there is no recipe {name}: skipped")
@@ -205,16 +221,20 @@ def run_all(options: argparse.Namespace, setting: Setting) -> int:
     with Progress(*columns) as progress:
         for recipe, seed in missing:
             bar = progress.add_task(f"{recipe}, seed {seed}", total=setting.steps, loss=float("nan"))
+
+            def tell(done: int, loss: float, bar: TaskID = bar) -> None:
+                progress.update(bar, completed=done, loss=loss)
+
+            num_held_out = NUM_HELD_OUT[options.setting]
+            if replicas.period_of(recipe):
+                if device.type != "cpu":
+                    progress.print(f"{recipe} is trained by processes on CPU, not on {device}: skipped")
+                    continue
+                append(path, train_replicas(setting, recipe, seed, num_held_out, tell))
+                continue
             try:
                 run = train(
-                    setting,
-                    recipe,
-                    seed,
-                    (texts[0], texts[1]),
-                    NUM_HELD_OUT[options.setting],
-                    deadline,
-                    lambda done, loss: progress.update(bar, completed=done, loss=loss),  # noqa: B023
-                    options.eager,
+                    setting, recipe, seed, (texts[0], texts[1]), num_held_out, deadline, tell, options.eager
                 )
             except OutOfTime as reason:
                 progress.print(f"{reason}, and {deadline - time.monotonic():.0f} s are left: run this again")

@@ -3,7 +3,7 @@
     python benchmarks/steps.py                     two ranks on this machine
     python benchmarks/steps.py --link 100mbit      each rank behind a link of that rate (root, iproute2)
     python benchmarks/steps.py --device cuda       two NCCL ranks, on one GPU if there is but one
-    python benchmarks/steps.py --rows noop,DDP,int8,int4,sign --rounds 4
+    python benchmarks/steps.py --rows noop int8 int4 powersgd:rank=32,factors=int4 --rounds 4
 
 Everything is measured in the same processes, in turns whose order changes from round to round, so that drift
 hits all alike; a ratio is the median of the ratios within each round. A step is zero_grad, forward and
@@ -223,10 +223,10 @@ def main() -> None:
     )
     parser.add_argument("--link", help="the rate of each rank's link, such as 1gbit; by default no limit")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rows", default=",".join(DEFAULT_ROWS), help="separated by commas; DDP and others")
+    parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS, help="recipes, and peers beside DDP")
     parser.add_argument("--averaging", action="store_true", help="also time the exchange alone")
     options = parser.parse_args()
-    names = ["DDP", *(name for name in options.rows.split(",") if name != "DDP")]
+    names = ["DDP", *(name for name in options.rows if name != "DDP")]
     limit = timedelta(minutes=30).total_seconds()
 
     workload = CPU if options.device == "cpu" else GPU
@@ -239,7 +239,7 @@ def main() -> None:
         args = names, options.rounds, options.device
         steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab)[0]
     print(
-        f"\n{'a step, ms':20} {'median':>8} {'p10':>8} {'p90':>8}   DDP over it   torch fp16 over it"
+        f"\n{'a step, ms':28} {'median':>8} {'p10':>8} {'p90':>8}   DDP over it   torch fp16 over it"
         f"   it over noop   MB sent   on the interface"
     )
     for name, row in steps.items():
@@ -254,7 +254,7 @@ def main() -> None:
         counted = ""
         if row.sent_bytes is not None and row.announced_bytes:
             counted = f"{row.sent_bytes / 1e6:9.2f} ({row.sent_bytes / row.announced_bytes:.3f})"
-        print(f"{name:20} {describe(row.ms)} {cells} {announced:>9} {counted}")
+        print(f"{name:28} {describe(row.ms)} {cells} {announced:>9} {counted}")
 
     if not options.averaging:
         return

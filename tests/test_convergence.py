@@ -71,6 +71,20 @@ def test_a_row_that_is_there_is_not_run_again_and_one_that_is_not_is_added(bench
     assert rows[0]["curve"].split()[0] == rows[1]["curve"].split()[0], "both start with the same weights"
 
 
+def test_workers_of_local_sgd_are_ranks_that_start_alike_and_average_every_period(benchmark, tmp_path):
+    two = [*TINY[:-1], 2]
+    assert benchmark(*two, "--out", tmp_path, "--seeds", 0, "--recipes", "fp32", "LocalSGD:period=3") == 0
+    fp32, local = csv.DictReader((tmp_path / "small.csv").open())
+    assert local["recipe"] == "LocalSGD:period=3"
+    assert local["curve"].split()[0] == fp32["curve"].split()[0], "both start with the same weights"
+    assert float(local["bytes_per_step"]) == float(fp32["bytes_per_step"]) / 3
+    assert float(local["held_out_loss"]) < float(local["curve"].split()[0].partition("=")[2])
+    with pytest.raises(
+        ValueError, match="a row of local SGD is called DiLoCo:period=8, not DiLoCo:period=often"
+    ):
+        benchmark(*two, "--out", tmp_path, "--recipes", "DiLoCo:period=often")
+
+
 def test_rows_of_another_setting_are_not_mixed_in(benchmark, folder):
     with pytest.raises(SystemExit, match="has rows of another setting"):
         benchmark("--out", folder)

@@ -12,6 +12,7 @@ from gradwire import joint
 from gradwire.errors import Place
 from gradwire.exchanges import Context, Scratch
 from gradwire.exchanges.rounds import Sum
+from gradwire.stepping import SteppingRunner
 from gradwire.testing import run_ranks
 from gradwire.transport import Alone
 from gradwire.workers import WorkerLane
@@ -87,9 +88,9 @@ def test_buckets_that_share_messages_have_the_same_bits_and_send_fewer(world_siz
 
 
 class EagerLane:
-    """Runs tasks at once, alone."""
+    """Runs tasks at once, alone, as a stream does."""
 
-    shares_messages = True
+    shares_messages = runs_at_once = True
     failure = None
 
     def __init__(self):
@@ -133,3 +134,51 @@ def test_buckets_do_not_wait_once_their_messages_are_large():
     assert small.done()
     assert large.done()
     assert not waiting.add(lane, bucket_at(0, 2, seen), 16, lambda *_: None, is_last=False).done()
+
+
+class Later:
+    """A runner whose buckets are averaged when all have come."""
+
+    name, failure, stats = "later", None, None
+
+    def __init__(self):
+        self.futures = []
+
+    def start(self, bucket, place, *, shadow):
+        self.futures.append(torch.futures.Future())
+        if bucket.is_last():
+            for future in self.futures:
+                future.set_result(torch.ones(1))
+        return self.futures[-1]
+
+
+class OneParameter:
+    """As much of a bucket as a runner looks at."""
+
+    def __init__(self, index, is_last):
+        self.index, self.is_last = lambda: index, lambda: is_last
+        self.parameter = nn.Parameter(torch.zeros(1))
+        self.parameter.grad = torch.zeros(1)
+
+    def parameters(self):
+        return [self.parameter]
+
+    def gradients(self):
+        return [self.parameter.grad]
+
+    def buffer(self):
+        return self.parameter.grad
+
+
+def test_a_step_waits_for_buckets_that_wait_for_others_without_keeping_them():
+    stepped = []
+    runner = SteppingRunner(
+        Later(), EagerLane(), lambda parameters, gradients, group: stepped.append(gradients[0].item())
+    )
+    first = runner.start(OneParameter(0, False), Place(0, 0, 0, "later"), shadow=False)
+    assert not first.done()
+    assert not stepped
+    last = runner.start(OneParameter(1, True), Place(0, 0, 1, "later"), shadow=False)
+    assert first.done()
+    assert last.done()
+    assert stepped == [1.0, 1.0]

@@ -39,6 +39,8 @@ class Lane(Protocol):
 
     shares_messages: bool
     """Whether buckets had better wait for one another than send messages of few bytes."""
+    runs_at_once: bool
+    """Whether `submit` runs the task itself, so that one that waits for a later one would wait for ever."""
 
     @property
     def failure(self) -> WireError | None:
@@ -104,6 +106,7 @@ class StreamLane:
     """A side stream per device: work is enqueued in order and the host never waits."""
 
     shares_messages = True
+    runs_at_once = True
 
     def __init__(self, group: NcclGroup | Alone, failure: Failure, timeout: timedelta) -> None:
         self._group = group

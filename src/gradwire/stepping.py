@@ -89,7 +89,21 @@ class SteppingRunner:
             # Twice, so that it runs when DDP has finished: see the note in `bridge.py`.
             queue = Variable._execution_engine.queue_callback
             queue(functools.partial(queue, self._after_backward))
-        return self._lane.submit(task) if not self._at_the_end else self._hold(bucket, task)
+        if self._at_the_end:
+            return self._hold(bucket, task)
+        if self._lane.runs_at_once and not averaged.done():
+            return self._submit_after(averaged, task)
+        return self._lane.submit(task)
+
+    def _submit_after(self, averaged: Future[Tensor], task: Task) -> Future[Tensor]:
+        """Submit a task once its bucket is averaged, which may wait for others; the lane must not."""
+        outer = future_for(task.flat)
+
+        def submit(_: Future[Tensor]) -> None:
+            self._lane.submit(task).add_done_callback(functools.partial(_pass_on, outer))
+
+        averaged.add_done_callback(submit)
+        return outer
 
     def _hold(self, bucket: GradBucket, task: Task) -> Future[Tensor]:
         """Submit all tasks of a step, in order, when the last bucket has come."""

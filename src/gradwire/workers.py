@@ -31,6 +31,7 @@ class WorkerLane:
     """
 
     shares_messages = False
+    runs_at_once = False
 
     def __init__(
         self, groups: Sequence[GlooGroup | Alone], failure: Failure, timeout: timedelta, name: str

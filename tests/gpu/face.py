@@ -128,7 +128,7 @@ class Steps:
 def job_overlap(rank):
     group = nccl_group(rank)
     for make, exact in ((sgd, True), (adamw, False)):
-        for recipe in ("fp32", "bf16"):
+        for recipe in ("fp32", "bf16", "powersgd:rank=2"):
             expected = plain(rank, group, make, recipe)
             model = model_of(group)
             with gradwire.attach(model, recipe) as wire:
