@@ -4,11 +4,13 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 import gradwire
+from gradwire import execution
 from gradwire.cli import app
 from gradwire.planner import (
     Bucket,
@@ -17,15 +19,17 @@ from gradwire.planner import (
     Costs,
     Wire,
     calibrate,
+    cost,
     predict,
     predict_step,
     typical_shapes,
     wire_of,
 )
 
-FREE = Costs(0.0, 0.0, 2, 0.0)
+FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0, 2)
+SOME = Costs(1.0, 0.5, 0.2, 0.05, 0.1, 2)
 NAMES = [name for name in gradwire.RECIPES if name != "noop"]
-SPEEDS = Calibration("a machine", "2.13", {name: Costs(1.0, 0.5, 2, 0.1) for name in ("allreduce", *NAMES)})
+SPEEDS = Calibration("a machine", "2.13", dict.fromkeys(("allreduce", *NAMES), SOME), num_cores=2)
 SHAPES = typical_shapes(10_000_000)
 
 
@@ -55,10 +59,46 @@ def test_buckets_that_are_ready_early_travel_beside_the_backward():
     assert step(latency_s=0, wire=split) == pytest.approx(0.1 + 0.016 * 1514 / 1448)
 
 
+def test_two_buckets_are_under_way_at_once():
+    # Ready together, after a backward of no time: while the first is on the link, the second is encoded.
+    both = Wire((bucket(), bucket()))
+    moving = 0.032 * 1514 / 1448
+    busy = replace(FREE, work_ns_per_value=10)  # 10 ms of each bucket
+    assert step(latency_s=0, costs=busy, wire=both, compute_s=0) == pytest.approx(0.01 + 2 * moving, rel=0.2)
+    # But three rounds of waiting are those of the first and the third: the second waits beside the first.
+    slow, three = replace(FREE, round_ms=500), Wire((bucket(1, 0),) * 3)
+    assert step(latency_s=0, costs=slow, wire=three, compute_s=0) == pytest.approx(2 * 2 * 0.5)
+    assert cost.NUM_IN_FLIGHT == execution.NUM_IN_FLIGHT
+
+
+def test_messages_of_a_round_cost_cpu_each_and_wait_together():
+    def messages(number):
+        return Wire((Bucket(1_000_000, 0, 0, 2, number),))
+
+    waiting, posting = replace(FREE, round_ms=3), replace(FREE, message_ms=3)
+    assert step(costs=waiting, wire=messages(2)) == step(costs=waiting, wire=messages(2000))
+    more = step(costs=posting, wire=messages(2000)) - step(costs=posting, wire=messages(1000))
+    assert more == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    "ten_ms", [{"work_ns_per_value": 20}, {"copy_ns_per_byte": 5}, {"bucket_ms": 10}, {"message_ms": 5}]
+)
+def test_whatever_takes_cpu_delays_a_backward_that_has_no_core_to_itself(ten_ms):
+    wire, costs = Wire((bucket(500_000, 2_000_000),) * 2), replace(FREE, **ten_ms)
+    found = [
+        step(costs=costs, wire=wire, rate=None, latency_s=0, cores_per_worker=cores) for cores in (2, 1.5, 1)
+    ]
+    # The last bucket's ten come after the backward, which loses none, a third or all of the first one's.
+    assert found == pytest.approx([0.11, 0.11 + 0.01 / 3, 0.12])
+    waiting = replace(FREE, round_ms=5)
+    assert step(costs=waiting, cores_per_worker=1) == step(costs=waiting, cores_per_worker=2)
+
+
 def test_more_of_anything_never_makes_a_step_shorter():
-    base = Costs(1.0, 0.5, 2, 0.1)
-    worse = [Costs(2.0, 0.5, 2, 0.1), Costs(1.0, 5000, 2, 0.1), Costs(1.0, 0.5, 2, 1)]
-    assert all(step(costs=costs) > step(costs=base) for costs in worse)
+    base = SOME
+    worse = {"work_ns_per_value": 2, "copy_ns_per_byte": 5e3, "bucket_ms": 1, "message_ms": 1, "round_ms": 1}
+    assert all(step(costs=replace(base, **{name: more})) > step(costs=base) for name, more in worse.items())
     assert step(costs=base, rate=1e8) > step(costs=base, rate=1e9) > step(costs=base, rate=1e10)
     assert step(costs=base, cores_per_worker=0.5) > step(costs=base, cores_per_worker=1)
     assert step(costs=base, latency_s=1e-2) > step(costs=base, latency_s=1e-5)
@@ -123,8 +163,6 @@ def test_clusters_that_cannot_be_are_refused():
 
 
 def test_the_cost_model_needs_no_torch():
-    from gradwire.planner import cost
-
     code = (
         "import importlib.util, sys; spec = importlib.util.spec_from_file_location('cost', sys.argv[1]);"
         "module = importlib.util.module_from_spec(spec); sys.modules['cost'] = module;"
@@ -142,13 +180,34 @@ def test_a_calibration_measures_every_recipe_and_comes_back_from_json(monkeypatc
     found = calibrate(["bf16", "acp", "noop"], lambda *done: seen.append(done))
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert list(found.costs) == ["allreduce", "bf16", "acp"]
-    assert all(costs.copy_ns_per_byte >= 0 < costs.ms_per_message for costs in found.costs.values())
+    assert all(costs.copy_ns_per_byte >= 0 < costs.message_ms for costs in found.costs.values())
     assert all(found.costs[name].work_ns_per_value > 0 for name in ("bf16", "acp"))
     assert [costs.rounds_per_bucket for costs in found.costs.values()] == [2, 2, 1]
     assert Calibration.from_json(found.to_json()) == found
-    for text in ("", "[]", "{}", '{"calibration_version": 9}'):
+    for text in ("", "[]", "{}", '{"calibration_version": 3}'):
         with pytest.raises(ValueError, match="not a calibration"):
             Calibration.from_json(text)
+
+
+def test_a_calibration_of_another_version_is_to_be_taken_anew(tmp_path):
+    path = tmp_path / "speeds.json"
+    path.write_text(
+        '{"calibration_version": 2, "machine": "a machine", "torch_version": "2.13", "costs": {}}'
+    )
+    result = plan("--parameters", "1e6", "--compute-ms", "10", "--calibration", str(path))
+    assert result.exit_code == 2
+    assert "speeds.json is not a calibration" in (said := " ".join(result.stderr.split()))
+    assert "its version is 2, not 3; remove it, and it is measured anew" in said
+
+
+def test_speeds_that_were_measured_on_a_busy_machine_are_warned_of(tmp_path):
+    path = tmp_path / "speeds.json"
+    for cores, load, warned in ((2, 0.4, False), (2, 3.5, True), (64, 3.5, False), (2, None, False)):
+        path.write_text(replace(SPEEDS, num_cores=cores, load_average=load).to_json())
+        result = plan("--parameters", "1e6", "--compute-ms", "10", "--calibration", str(path), "--json")
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)
+        assert (f"a load average of {load}" in " ".join(result.stderr.split())) == warned
 
 
 def plan(*arguments):
@@ -181,6 +240,7 @@ def test_the_command_shows_what_it_predicts(tmp_path):
         (["--calibration", "/no/such/folder/speeds.json"], "--calibration: cannot write"),
         (["--compute-ms", "10", "--parameters", "9", "--nodes", "two"], "--nodes takes numbers"),
         (["--compute-ms", "10", "--parameters", "9", "--link", "fast"], "such as 100mbit"),
+        (["--validate", "--nodes", "2,5"], "--validate measures 2, 3, 4, 8 hosts, not 5"),
         (["--recipe", "bf61"], "did you mean 'bf16'"),
         (["--recipe", "schedule(0=bf16; 9=int4)"], "is several recipes: plan each of them by itself"),
         (["--compute-ms", "10", "--parameters", "9", "--bucket-mb", "0"], "--bucket-mb must be above 0"),

@@ -34,12 +34,13 @@ from gradwire.lab import LabUnavailable, format_rate, parse_rate
 from gradwire.planner import Calibration, Cluster, calibrate, predict, shapes_of, typical_shapes
 from gradwire.planner.plans import can_be_planned
 from gradwire.planner.shapes import Shape
-from gradwire.planner.validation import Comparison, validate
+from gradwire.planner.validation import CASES, Case, Comparison, validate
 from gradwire.testing import RanksFailed
 
 _WITHIN = 0.15
 # Beyond every model there is, and still counted in seconds.
 _MAX_PARAMETERS = 1e13
+_NODES = "2,8,64,512"
 
 
 def plan(
@@ -54,7 +55,12 @@ def plan(
             metavar="MS", help="Of a step without communication: noop in headroom.", show_default=False
         ),
     ] = None,
-    nodes: Annotated[str, typer.Option(metavar="N,...", help="Numbers of nodes.")] = "2,8,64,512",
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...", help="Numbers of nodes.", show_default="2,8,64,512; --validate: 2,3,4,8"
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="On each node, on one link.")] = 1,
     link: Annotated[str, typer.Option(metavar="RATE", help="Of each node's link.")] = "10gbit",
     latency_us: Annotated[float, typer.Option(min=0, metavar="US", help="Between nodes, one way.")] = 50.0,
@@ -100,14 +106,17 @@ def plan(
         if calibration is not None and not calibration.exists():
             check_writable("--calibration", calibration)
         if validating:
+            cases = _cases(nodes)
             speeds = _calibration(calibration, chosen, errors)
-            comparisons = validate(chosen, speeds, lambda what: errors.print(f"measuring {what} ..."))
+            comparisons = validate(chosen, speeds, lambda what: errors.print(f"measuring {what} ..."), cases)
             _show_comparisons(comparisons, json)
             raise typer.Exit(FAILED if any(abs(c.error) > _WITHIN for c in comparisons) else 0)
         if compute_ms is None or not 0 < compute_ms < math.inf:
             raise ValueError("--compute-ms must be given, above 0: the time of noop in `gradwire headroom`")
         shapes = _shapes(parameters, model)
-        clusters = [Cluster(n, workers, parse_rate(link), latency_us * 1e-6) for n in _numbers(nodes)]
+        clusters = [
+            Cluster(n, workers, parse_rate(link), latency_us * 1e-6) for n in _numbers(nodes or _NODES)
+        ]
         speeds = _calibration(calibration, chosen, errors)
         rows = [
             (cluster, name, predict(name, shapes, compute_ms / 1e3, cluster, speeds, bucket_mb))
@@ -195,13 +204,35 @@ def _numbers(text: str) -> list[int]:
         raise ValueError(f"--nodes takes numbers, such as 2,8,64, not {text!r}") from None
 
 
+def _cases(nodes: str | None) -> list[Case]:
+    """What is measured to compare with: all, or those with these numbers of hosts."""
+    if nodes is None:
+        return list(CASES)
+    numbers, known = _numbers(nodes), dict(CASES)
+    for number in numbers:
+        if number not in known:
+            raise ValueError(f"--validate measures {', '.join(map(str, known))} hosts, not {number}")
+    return [case for case in CASES if case[0] in numbers]
+
+
 def _calibration(path: Path | None, recipes: list[str], errors: Console) -> Calibration:
     if path is not None and path.exists():
-        return Calibration.from_json(path.read_text())
-    with show_progress(errors, "measuring the speed of the recipes") as on_progress:
-        found = calibrate(recipes, on_progress)
-    if path is not None:
-        path.write_text(found.to_json())
+        try:
+            found = Calibration.from_json(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"--calibration: {path} is {error}") from None
+    else:
+        with show_progress(errors, "measuring the speed of the recipes") as on_progress:
+            found = calibrate(recipes, on_progress)
+        if path is not None:
+            path.write_text(found.to_json())
+    if found.was_disturbed:
+        errors.print(
+            f"warning: the speeds were measured on a busy machine, with a load average of "
+            f"{found.load_average:.1f} on {found.num_cores} cores: expect predictions that are too slow, and "
+            "measure again when it is idle",
+            markup=False,
+        )
     return found
 
 

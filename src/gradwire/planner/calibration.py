@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.headroom.records import ALLREDUCE, Machine
 from gradwire.planner.cost import Costs
+from gradwire.planner.messages import measure_messages
 from gradwire.stats import BucketStats
 from gradwire.testing import run_ranks, send_message
 
 # Matrices, as most parameters are, and their side: DDP's bucket of 25 MB, and next to nothing.
 _LARGE, _SMALL = (25, 512), (1, 32)
 _NUM_STEPS = {_LARGE: 12, _SMALL: 60}
+_NUM_RANKS = 2
 _TIMEOUT_S = 600.0
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,14 @@ class Calibration:
     machine: str
     torch_version: str
     costs: dict[str, Costs]
+    num_cores: int
+    load_average: float | None = None
+    """Of the minute before; None where the system does not say."""
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether others left the two ranks less than one core together."""
+        return self.load_average is not None and self.load_average > self.num_cores - _NUM_RANKS / 2
 
     def to_json(self) -> str:
         fields = dataclasses.asdict(self)
@@ -41,15 +52,19 @@ class Calibration:
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
-        """What `to_json` wrote. Raises ValueError for anything else."""
+        """What `to_json` wrote. Raises ValueError for anything else, and for what other versions wrote."""
         try:
             data = json.loads(text)
-            if data["calibration_version"] != _SCHEMA_VERSION:
-                raise ValueError(f"its version is {data['calibration_version']}, not {_SCHEMA_VERSION}")
-            costs = {name: Costs(**figures) for name, figures in data["costs"].items()}
-            return cls(data["machine"], data["torch_version"], costs)
+            version = data.pop("calibration_version")
+            if version != _SCHEMA_VERSION:
+                raise ValueError(
+                    f"another gradwire wrote it: its version is {version}, not {_SCHEMA_VERSION}; remove it, "
+                    "and it is measured anew"
+                )
+            costs = {name: Costs(**figures) for name, figures in data.pop("costs").items()}
+            return cls(costs=costs, **data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"not a calibration: {error}") from None
+            raise ValueError(f"not a calibration of this gradwire: {error}") from None
 
 
 def calibrate(
@@ -66,10 +81,13 @@ def calibrate(
         if on_progress is not None:
             on_progress(num_done, 1 + len(chosen))
 
-    found = run_ranks(_measure, 2, _TIMEOUT_S, args=((None, *chosen), _NUM_STEPS), on_message=on_message)
+    load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    arguments = ((None, *chosen), _NUM_STEPS)
+    found = run_ranks(_measure, _NUM_RANKS, _TIMEOUT_S, args=arguments, on_message=on_message)
     names = [ALLREDUCE, *map(str, chosen)]
     costs = {name: _mean(list(ranks)) for name, *ranks in zip(names, *found, strict=True)}
-    return Calibration(str(Machine.here()), torch.__version__, costs)
+    machine = Machine.here()
+    return Calibration(str(machine), torch.__version__, costs, machine.num_cores, load_average)
 
 
 def _mean(found: list[Costs]) -> Costs:
@@ -94,71 +112,105 @@ class _Matrices(nn.Module):
 def _measure(
     rank: int, recipes: Sequence[gradwire.Recipe | None], num_steps: dict[tuple[int, int], int]
 ) -> list[Costs]:
+    message_ms, copy_ns = measure_messages()
     costs = []
+    # What a step takes that averages nothing.
+    idle = {size: _exchange(gradwire.noop(), size, num_steps[size]).cpu_ms for size in num_steps}
     for number, recipe in enumerate(recipes):
-        large, small = (_exchange(recipe, size, num_steps[size]) for size in (_LARGE, _SMALL))
-        rounds = small.num_messages  # to the one peer
-        moving_ms = max(0.0, large.wait_ms - small.elapsed_ms)
-        costs.append(
-            Costs(
-                work_ns_per_value=1e6 * large.work_ms / (_LARGE[0] * _LARGE[1] ** 2),
-                copy_ns_per_byte=1e6 * moving_ms / large.bytes_sent,
-                rounds_per_bucket=rounds,
-                ms_per_message=small.elapsed_ms / rounds,
+        if recipe is None:
+            costs.append(_ring_costs(num_steps))
+        else:
+            large, small = (_exchange(recipe, size, num_steps[size]) for size in (_LARGE, _SMALL))
+            values_ms = large.cpu_ms - idle[_LARGE] - (small.cpu_ms - idle[_SMALL])
+            working_ms = max(0.0, values_ms - 1e-6 * copy_ns * large.bytes_sent)
+            rounds = small.num_messages  # to the one peer
+            costs.append(
+                Costs(
+                    work_ns_per_value=1e6 * working_ms / _numel(_LARGE),
+                    copy_ns_per_byte=copy_ns,
+                    bucket_ms=max(0.0, small.cpu_ms - idle[_SMALL] - rounds * message_ms),
+                    message_ms=message_ms,
+                    round_ms=small.wait_ms / rounds,
+                    rounds_per_bucket=rounds,
+                )
             )
-        )
         if rank == 0:
             send_message(number + 1)
     return costs
 
 
+def _numel(size: tuple[int, int]) -> int:
+    count, side = size
+    return count * side**2
+
+
 @dataclass(frozen=True)
 class _Averaging:
-    """What it takes to average one bucket."""
+    """What it takes to average one bucket, the model's own backward included."""
 
-    work_ms: float
+    cpu_ms: float
     wait_ms: float
     bytes_sent: float
     num_messages: float
 
-    @property
-    def elapsed_ms(self) -> float:
-        return self.work_ms + self.wait_ms
 
-
-def _exchange(recipe: gradwire.Recipe | None, size: tuple[int, int], num_steps: int) -> _Averaging:
+def _exchange(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) -> _Averaging:
     """Medians over a few averagings of one bucket."""
     count, side = size
-    numel = count * side**2
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(count, side, side)
-    if recipe is None:
-        # A ring's own sums are part of what it takes to move its bytes.
-        elapsed_ms = statistics.median([_time_allreduce(gradient) for _ in range(num_steps)][1:])
-        return _Averaging(0.0, elapsed_ms, 4 * numel, 2)
     model = DistributedDataParallel(_Matrices(count, side), bucket_cap_mb=1000)
+    cpu_ms = []
     with gradwire.attach(model, recipe) as wire:
         for _ in range(num_steps):
-            dist.barrier()
             model.zero_grad()
-            model(gradient).backward()
-        steps = [step.buckets for step in wire.stats().steps[2:]]
-    # Two at a time, as recipes may do one thing in even steps and another in odd ones.
-    pairs = [(*one, *other) for one, other in zip(steps[::2], steps[1::2], strict=True)]
+            loss = model(gradient)
+            dist.barrier()
+            begin_s = time.process_time()  # of all threads
+            loss.backward()
+            cpu_ms.append(1e3 * (time.process_time() - begin_s))
+        steps = [step.buckets for step in wire.stats().steps]
 
-    def typical(figure: Callable[[BucketStats], float | None]) -> float:
-        return statistics.median(sum(figure(b) or 0.0 for b in pair) / 2 for pair in pairs)
+    def typical(figures: Sequence[float]) -> float:
+        """The median of what follows the first two steps, in which buckets are made."""
+        late = figures[2:]
+        # Two at a time, as recipes may do one thing in even steps and another in odd ones.
+        return statistics.median((one + other) / 2 for one, other in zip(late[::2], late[1::2], strict=True))
+
+    def counted(figure: Callable[[BucketStats], float | None]) -> float:
+        return typical([sum(figure(bucket) or 0.0 for bucket in step) for step in steps])
 
     return _Averaging(
-        work_ms=typical(lambda b: b.work_ms),
-        wait_ms=typical(lambda b: b.wait_ms),
-        bytes_sent=typical(lambda b: b.bytes_sent),
-        num_messages=typical(lambda b: b.num_messages),
+        cpu_ms=typical(cpu_ms),
+        wait_ms=counted(lambda b: b.wait_ms),
+        bytes_sent=counted(lambda b: b.bytes_sent),
+        num_messages=counted(lambda b: b.num_messages),
     )
 
 
-def _time_allreduce(values: Tensor) -> float:
-    dist.barrier()
-    begin = time.perf_counter()
-    dist.all_reduce(values)
-    return 1e3 * (time.perf_counter() - begin)
+def _ring_costs(num_steps: dict[tuple[int, int], int]) -> Costs:
+    """Of torch's own allreduce, a ring: its sums are part of what it takes to move its bytes."""
+    (_, large_cpu_ms), (small_ms, small_cpu_ms) = (
+        _time_allreduce(torch.ones(_numel(size)), num_steps[size]) for size in (_LARGE, _SMALL)
+    )
+    rounds = 2 * (_NUM_RANKS - 1)
+    return Costs(
+        work_ns_per_value=0.0,
+        copy_ns_per_byte=1e6 * max(0.0, large_cpu_ms - small_cpu_ms) / (4 * _numel(_LARGE)),
+        bucket_ms=0.0,
+        message_ms=small_cpu_ms / rounds,
+        round_ms=max(0.0, small_ms - small_cpu_ms) / rounds,
+        rounds_per_bucket=rounds,
+    )
+
+
+def _time_allreduce(values: Tensor, num_times: int) -> tuple[float, float]:
+    """How long it takes, and how much CPU time, in ms."""
+    found = []
+    for _ in range(num_times):
+        dist.barrier()
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        dist.all_reduce(values)
+        found.append((1e3 * (time.perf_counter() - begin_s), 1e3 * (time.process_time() - begin_cpu_s)))
+    elapsed_ms, cpu_ms = (statistics.median(figures) for figures in zip(*found[1:], strict=True))
+    return elapsed_ms, cpu_ms

@@ -9,18 +9,24 @@ from functools import cached_property
 import gradwire
 from gradwire.headroom.records import ALLREDUCE, NOOP, Record, Row
 from gradwire.lab import parse_rate
-from gradwire.planner.cost import Cluster, Costs, Wire, predict_step
+from gradwire.planner.cost import NUM_IN_FLIGHT, Cluster, Costs, Wire, predict_step
 from gradwire.planner.plans import can_be_planned, wire_of
 from gradwire.planner.shapes import Shape, ddp_buckets, typical_shapes
 
-# A loopback's, where the record was taken behind a link that hides its own.
+# A loopback's, where the record was taken behind a link that hides its own, and of a message.
 _COPY_NS_PER_BYTE = 0.7
-_MS_PER_MESSAGE = 0.2
+_MESSAGE_MS = 0.09
+_ROUND_MS = 0.35
 
 
 def bits_per_s(record: Record) -> float | None:
     """The link's rate, if it had one."""
     return None if record.link is None else parse_rate(record.link)
+
+
+def cores_per_worker(record: Record) -> float:
+    """What each rank had of its machine; on a cluster that is not known, and two are enough."""
+    return record.machine.num_cores / record.world_size if record.one_machine else 2.0
 
 
 def _is_known(name: str) -> bool:
@@ -79,15 +85,19 @@ class Forecast:
         return dataclasses.replace(there, buckets=buckets)
 
     def _costs(self, row: Row) -> Costs:
-        record, here = self.record, Cluster(self.record.world_size)
+        record = self.record
+        here = Cluster(record.world_size, cores_per_worker=cores_per_worker(record))
         values = record.gradient_bytes / 4
         copy_ns = _COPY_NS_PER_BYTE
         if record.link is None and row.bytes_per_step:
-            _, exposed_ms, _ = record.split_ms(row)
-            copy_ns = 1e6 * (exposed_ms if row.wait_ms is None else row.wait_ms) / row.bytes_per_step
+            _, moving_ms, _ = record.split_ms(row)
+            if row.wait_ms is not None:  # of buckets that wait at the same time, it is the sum
+                moving_ms = row.wait_ms / min(NUM_IN_FLIGHT, self._num_buckets)
+            copy_ns = 1e6 * moving_ms / row.bytes_per_step / here.crowding
         rounds = 2.0
         if row.recipe != ALLREDUCE and row.num_messages:
             rounds = row.num_messages / (record.world_size - 1) / self._num_buckets
         work = wire_of(row.recipe, self._shapes, here).work
-        work_ns = 1e6 * (row.work_ms or 0.0) / (values * work)
-        return Costs(work_ns, copy_ns, rounds, _MS_PER_MESSAGE)
+        # A bucket's own part is in there too.
+        work_ns = 1e6 * (row.work_ms or 0.0) / (values * work) / here.crowding
+        return Costs(work_ns, copy_ns, 0.0, _MESSAGE_MS, _ROUND_MS, rounds)

@@ -10,7 +10,7 @@ from gradwire.headroom.records import NOOP
 from gradwire.lab import Lab
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import Cluster
-from gradwire.planner.from_records import bits_per_s
+from gradwire.planner.from_records import bits_per_s, cores_per_worker
 from gradwire.planner.plans import predict, shapes_of
 
 Case = tuple[int, str]
@@ -72,8 +72,7 @@ def measure_case(recipes: Sequence[str], case: Case) -> Record:
 
 def cluster_of(record: Record) -> Cluster:
     """The lab that a case was measured in, whose hosts share this machine's cores."""
-    cores = record.machine.num_cores / record.world_size
-    return Cluster(record.world_size, 1, bits_per_s(record), _LATENCY_S, cores)
+    return Cluster(record.world_size, 1, bits_per_s(record), _LATENCY_S, cores_per_worker(record))
 
 
 def predict_row(record: Record, row: Row, calibration: Calibration, cluster: Cluster) -> float:

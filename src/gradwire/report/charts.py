@@ -12,7 +12,7 @@ from typing import Any
 from gradwire.headroom.records import Record
 from gradwire.lab import format_rate
 from gradwire.planner import Cluster
-from gradwire.planner.from_records import Forecast, bits_per_s
+from gradwire.planner.from_records import Forecast, bits_per_s, cores_per_worker
 
 Chart = dict[str, Any]
 
@@ -187,8 +187,7 @@ def _colors(record: Record) -> dict[str, str]:
 
 def _cluster(record: Record, num_workers: int, rate: float | None) -> Cluster:
     """As many workers, one on each node, with the cores that each of the record's had."""
-    cores = record.machine.num_cores / record.world_size if record.one_machine else 2.0
-    return Cluster(num_workers, 1, rate, cores_per_worker=cores)
+    return Cluster(num_workers, 1, rate, cores_per_worker=cores_per_worker(record))
 
 
 def _predictions(record: Record, clusters: Sequence[tuple[float, Cluster]]) -> list[dict[str, Any]]:
