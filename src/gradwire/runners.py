@@ -155,7 +155,8 @@ class RecipeRunner:
         assert self._lane is not None
         self._require_same_layout(layout, place, flat.device)
         scale_of = functools.partial(self._scale, active)
-        run = functools.partial(self._average, scale_of, layout, place)
+        context_of = functools.partial(self._context, scale_of, layout, place)
+        run = functools.partial(self._average, context_of)
         task = Task(flat, run, place, self._record, overlaps=True)
         if self._meter is not None and self._meter.is_due(place.step) and not flat.is_sparse:
             return self._meter.submit(self._lane, task, layout, self.memory, scale_of)
@@ -187,14 +188,12 @@ class RecipeRunner:
 
     def _average(
         self,
-        scale_of: ScaleOf,
-        layout: BucketLayout,
-        place: Place,
+        context_of: Callable[[Tensor, Group, Scratch], Context],
         flat: Tensor,
         group: Group,
         scratch: Scratch,
     ) -> Tensor:
-        context = self._context(scale_of, layout, place, flat, group, scratch)
+        context = context_of(flat, group, scratch)
         if flat.is_sparse:
             return average_sparse(flat, group, context.scale)
         self._recipe.exchange.run(flat, context)
