@@ -1,5 +1,6 @@
 """Buckets whose messages travel together."""
 
+import copy
 import functools
 
 import pytest
@@ -85,6 +86,40 @@ def compare(rank, spec):
 def test_buckets_that_share_messages_have_the_same_bits_and_send_fewer(world_size):
     for result in run_ranks(job_shared, world_size, timeout=120):
         assert all(after < before for before, after in result.values()), result
+
+
+def job_law(rank):
+    """Of each parameter the sums of gradients and of results over steps, and what is held back at the end."""
+    WorkerLane.shares_messages = True
+    try:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+        local = copy.deepcopy(net)
+        model = DistributedDataParallel(net, bucket_cap_mb=0.003)
+        given, got = ([torch.zeros_like(p) for p in net.parameters()] for _ in range(2))
+        with gradwire.attach(model, "powersgd:rank=2,factors=int4") as wire:
+            for step in range(5):
+                x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+                for module, total in ((local, given), (model, got)):
+                    module.zero_grad()
+                    module(x).square().sum().backward()
+                    for each, parameter in zip(total, module.parameters(), strict=True):
+                        each.add_(parameter.grad)
+            (held,) = [v for k, v in wire.state_dict()["memory"][f"rank{rank}"].items() if "residual" in k]
+            assert len(wire.stats().steps[-1].buckets) >= 3
+        return given, got, [held[name] for name, _ in net.named_parameters()]
+    finally:
+        WorkerLane.shares_messages = False
+
+
+def test_coarse_factors_that_share_messages_lose_nothing():
+    first, second = run_ranks(job_law, 2)
+    for number, got in enumerate(first[1]):
+        assert torch.equal(got, second[1][number])
+        given = first[0][number] + second[0][number]
+        held = first[2][number] + second[2][number]
+        assert held.norm() > 0.01 * given.norm()
+        torch.testing.assert_close(2 * got + held, given, rtol=1e-4, atol=1e-4 * given.abs().max().item())
 
 
 class EagerLane:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,13 +85,12 @@ class Joint:
 def _run(
     buckets: list[tuple[Bucket, torch.cuda.Event | None]], flat: Tensor, group: Group, scratch: Scratch
 ) -> Tensor:
-    rounds, context = [], None
+    rounds, contexts = [], []
     for number, (bucket, ready) in enumerate(buckets):
         if ready is not None:
             torch.cuda.current_stream(bucket.flat.device).wait_event(ready)
-        own = bucket.context_of(bucket.flat, group, scratch.part(number))
-        rounds.append(bucket.rounds_of(bucket.flat, own))
-        context = context or own
-    assert context is not None
-    sum_rounds(rounds, context)
+        contexts.append(bucket.context_of(bucket.flat, group, scratch.part(number)))
+        rounds.append(bucket.rounds_of(bucket.flat, contexts[-1]))
+    # What they share lies in the lane's own memory, not in that of one of them.
+    sum_rounds(rounds, replace(contexts[0], scratch=scratch))
     return flat

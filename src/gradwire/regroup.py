@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from gradwire.errors import Place, WireError, locate
 from gradwire.layout import BucketLayout
-from gradwire.tasks import future_for
+from gradwire.tasks import future_for, pass_on
 
 Grouping = tuple[tuple[str, tuple[str, ...]], ...]
 """Of every bucket its dtype and its parameters' names, in order."""
@@ -119,7 +119,7 @@ def _begin(arrivals: list[_Arrival], grouping: Grouping, submit: Submit, fail: F
     if grouping_of(arrival.layout for arrival in arrivals) == grouping:
         for arrival in arrivals:
             done = submit(arrival.flat, arrival.layout, arrival.place, arrival is arrivals[-1])
-            done.add_done_callback(functools.partial(_pass_on, arrival.future))
+            done.add_done_callback(functools.partial(pass_on, arrival.future))
         return
     # A sparse gradient has a bucket of its own in every grouping.
     sparse = {a.layout.slots[0].name: a for a in arrivals if a.flat.is_sparse}
@@ -161,10 +161,6 @@ def _begin(arrivals: list[_Arrival], grouping: Grouping, submit: Submit, fail: F
         _complete(arrivals, results)
 
     exchanged[-1][1].add_done_callback(finish)
-
-
-def _pass_on(future: Future[Tensor], done: Future[Tensor]) -> None:
-    future.set_result(done.value())
 
 
 def _complete(arrivals: list[_Arrival], results: dict[str, Tensor] | None = None) -> None:

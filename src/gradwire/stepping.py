@@ -17,7 +17,7 @@ from gradwire.exchanges import Scratch
 from gradwire.execution import Lane
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.runners import Runner, Talk
-from gradwire.tasks import Task, future_for, report_nothing
+from gradwire.tasks import Task, future_for, pass_on, report_nothing
 from gradwire.transport import Group
 
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Group], None]
@@ -100,7 +100,7 @@ class SteppingRunner:
         outer = future_for(task.flat)
 
         def submit(_: Future[Tensor]) -> None:
-            self._lane.submit(task).add_done_callback(functools.partial(_pass_on, outer))
+            self._lane.submit(task).add_done_callback(functools.partial(pass_on, outer))
 
         averaged.add_done_callback(submit)
         return outer
@@ -114,7 +114,7 @@ class SteppingRunner:
         if bucket.is_last():
             for held, future in self._held:
                 done = self._lane.submit(held)
-                done.add_done_callback(functools.partial(_pass_on, future))
+                done.add_done_callback(functools.partial(pass_on, future))
             self._held.clear()
         return outer
 
@@ -149,10 +149,6 @@ class SteppingRunner:
         # First whatever the steps wait for.
         self.inner.close()
         self._lane.close()
-
-
-def _pass_on(future: Future[Tensor], done: Future[Tensor]) -> None:
-    future.set_result(done.value())
 
 
 def _gradients(layout: BucketLayout, parameters: list[Tensor], result: Tensor) -> list[Tensor]:

@@ -46,3 +46,8 @@ def in_this_process(end: Callable[..., None]) -> Callable[..., None]:
 def future_for(value: Tensor) -> Future[Tensor]:
     """An open future that can hold a tensor on the device of ``value``."""
     return Future(devices=[value.device]) if value.is_cuda else Future()
+
+
+def pass_on(future: Future[Tensor], done: Future[Tensor]) -> None:
+    """Complete ``future`` with what ``done`` holds."""
+    future.set_result(done.value())
