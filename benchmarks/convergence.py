@@ -2,12 +2,13 @@
 
     python benchmarks/convergence.py --setting small              minutes on 2 cores
     python benchmarks/convergence.py --setting real --minutes 8   one GPU; again and again until all is there
+    python benchmarks/convergence.py --optimizer sgd              the small setting, in small-sgd.csv
     python benchmarks/convergence.py --table convergence/small.csv
     python benchmarks/convergence.py --plot convergence/small.csv fidelity.svg --link 1gbit
 
-The model, the text and the learning rates are those of examples/train_lm.py. Each recipe and seed becomes one
-row of a CSV file; what has a row is not run again, so it may be ended at any time, and goes on with the first
-row that is missing. With --minutes, a row that would not be ready in time is given up after a few steps.
+The model, the text and the schedule are those of examples/train_lm.py. Each recipe and seed becomes one row
+of a CSV file; what has a row is not run again, so it may be ended at any time, and goes on with the first row
+that is missing. With --minutes, a row that would not be ready in time is given up after a few steps.
 Exit code 0: every row is there; 3: run it again.
 """
 
@@ -28,6 +29,7 @@ import replicas
 from curves import Run, Setting, append, draw, read, table
 from gradwire.headroom import Machine
 from gradwire.testing import VirtualRanks
+from optimizers import OPTIMIZERS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from lm import LM, corpus, pieces, starts
@@ -54,6 +56,8 @@ SETTINGS = {
     # 25.5 million parameters. A worker's batch of 2048 bytes keeps the GPU busy for about 2 ms.
     "real": Setting(4, 2000, 512, 8, 256, 8, 1e-3),
 }
+# For an optimizer that is not the setting's own.
+LEARNING_RATES = {("small", "sgd"): 0.1}
 NUM_EVALUATIONS = 10
 NUM_HELD_OUT = {"small": 256, "real": 1024}
 """Pieces of held-out text, the same for all."""
@@ -78,9 +82,7 @@ class Trainer:
         torch.manual_seed(seed)
         self.model = LM(setting.width, setting.layers, setting.length).to(self.device)
         self.ranks = VirtualRanks(self.model, recipe, setting.workers, bucket_cap_mb=BUCKET_MB)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=self.text.is_cuda
-        )
+        self.optimizer = OPTIMIZERS[setting.optimizer](list(self.model.parameters()))
         shape = (setting.steps, setting.workers, setting.batch)
         # All places at once, since each transfer to a device would wait for it.
         self.starts = starts(self.text, shape, setting.length, seed)
@@ -204,8 +206,13 @@ def chosen_recipes(names: list[str]) -> list[str]:
     return known
 
 
+def file_name(name: str, optimizer: str) -> str:
+    """The CSV file of a setting: its name, and that of the optimizer if it is not the example's."""
+    return f"{name}.csv" if optimizer == "adamw" else f"{name}-{optimizer}.csv"
+
+
 def run_all(options: argparse.Namespace, setting: Setting) -> int:
-    path = options.out / f"{options.setting}.csv"
+    path = options.out / file_name(options.setting, setting.optimizer)
     runs = read(path) if path.exists() else []
     if any(run.setting != setting for run in runs):
         raise SystemExit(f"{path} has rows of another setting, {runs[0].setting}; give another --out")
@@ -252,25 +259,36 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--setting", choices=SETTINGS, default="small")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--out", type=Path, default=Path("convergence"), help="the folder of SETTING.csv")
+    parser.add_argument("--out", type=Path, default=Path("convergence"), help="the folder of the CSV file")
     parser.add_argument("--minutes", type=float, default=1e6, help="how long to run, at most")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cpu if small, cuda if real")
     parser.add_argument("--eager", action="store_true", help="without a CUDA graph")
     for field in dataclasses.fields(Setting):
-        parser.add_argument(f"--{field.name}", type=field.type, help="by default as the setting has it")
+        choices = list(OPTIMIZERS) if field.name == "optimizer" else None
+        parser.add_argument(
+            f"--{field.name}", type=field.type, choices=choices, help="by default as the setting has it"
+        )
     parser.add_argument("--table", type=Path, metavar="CSV", help="print a table of what is there")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw what is there")
     parser.add_argument("--link", default="1gbit", help="of each worker, for the plot against time")
     options = parser.parse_args(arguments)
-    if options.table:
-        print(table(read(options.table)))
-    if options.plot:
-        options.plot[1].write_text(draw(read(options.plot[0]), options.link))
+    try:
+        if options.table:
+            print(table(read(options.table)))
+        if options.plot:
+            options.plot[1].write_text(draw(read(options.plot[0]), options.link))
+    except ValueError as reason:
+        parser.error(str(reason))
     if options.table or options.plot:
         return 0
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Setting)}
     changes = {name: value for name, value in given.items() if value is not None}
-    return run_all(options, dataclasses.replace(SETTINGS[options.setting], **changes))
+    setting = SETTINGS[options.setting]
+    if options.optimizer not in (None, setting.optimizer) and options.lr is None:
+        if (options.setting, options.optimizer) not in LEARNING_RATES:
+            parser.error(f"give --lr: none is known for {options.optimizer} in the {options.setting} setting")
+        changes["lr"] = LEARNING_RATES[options.setting, options.optimizer]
+    return run_all(options, dataclasses.replace(setting, **changes))
 
 
 if __name__ == "__main__":

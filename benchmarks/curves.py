@@ -26,10 +26,12 @@ class Setting:
     batch: int
     """Pieces of text of this length that each worker takes in a step."""
     lr: float
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         size = f"{self.layers} layers of width {self.width}"
-        return f"{self.workers} workers x {self.batch} x {self.length} bytes, {self.steps} steps, {size}"
+        by = "" if self.optimizer == "adamw" else f"{self.optimizer.upper()} with lr {self.lr:g}, "
+        return f"{self.workers} workers x {self.batch} x {self.length} bytes, {self.steps} steps, {by}{size}"
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,19 @@ def append(path: Path, run: Run) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
+    columns = list(row) if is_new else _columns(path)
+    if "optimizer" not in columns and run.setting.optimizer == "adamw":
+        del row["optimizer"]  # the file is older than the column
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
+        writer = csv.DictWriter(file, columns)
         if is_new:
             writer.writeheader()
         writer.writerow(row)
+
+
+def _columns(path: Path) -> list[str]:
+    with path.open(newline="") as file:
+        return next(csv.reader(file))
 
 
 def read(path: Path) -> list[Run]:
@@ -88,7 +98,8 @@ def _run(row: dict[str, str]) -> Run:
     return Run(
         recipe=row["recipe"],
         seed=int(row["seed"]),
-        setting=Setting(**{name: kind(row[name]) for name, kind in kinds.items()}),  # type: ignore[operator]
+        # Without a column for it, the optimizer was the default.
+        setting=Setting(**{name: kind(row[name]) for name, kind in kinds.items() if name in row}),  # type: ignore[operator]
         num_parameters=int(row["num_parameters"]),
         bytes_per_step=float(row["bytes_per_step"]),
         seconds=float(row["seconds"]),
@@ -96,6 +107,14 @@ def _run(row: dict[str, str]) -> Run:
         machine=row["machine"],
         versions=row["versions"],
     )
+
+
+def setting_of(runs: Sequence[Run]) -> Setting:
+    """The one setting of all runs, since losses of two do not compare."""
+    settings = list(dict.fromkeys(run.setting for run in runs))
+    if len(settings) != 1:
+        raise ValueError(f"runs of one setting are wanted, not of {len(settings)}: {settings}")
+    return settings[0]
 
 
 def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -108,11 +127,12 @@ def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def table(runs: Sequence[Run]) -> str:
     """Markdown: for each recipe its loss over seeds, and the gap to fp32's, seed by seed."""
+    setting = setting_of(runs)
     base = {run.seed: run for run in runs if run.recipe == BASE}
     first = runs[0]
     machines = " and ".join(dict.fromkeys(f"{run.machine}, {run.versions}" for run in runs))
     lines = [
-        f"{first.setting}, {first.num_parameters / 1e6:.1f} M parameters; {machines}.",
+        f"{setting}, {first.num_parameters / 1e6:.1f} M parameters; {machines}.",
         "",
         "| recipe | bytes a step | less than fp32 | held-out loss | gap to fp32 | seeds |",
         "|---|---:|---:|---:|---:|---:|",
@@ -150,7 +170,7 @@ COLOURS = [
 def draw(runs: Sequence[Run], link: str) -> str:
     """Loss against steps, against bytes, and against time on a link, each recipe's mean over its seeds."""
     rate = parse_rate(link)
-    setting, recipes = runs[0].setting, by_recipe(runs)
+    setting, recipes = setting_of(runs), by_recipe(runs)
     computing = [run.seconds / setting.steps / setting.workers for run in recipes.get(BASE, runs)]
     compute_s = statistics.median(computing)
     axes: dict[str, Callable[[Run, int], float]] = {

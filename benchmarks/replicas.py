@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from curves import Setting
 from gradwire.testing import run_ranks, send_message
+from optimizers import OPTIMIZERS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from lm import LM, corpus, pieces, starts
@@ -63,7 +64,7 @@ def run_rank(
     torch.manual_seed(seed)
     net = LM(setting.width, setting.layers, setting.length)
     model = DistributedDataParallel(net)
-    optimizer = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = OPTIMIZERS[setting.optimizer](list(net.parameters()))
     places = starts(text, (setting.steps, setting.workers, setting.batch), setting.length, seed)
     period = period_of(name)
     assert period is not None

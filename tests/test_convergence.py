@@ -90,6 +90,51 @@ def test_rows_of_another_setting_are_not_mixed_in(benchmark, folder):
         benchmark("--out", folder)
 
 
+def test_each_optimizer_has_a_file_of_its_own_and_no_table_mixes_them(benchmark, folder, tmp_path, capsys):
+    options = [*TINY, "--out", tmp_path, "--seeds", 0, "--recipes", "fp32"]
+    assert benchmark(*options, "--optimizer", "sgd") == 0
+    (sgd,) = csv.DictReader((tmp_path / "small-sgd.csv").open())
+    adamw, *_ = csv.DictReader((folder / "small.csv").open())
+    assert (sgd["optimizer"], adamw["optimizer"]) == ("sgd", "adamw")
+    begun = sgd["curve"].split()[0]
+    assert begun == adamw["curve"].split()[0], "both start with the same weights"
+    assert sgd["held_out_loss"] != adamw["held_out_loss"], "and go different ways"
+    assert float(sgd["held_out_loss"]) < float(begun.partition("=")[2])
+    capsys.readouterr()
+    assert benchmark("--table", tmp_path / "small-sgd.csv") == 0
+    assert "6 steps, SGD with lr 0.1, 1 layers" in capsys.readouterr().out
+    both = tmp_path / "both.csv"
+    own_rows = (tmp_path / "small-sgd.csv").read_text().splitlines()[1:]
+    both.write_text("\n".join([*(folder / "small.csv").read_text().splitlines(), *own_rows]))
+    with pytest.raises(SystemExit, match="2"):
+        benchmark("--table", both)
+    assert "runs of one setting are wanted, not of 2" in capsys.readouterr().err
+
+
+def test_a_learning_rate_that_nobody_tuned_is_asked_for(benchmark, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark("--setting", "real", "--optimizer", "sgd", "--out", tmp_path)
+    assert "give --lr: none is known for sgd in the real setting" in capsys.readouterr().err
+
+
+def test_a_file_older_than_the_column_of_optimizers_is_read_and_added_to(benchmark, folder, tmp_path):
+    old = tmp_path / "small.csv"
+    with old.open("w", newline="") as file:
+        new_rows = list(csv.DictReader((folder / "small.csv").open()))
+        writer = csv.DictWriter(file, [n for n in new_rows[0] if n != "optimizer"], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(new_rows)
+    assert benchmark(*TINY, "--out", tmp_path, "--seeds", 0, 2, "--recipes", "fp32") == 0
+    rows = list(csv.DictReader(old.open()))
+    assert "optimizer" not in rows[0]
+    assert [(row["recipe"], row["seed"]) for row in rows if row["seed"] != "1"] == [
+        ("fp32", "0"),
+        ("int8", "0"),
+        ("fp32", "2"),
+    ]
+    assert all(None not in row and row["versions"].startswith("torch") for row in rows), "all columns fit"
+
+
 def test_a_row_that_would_not_be_ready_in_time_is_given_up(benchmark, tmp_path, capsys):
     options = [*TINY, "--steps", 100_000, "--minutes", 0.2, "--recipes", "fp32", "--out", tmp_path]
     assert benchmark(*options) == 3
