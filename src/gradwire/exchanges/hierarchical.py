@@ -10,7 +10,8 @@ from torch import Tensor
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
-from gradwire.exchanges.two_shot import TwoShot, average_alone, bounds_of, gather_rows, scatter_reduce
+from gradwire.exchanges.shots import Shots, Sum, average_alone, bounds_of
+from gradwire.exchanges.two_shot import TwoShot
 from gradwire.ops import Family
 from gradwire.transport import Subgroup
 
@@ -67,19 +68,16 @@ class Hierarchical:
         node, index = divmod(group.rank, self.local_size)
         within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
         across = Subgroup(group, range(index, group.size, self.local_size))
-        bounds = bounds_of(values.numel(), self.local_size)
-        parts = [values[start:end] for start, end in bounds]
-        rows = [part.view(torch.uint8) for part in parts]
-        raw = Raw(values.dtype)
-        scatter_reduce(raw, parts, rows, replace(context, group=within, scale=1.0))
-        start, end = bounds[index]
+        shots = Shots([Sum(values)], replace(context, group=within, scale=1.0))
+        shots.scatter_reduce()
+        start, end = bounds_of(values.numel(), self.local_size)[index]
         kept = None if residual is None else residual[start:end]
         if across.size == 1:
             average_alone(values[start:end], kept, context)
         else:
             # Also when this part is empty: all ranks issue the same rounds.
             self.between.average(values[start:end], kept, replace(context, group=across))
-        gather_rows(raw, parts, rows, within)
+        shots.gather()
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         return sum(self.link_bytes(numel, dtype, rank, world_size))
