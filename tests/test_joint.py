@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import joint
+from gradwire.codecs import Affine, Blocks, Cast, Raw
 from gradwire.errors import Place
 from gradwire.exchanges import Context, Scratch
-from gradwire.exchanges.shots import Sum
+from gradwire.exchanges.shots import Shots, Sum
+from gradwire.ops import Seed
 from gradwire.stepping import SteppingRunner
-from gradwire.testing import run_ranks
+from gradwire.testing import run_ranks, run_virtual_ranks
 from gradwire.transport import Alone
 from gradwire.workers import WorkerLane
 
@@ -104,6 +107,57 @@ def compare(rank, spec, num_steps, *, may_skip=True):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_buckets_that_share_messages_have_the_same_bits_and_send_fewer(world_size):
     run_ranks(job_shared, world_size, timeout=120)
+
+
+CODECS = [
+    (Blocks("int4", 128), torch.float32),
+    (Raw(torch.bfloat16), torch.bfloat16),
+    (Cast(torch.float16), torch.float64),
+    (Blocks("sign", 32), torch.float32),
+    (Raw(torch.float64), torch.float64),
+    (Affine(100), torch.float32),
+    (Blocks("fp8", 64, stochastic=True), torch.float32),
+    (Cast(torch.bfloat16), torch.float32),
+]
+
+
+def sums_of(group, numels):
+    """A sum for each size and codec, some with residuals, and of the second to last one value is NaN."""
+    sums = []
+    for number, (numel, (codec, dtype)) in enumerate(zip(numels, CODECS, strict=True)):
+        generator = torch.Generator().manual_seed(100 * number + group.rank)
+        values = torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+        if number == len(CODECS) - 2 and numel:
+            values[numel // 2] = math.nan
+        residual = torch.full((numel,), 0.1).bfloat16() if codec.keeps_residual and number else None
+        seeds = [Seed(number, chunk) for chunk in range(group.size)]
+        sums.append(Sum(values, codec, residual, seeds))
+    return sums
+
+
+def results_of(numels, together, group):
+    """What becomes of sums that share messages or do not, and the bytes and messages that it takes."""
+    sums, context = sums_of(group, numels), Context(group, Scratch(), 1 / group.size, None)
+    for some in [sums] if together else [[each] for each in sums]:
+        Shots(some, context).run()
+    tensors = [each.values for each in sums]
+    tensors += [each.residual for each in sums if each.residual is not None]
+    return tensors, group.traffic.bytes_sent, group.traffic.num_messages
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("numels", [(1000, 1, 300, 65, 0, 64, 5000, 63), (0, 7, 0, 0, 3, 1, 2, 0)])
+def test_sums_of_any_codecs_and_sizes_share_a_message_without_a_trace(numels, world_size):
+    alone, together = (
+        run_virtual_ranks(functools.partial(results_of, numels, flag), world_size) for flag in (False, True)
+    )
+    for (before, bytes_before, num_before), (after, bytes_after, num_after) in zip(
+        alone, together, strict=True
+    ):
+        for p, q in zip(before, after, strict=True):
+            assert torch.equal(p.view(torch.uint8), q.view(torch.uint8))
+        assert bytes_before <= bytes_after < bytes_before + 64 * num_before
+        assert num_after <= 2 * (world_size - 1)
 
 
 def job_law(rank):

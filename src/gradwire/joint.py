@@ -1,8 +1,8 @@
 """Buckets that are exchanged side by side, so that their sums over ranks share messages.
 
-Low rank leaves so few bytes of a bucket that a message costs more than what is in it. DDP does not wait for
-one bucket before it hands over the next, so buckets can wait for one another. On a worker lane they do not:
-there the factors of one bucket are computed while another's are on their way.
+What is left of a bucket in few bits, or in factors of low rank, is so few bytes that a message costs more than
+what is in it. DDP does not wait for one bucket before it hands over the next, so buckets can wait for one
+another. On a worker lane they do not: there one bucket is computed while another's messages are on their way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from gradwire.execution import Lane
 from gradwire.tasks import Task, future_for
 from gradwire.transport import Group, Traffic
 
-# Half a millisecond at 16 Gbit/s, some collectives' latency; what is more is better sent during backward.
+# About what a rank sends in a shot: half a millisecond at 16 Gbit/s, some collectives' latency. What is more is
+# better sent during backward.
 _ENOUGH_BYTES = 1 << 20
 
 Report = Callable[[Place, Traffic, float | None], None]

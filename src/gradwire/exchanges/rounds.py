@@ -30,7 +30,7 @@ class Sharing(Protocol):
         ...
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        """How much a bucket has in such messages, in all; 0 if there are none."""
+        """How large a bucket is in such messages, the same on every rank; 0 if there are none."""
         ...
 
 
