@@ -1,8 +1,8 @@
 """Buckets that are exchanged side by side, so that their sums over ranks share messages.
 
 What is left of a bucket in few bits, or in factors of low rank, is so few bytes that a message costs more
-than what is in it. DDP does not wait for one bucket before it hands over the next, so buckets can wait for one
-another. On a worker lane they do not: there one is computed while another's messages are on their way.
+than what is in it. DDP does not wait for one bucket before it hands over the next, so buckets can wait for
+one another. On a worker lane they do not: there one is computed while another's messages are on their way.
 """
 
 from __future__ import annotations
