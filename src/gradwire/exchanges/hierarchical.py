@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
+from gradwire.exchanges.rounds import Round, sum_rounds
 from gradwire.exchanges.shots import Shots, Sum, average_alone, bounds_of
+from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.ops import Family
 from gradwire.transport import Subgroup
@@ -45,12 +48,15 @@ class Hierarchical:
         return self.between.feedback
 
     def run(self, flat: Tensor, context: Context) -> None:
+        sum_rounds([self._rounds(flat, context)], context)
+
+    def _rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
         group = context.group
         if group.size % self.local_size:
             raise ValueError(f"{group.size} ranks cannot be nodes of {self.local_size}")
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
-        take_over_residuals(flat, context, self.feedback)
+        yield from take_over_residuals(flat, context, self.feedback)
         residual = self.between.residual(flat, context)
         if group.size == 1:
             average_alone(flat, residual, context)
@@ -58,7 +64,8 @@ class Hierarchical:
         # Sums over a node are sent again, so they are fp32 at least.
         wide = self.between.codec.works_in or torch.promote_types(flat.dtype, torch.float32)
         values = flat if flat.dtype == wide else context.scratch.like("node", flat, wide).copy_(flat)
-        with self.between.skipping(values, residual, context):
+        mask = yield from self.between.mask_of_skipped(values, context)
+        with skipped_parameters(mask, values, residual):
             self._average(values, residual, context)
         if values is not flat:
             flat.copy_(values)

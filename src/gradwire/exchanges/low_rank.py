@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from gradwire.exchanges.matrices import Plan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
 from gradwire.exchanges.rounds import Round, sum_rounds
 from gradwire.exchanges.shots import Sum, seeds_of, two_shot_bytes
-from gradwire.exchanges.skipped import skipped_parameters
+from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops.batches import OTHER, Side
@@ -102,18 +101,15 @@ class LowRank:
         work = torch.promote_types(flat.dtype, torch.float32)
         compressed = replace(context, layout=plan.sums)
         if self.feedback:
-            take_over_residuals(flat, compressed, work)
+            yield from take_over_residuals(flat, compressed, work)
             sums = context.memory.flat("residual", plan.sums, work, flat.device)
         else:
             num_bytes = plan.sums.numel * work.itemsize
             sums = context.scratch.bytes("sums", num_bytes, flat.device).view(work).zero_()
-            take_over_residuals(sums, compressed, None)
-        skipping = (
-            skipped_parameters(flat, sums, context)
-            if self.whole and self.feedback and context.may_skip
-            else contextlib.nullcontext()
-        )
-        with skipping:
+            yield from take_over_residuals(sums, compressed, None)
+        may_skip = self.whole and self.feedback and context.may_skip
+        mask = (yield from mask_of_skipped(flat, context)) if may_skip else None
+        with skipped_parameters(mask, flat, sums):
             yield from _Averaging(self, plan, flat, sums, context).rounds()
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
@@ -239,7 +235,7 @@ class _Averaging:
         find(plan.batches, self._flat, self._sums, votes, basis, factor)
         outside, inside = self._runs(plain)
         _copy(outside, inside)
-        take_over_residuals(plain, replace(self._context, layout=plan.plain), None)
+        yield from take_over_residuals(plain, replace(self._context, layout=plan.plain), None)
         # In two rounds, what is found first is but where the second begins.
         own = None if self._options.num_rounds == 2 else self._scratch("own", factor.numel())
         yield from self._sum(factor, own, message)

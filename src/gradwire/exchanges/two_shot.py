@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.rounds import Round, sum_rounds
 from gradwire.exchanges.shots import Shots, Sum, average_alone, seeds_of, two_shot_bytes
-from gradwire.exchanges.skipped import skipped_parameters
+from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
 from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 
@@ -62,7 +61,7 @@ class TwoShot:
         """`run`, but for the sum over ranks."""
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
-        take_over_residuals(flat, context, self.feedback)
+        yield from take_over_residuals(flat, context, self.feedback)
         codec, group = self.codec.resolve(flat.dtype), context.group
         residual = self.residual(flat, context)
         if group.size == 1:
@@ -75,7 +74,8 @@ class TwoShot:
         if codec.works_in not in (None, flat.dtype):
             assert codec.works_in is not None
             values = context.scratch.like("values", flat, codec.works_in).copy_(flat)
-        with self.skipping(values, residual, context):
+        mask = yield from self.mask_of_skipped(values, context)
+        with skipped_parameters(mask, values, residual):
             yield (self._sum(values, residual, context),)
         if values is not flat:
             flat.copy_(values)
@@ -92,13 +92,11 @@ class TwoShot:
             return None
         return context.memory.flat("residual", context.layout, self.feedback, flat.device)
 
-    def skipping(
-        self, values: Tensor, residual: Tensor | None, context: Context
-    ) -> contextlib.AbstractContextManager[None]:
-        """Where parameters that no rank has used keep their residuals, if there can be such."""
-        if residual is None or not context.may_skip or context.layout.dtype.is_complex:
-            return contextlib.nullcontext()
-        return skipped_parameters(values, residual, context)
+    def mask_of_skipped(self, values: Tensor, context: Context) -> Generator[Round, None, Tensor | None]:
+        """True where parameters that no rank has used keep their residuals, if there can be such."""
+        if self.feedback is None or not context.may_skip or context.layout.dtype.is_complex:
+            return None
+        return (yield from mask_of_skipped(values, context))
 
     def average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
         """Average values of a dtype that the codec takes, over a group of any size."""
