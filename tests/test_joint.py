@@ -210,7 +210,7 @@ class EagerLane:
         return future
 
 
-def bucket_at(step, index, seen):
+def bucket_at(step, index, seen, device="cpu"):
     place = Place(0, step, index, "powersgd")
     context_of = functools.partial(Context, scale=1.0, layout=None)
 
@@ -218,7 +218,8 @@ def bucket_at(step, index, seen):
         seen.append((step, index))
         yield (Sum(flat),)
 
-    return joint.Bucket(torch.ones(4), place, lambda flat, *given: context_of(*given), rounds_of)
+    flat = torch.ones(4, device=device)
+    return joint.Bucket(flat, place, lambda flat, *given: context_of(*given), rounds_of)
 
 
 def test_what_waits_of_a_backward_pass_that_broke_off_is_not_sent_with_the_next():
@@ -241,6 +242,16 @@ def test_buckets_do_not_wait_once_their_messages_are_large():
     assert small.done()
     assert large.done()
     assert not waiting.add(lane, bucket_at(0, 2, seen), 16, lambda *_: None, is_last=False).done()
+
+
+def test_buckets_of_different_devices_do_not_wait_for_one_another():
+    lane, waiting, seen = EagerLane(), joint.Joint(), []
+    first, second = (
+        waiting.add(lane, bucket_at(0, index, seen, device), 16, lambda *_: None, is_last=False)
+        for index, device in enumerate(("cpu", "meta"))
+    )
+    assert first.done()
+    assert not second.done()
 
 
 class Later:
