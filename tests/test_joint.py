@@ -1,6 +1,7 @@
 """Buckets whose messages travel together."""
 
 import copy
+import dataclasses
 import functools
 import math
 
@@ -13,8 +14,10 @@ import gradwire
 from gradwire import joint
 from gradwire.codecs import Affine, Blocks, Cast, Raw
 from gradwire.errors import Place
-from gradwire.exchanges import Context, Scratch
+from gradwire.exchanges import Context, Scratch, sum_rounds
 from gradwire.exchanges.shots import Shots, Sum
+from gradwire.layout import BucketLayout, Slot
+from gradwire.memory import Memory
 from gradwire.ops import Seed
 from gradwire.stepping import SteppingRunner
 from gradwire.testing import run_ranks, run_virtual_ranks
@@ -158,6 +161,39 @@ def test_sums_of_any_codecs_and_sizes_share_a_message_without_a_trace(numels, wo
             assert torch.equal(p.view(torch.uint8), q.view(torch.uint8))
         assert bytes_before <= bytes_after < bytes_before + 64 * num_before
         assert num_after <= 2 * (world_size - 1)
+
+
+def average_in_nodes(together, group):
+    """Some steps of buckets in two levels: results, what is held back, and the number of messages."""
+    exchange = gradwire.recipe("int4:local_size=2,rounding=stochastic").exchange
+    memory, scratch, seen = Memory(), Scratch(), []
+    layouts = [
+        BucketLayout(index, torch.float32, (Slot(f"p{index}", 0, torch.Size([numel]), (1,)),))
+        for index, numel in enumerate((5000, 1, 300, 64))
+    ]
+    for step in range(3):
+        contexts = [
+            Context(group, scratch.part(layout.index), 1 / group.size, layout, memory, step, may_skip=True)
+            for layout in layouts
+        ]
+        generator = torch.Generator().manual_seed(10 * step + group.rank)
+        flats = [torch.randn(layout.numel, generator=generator) for layout in layouts]
+        rounds = [exchange.rounds(*each) for each in zip(flats, contexts, strict=True)]
+        for some in [rounds] if together else [[each] for each in rounds]:
+            sum_rounds(some, dataclasses.replace(contexts[0], scratch=scratch))
+        seen += flats
+    held = memory.named()["residual"]
+    return seen + [held[name] for name in sorted(held)], group.traffic.num_messages
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 6])
+def test_buckets_in_two_levels_share_what_goes_between_nodes(world_size):
+    alone, together = (
+        run_virtual_ranks(functools.partial(average_in_nodes, flag), world_size) for flag in (False, True)
+    )
+    for (before, num_before), (after, num_after) in zip(alone, together, strict=True):
+        assert all(map(torch.equal, before, after))
+        assert num_after < num_before
 
 
 def job_law(rank):

@@ -15,6 +15,7 @@ from gradwire.exchanges.rounds import Round, sum_rounds
 from gradwire.exchanges.shots import Shots, Sum, average_alone, bounds_of
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
+from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 from gradwire.transport import Subgroup
 
@@ -48,9 +49,10 @@ class Hierarchical:
         return self.between.feedback
 
     def run(self, flat: Tensor, context: Context) -> None:
-        sum_rounds([self._rounds(flat, context)], context)
+        sum_rounds([self.rounds(flat, context)], context)
 
-    def _rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+        """`run`, but for the average between nodes."""
         group = context.group
         if group.size % self.local_size:
             raise ValueError(f"{group.size} ranks cannot be nodes of {self.local_size}")
@@ -66,11 +68,15 @@ class Hierarchical:
         values = flat if flat.dtype == wide else context.scratch.like("node", flat, wide).copy_(flat)
         mask = yield from self.between.mask_of_skipped(values, context)
         with skipped_parameters(mask, values, residual):
-            self._average(values, residual, context)
+            yield from self._average(values, residual, context)
         if values is not flat:
             flat.copy_(values)
 
-    def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        """How much a bucket has in the messages of `rounds`."""
+        return self.between.shared_bytes(layout, step) // self.local_size
+
+    def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> Iterator[Round]:
         group = context.group
         node, index = divmod(group.rank, self.local_size)
         within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
@@ -83,7 +89,7 @@ class Hierarchical:
             average_alone(values[start:end], kept, context)
         else:
             # Also when this part is empty: all ranks issue the same rounds.
-            self.between.average(values[start:end], kept, replace(context, group=across))
+            yield (self.between.sum_of(values[start:end], kept, replace(context, group=across)),)
         shots.gather()
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:

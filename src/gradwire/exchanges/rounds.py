@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -12,6 +13,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.one_shot import sum_values
 from gradwire.exchanges.shots import Shots, Sum
 from gradwire.layout import BucketLayout
+from gradwire.transport import Group
 
 if TYPE_CHECKING:
     from gradwire.exchanges import Exchange
@@ -53,14 +55,15 @@ def sum_rounds(rounds: Iterable[Iterator[Round]], context: Context) -> None:
     while running:
         asked = [(each, round_) for each in running if (round_ := next(each, None)) is not None]
         running = [each for each, _ in asked]
-        sums = [each for _, round_ in asked for each in round_ if each.values.numel()]
-        encoded = [each for each in sums if each.codec is not None]
-        if encoded:
-            Shots(encoded, context).run()
+        encoded: dict[Group, list[Sum]] = {}
         exact: dict[torch.dtype, list[Tensor]] = {}
-        for each in sums:
-            if each.codec is None:
+        for each in (each for _, round_ in asked for each in round_):
+            if each.codec is not None:
+                encoded.setdefault(each.group or context.group, []).append(each)
+            elif each.values.numel():
                 exact.setdefault(each.values.dtype, []).append(each.values)
+        for group, sums in encoded.items():
+            Shots(sums, replace(context, group=group)).run()
         for values in exact.values():
             _sum_exactly(values, context)
 
