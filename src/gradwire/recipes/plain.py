@@ -183,7 +183,7 @@ def sign(
 ) -> Recipe:
     """One bit, the sign, and the mean magnitude of each block; parameters over a vocabulary by ``tables``.
 
-    With ``feedback`` what they leave out is sent later: for SGD, not for Adam.
+    With ``feedback`` what they leave out is sent later, which did not train better: see docs/fidelity.md.
     """
     return _two_shot(sign, locals(), Blocks("sign", block))
 
