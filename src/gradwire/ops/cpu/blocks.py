@@ -236,9 +236,13 @@ def _numbers(form: BlockFormat) -> tuple[Any, ...]:
 
 
 def _scratch(form: BlockFormat) -> tuple[Any, Any]:
-    """Room for a block four times and the sums of a block, and for its codes."""
+    """Room for a block four times and the sums of a block, and for its codes.
+
+    torch's memory begins with a cache line; where numpy's does not, a line takes two accesses.
+    """
     padded = form.block + _SPARE
-    return np.empty(4 * padded + max(form.block // 8, LINE), np.float32), np.empty(padded, np.uint8)
+    values = torch.empty(4 * padded + max(form.block // 8, LINE))
+    return values.numpy(), torch.empty(padded, dtype=torch.uint8).numpy()
 
 
 def _halves(values: Tensor) -> Any:
