@@ -22,7 +22,7 @@ I4, I8, F4, U1, U2 = numba.int32, numba.int64, numba.float32, numba.uint8, numba
 LINE = 16
 
 
-class Line(types.Type):  # type: ignore[misc]
+class Line(types.Type):
     """16 numbers of one type."""
 
     def __init__(self, dtype: Any) -> None:
@@ -114,7 +114,7 @@ def point(typing_context: Any, run: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return address(context, builder, signature.args[0], *args)
 
-    return types.CPointer(run.dtype)(run, I8), generate
+    return types.CPointer(run.dtype)(run, I8), generate  # type: ignore[attr-defined]
 
 
 def _line_address(context: Any, builder: Any, kind: Any, run: Any, index: Any) -> Any:

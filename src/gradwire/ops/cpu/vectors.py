@@ -11,7 +11,7 @@ from numba.np.arrayobj import populate_array
 from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper
-from gradwire.ops.cpu.lines import I8, LINE, address, load, stream
+from gradwire.ops.cpu.lines import I8, LINE, address, load, store, stream
 
 # What one store past the caches writes: a cache line of fp32.
 LINE_BYTES = 64
@@ -80,8 +80,12 @@ def copy(source: Any, target: Any, length: Any) -> None:
 @helper
 def write(source: Any, target: Any, length: Any, streams: Any) -> None:
     """Copy, past the caches if that is wanted; ``target`` then begins at a multiple of a line."""
-    num_streamed = length // LINE * LINE if streams else 0
-    for i in range(0, num_streamed, LINE):
-        stream(target, i, load(source, i))
-    for i in range(num_streamed, length):
+    num_whole = length // LINE * LINE
+    if streams:
+        for i in range(0, num_whole, LINE):
+            stream(target, i, load(source, i))
+    else:
+        for i in range(0, num_whole, LINE):
+            store(target, i, load(source, i))
+    for i in range(num_whole, length):
         target[i] = source[i]
