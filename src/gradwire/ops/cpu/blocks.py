@@ -19,7 +19,7 @@ from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, load, point, store
 from gradwire.ops.cpu.packing import pack
 from gradwire.ops.cpu.scalars import bf16_to_f32, f32_to_bf16
 from gradwire.ops.cpu.unpacking import unpack
-from gradwire.ops.cpu.vectors import copy, fence, streams_to, write
+from gradwire.ops.cpu.vectors import copy, fence, span, streams_to, write
 from gradwire.ops.formats import KINDS, LIMITS, BlockFormat, Seed
 
 # Values that are fetched ahead of those worked on: 4 KiB.
@@ -187,7 +187,7 @@ def reduce(
     seed: Seed,
 ) -> None:
     factors = np.float32(float(scale)), np.float32(1 / float(scale))
-    flat = rows.view(-1)
+    flat = span(rows)
     others = flat.numpy(), _halves(flat), len(rows), rows.stride(0)
     _run(form, others, own, own_index, *factors, residual, row, seed, writes_own=True)
 

@@ -21,6 +21,11 @@ LINE_BYTES = 64
 STREAMED = 1 << 21
 
 
+def span(rows: Tensor) -> Tensor:
+    """The memory of a matrix from its first row to the end of its last, with what lies between rows."""
+    return rows.as_strided(((len(rows) - 1) * rows.stride(0) + rows.shape[1],), (1,))
+
+
 @intrinsic
 def part(typing_context: Any, array: Any, start: Any, length: Any) -> Any:
     """``length`` values of a longer array from ``start`` on, unchecked; the array must outlive them."""
