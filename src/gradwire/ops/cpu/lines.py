@@ -2,7 +2,7 @@
 
 Kernels say what happens to a line, and LLVM makes of it what the processor has. Left to find vectors in loops
 over single numbers, it takes registers of half the width, and checks before each short run of a block
-whether arrays overlap: three times the time.
+whether arrays overlap: `int4` of 1 Mi values in the cache took 0.46 ms where lines take 0.28.
 """
 
 from __future__ import annotations
