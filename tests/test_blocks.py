@@ -32,7 +32,7 @@ RESIDUALS = [None, torch.float32, torch.bfloat16]
 def draw(n, seed, spread=1.0):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(n, generator=generator) * torch.randn(n, generator=generator).mul(spread).exp()
-    values[seed % n] = 0.0
+    values[seed % n], values[(seed + 1) % n] = 0.0, -0.0
     return values
 
 

@@ -1,8 +1,8 @@
 """Encodings with a scale per block in numba, for fp32 values in host memory.
 
-Values are worked on in tiles that stay in the first-level cache, so that main memory is read and written
-once; while a tile is packed, the next one is fetched. Importing this module compiles the kernels, or reads
-them from numba's cache on disk.
+Block by block, so that main memory is read and written once: what is summed stays in the first-level cache
+until it is packed, and what comes next is fetched meanwhile. Importing this module compiles the kernels, or
+reads them from numba's cache on disk.
 """
 
 from __future__ import annotations
@@ -15,50 +15,49 @@ import torch
 from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper, kernel
-from gradwire.ops.cpu.packing import pack_bytes, pack_nibbles, pack_signs
-from gradwire.ops.cpu.scalars import F4, I4, I8, U1, U2, bf16_to_f32, f32_to_bf16
-from gradwire.ops.cpu.unpacking import FP8, INT4, SIGN, unpack
-from gradwire.ops.cpu.vectors import LINE, fence, part, span, streams_to, write
+from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, load, point, store
+from gradwire.ops.cpu.packing import pack
+from gradwire.ops.cpu.scalars import bf16_to_f32, f32_to_bf16
+from gradwire.ops.cpu.unpacking import unpack
+from gradwire.ops.cpu.vectors import copy, fence, span, streams_to, write
 from gradwire.ops.formats import KINDS, LIMITS, BlockFormat, Seed
 
-# At least one block. Values, residuals and sums, and those to come, take 20 KiB.
-_TILE = 1024
-# Larger, for what is only written: 16 KiB, and never less than a block.
-_STREAM_TILE = 4096
-# What a tile has room for behind its values, see `packing`.
-_SPARE = 8
+# Values that are fetched ahead of those worked on: 4 KiB.
+_AHEAD = 1024
+# What a block in scratch memory has room for behind it: lines of its last plane may end there.
+_SPARE = 2 * LINE
 
 
 @helper
-def _widen(halves: Any, singles: Any) -> None:
-    for i in range(halves.size):
+def _widen(halves: Any, singles: Any, m: Any) -> None:
+    for i in range(m):
         singles[i] = bf16_to_f32(halves[i])
 
 
 @helper
-def _narrow(singles: Any, halves: Any) -> None:
-    for i in range(halves.size):
+def _narrow(singles: Any, halves: Any, m: Any) -> None:
+    for i in range(m):
         halves[i] = f32_to_bf16(singles[i])
 
 
 @helper
-def _add(values: Any, factor: Any, total: Any, first: Any) -> None:
-    if first:
-        for i in range(values.size):
-            total[i] = values[i] * factor
-    else:
-        for i in range(values.size):
-            total[i] += values[i] * factor
+def _whole(codes: Any, num_bytes: Any, spare: Any, fits: Any) -> Any:
+    """The codes, where whole lines can be read."""
+    if not fits:
+        copy(codes, spare, num_bytes)
+    return codes if fits else point(spare, 0)
 
 
 @helper
-def _add_both(values: Any, residual: Any, factor: Any, total: Any, first: Any) -> None:
-    if first:
-        for i in range(values.size):
-            total[i] = (values[i] + residual[i]) * factor
-    else:
-        for i in range(values.size):
-            total[i] += (values[i] + residual[i]) * factor
+def _add(values: Any, residual: Any, keeps: Any, factor: Any, m: Any, total: Any, first: Any) -> None:
+    for i in range(0, m, LINE):
+        term = load(values, i)
+        if keeps:
+            term = term + load(residual, i)
+        term = term * factor
+        if not first:
+            term = load(total, i) + term
+        store(total, i, term)
 
 
 @kernel(
@@ -72,7 +71,7 @@ def _add_both(values: Any, residual: Any, factor: Any, total: Any, first: Any) -
 def _reduce(
     kind: Any,
     block: Any,
-    per_byte: Any,
+    shift: Any,
     limit: Any,
     dithered: Any,
     rows: Any,
@@ -92,72 +91,72 @@ def _reduce(
     low: Any,
     high: Any,
     scratch: Any,
-    nibbles: Any,
+    spare_codes: Any,
 ) -> None:
-    length = max(block, _TILE)
-    padded = length + _SPARE
-    x, y, z = part(scratch, 0, padded), part(scratch, padded, padded), part(scratch, 2 * padded, padded)
-    lanes = part(scratch, 3 * padded, max(block // 8, LINE))
+    padded, num_lanes = block + _SPARE, max(block // 8, LINE)
+    x, y, lanes = point(scratch, 0), point(scratch, padded), point(scratch, 4 * padded)
+    spare, spare_kept = point(scratch, 2 * padded), point(scratch, 3 * padded)
     is_single, is_half = residual.size > 0, residual_halves.size > 0
     keeps = is_single or is_half
-    only_codes = not keeps and not writes_own
-    for start in range(0, own.size, length):
-        size, first, at = min(length, own.size - start), start // block, start // per_byte
-        num_codes = min(length // per_byte, codes.size - at)
-        num_scales = min(length // block, halves.size - first)
-        tile, tile_codes = part(own, start, size), part(codes, at, num_codes)
-        tile_halves = part(halves, first, num_scales)
-        sent = part(own if writes_own else y, start if writes_own else 0, size)
-        # Residuals in bf16 are worked on in scratch; without any, what is left goes there.
-        left = part(residual if is_single else z, start if is_single else 0, size)
-        next_ = start + size
-        coming = part(own, next_, own.size - next_)
-        coming_kept = part(residual, next_, residual.size - next_ if is_single else 0)
-        # One term that is only read needs no sum; the last tile does, for the sake of what lies behind it.
-        as_it_is = num_rows == 1 and not keeps and size == length
-        values = part(own if as_it_is else x, start if as_it_is else 0, size)
+    ahead = max(block, _AHEAD)
+    for b in range(halves.size):
+        start, at = b * block, b * (block >> shift)
+        m = min(block, own.size - start)
+        num_bytes = (m + (1 << shift) - 1) >> shift
+        # Where lines would end behind the block, it is worked on in scratch memory.
+        fits = m == block and num_bytes % LINE == 0
+        own_, kept, packed = point(own, start), point(residual, start), point(codes, at)
+        kept_halves = point(residual_halves, start)
+        values, out = own_ if fits else spare, packed if fits else point(spare_codes, 0)
+        sent, left = own_ if fits and writes_own else spare, kept if fits and is_single else spare_kept
+        if not fits:
+            copy(own_, spare, m)
+            copy(kept, spare_kept, m if is_single else 0)
         if is_half:
-            _widen(part(residual_halves, start, size), left)
-        for r in range(num_rows):
-            if r != own_index:
-                row_scales = part(row_halves, r * (stride // 2) + first_scale + first, num_scales)
-                unpack(kind, part(rows, r * stride + at, num_codes), size, block, row_scales, y)
-                _add(part(y, 0, size), factor, x, r == 0)
-            elif keeps:
-                _add_both(tile, left, factor, x, r == 0)
-            elif not as_it_is:
-                _add(tile, factor, x, r == 0)
-        for i in range(_SPARE):
-            x[size + i] = 0
-            nibbles[size + i] = 0
-        if kind == SIGN:
-            pack_signs(
-                only_codes, values, size, block, lanes, tile_codes, tile_halves, sent, left, inverse,
-                coming, coming_kept,
-            )  # fmt: skip
-        else:
-            wide = part(nibbles if kind == INT4 else codes, 0 if kind == INT4 else at, size)
-            pack_bytes(
-                kind == FP8, only_codes, values, size, block, limit, wide, tile_halves, sent, left, inverse,
-                coming, coming_kept, dithered, start, low, high,
-            )  # fmt: skip
-            if kind == INT4:
-                pack_nibbles(nibbles, size, block, tile_codes)
+            _widen(kept_halves, left, m)
+        # One term that is only read needs no sum.
+        if num_rows > 1 or keeps or not fits:
+            for r in range(num_rows):
+                if r == own_index:
+                    _add(values, left, keeps, factor, m, x, r == 0)
+                else:
+                    scale = bf16_to_f32(row_halves[r * (stride // 2) + first_scale + b])
+                    row = _whole(point(rows, r * stride + at), num_bytes, spare_codes, fits)
+                    unpack(kind, row, num_bytes, scale, y)
+                    _add(y, y, False, factor, m, x, r == 0)
+            values = x
+        if not fits:
+            for i in range(m, m + _SPARE):
+                x[i] = 0
+        scale = pack(
+            kind, limit, values, m, lanes, num_lanes, not (keeps or writes_own), (out, sent, left), inverse,
+            point(own_, ahead), point(kept if is_single else own_, ahead), (dithered, start, low, high),
+        )  # fmt: skip
+        halves[b] = f32_to_bf16(scale)
+        if not fits:
+            copy(spare_codes, packed, num_bytes)
+            copy(spare_kept, kept, m if is_single else 0)
+            copy(spare, own_, m if writes_own else 0)
         if is_half:
-            _narrow(left, part(residual_halves, start, size))
+            _narrow(left, kept_halves, m)
 
 
-@kernel((I8, I8, I8, U1[::1], U2[::1], F4[::1], numba.boolean, F4[::1]))
+@kernel((I8, I8, I8, U1[::1], U2[::1], F4[::1], numba.boolean, F4[::1], U1[::1]))
 def _decode(
-    kind: Any, block: Any, per_byte: Any, codes: Any, halves: Any, values: Any, streams: Any, y: Any
-) -> None:
-    length = _STREAM_TILE
-    for start in range(0, values.size, length):
-        size, first, at = min(length, values.size - start), start // block, start // per_byte
-        tile_halves = part(halves, first, min(length // block, halves.size - first))
-        tile_codes = part(codes, at, min(length // per_byte, codes.size - at))
-        unpack(kind, tile_codes, size, block, tile_halves, y)
-        write(y, part(values, start, size), streams)
+    kind: Any, block: Any, shift: Any, codes: Any, halves: Any, values: Any, streams: Any,
+    scratch: Any, spare_codes: Any,
+) -> None:  # fmt: skip
+    y = point(scratch, 0)
+    for b in range(halves.size):
+        start, at = b * block, b * (block >> shift)
+        m = min(block, values.size - start)
+        num_bytes = (m + (1 << shift) - 1) >> shift
+        fits = m == block and num_bytes % LINE == 0
+        row, target = _whole(point(codes, at), num_bytes, spare_codes, fits), point(values, start)
+        in_place = fits and not streams
+        unpack(kind, row, num_bytes, bf16_to_f32(halves[b]), target if in_place else y)
+        if not in_place:
+            write(y, target, m, streams)
     fence()
 
 
@@ -173,8 +172,8 @@ def encode(form: BlockFormat, values: Tensor, residual: Tensor | None, row: Tens
 
 def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
     codes, scales = form.split(row, values.numel())
-    y = np.empty(_STREAM_TILE + _SPARE, np.float32)
-    _decode(*_numbers(form)[:3], codes.numpy(), _halves(scales), values.numpy(), streams_to(values), y)
+    runs = codes.numpy(), _halves(scales), values.numpy()
+    _decode(*_numbers(form)[:3], *runs, streams_to(values), *_scratch(form))
 
 
 def reduce(
@@ -231,13 +230,19 @@ def _run(
 
 def _numbers(form: BlockFormat) -> tuple[Any, ...]:
     limit = np.float32(LIMITS.get(form.kind, 0.0))
-    return KINDS[form.kind], form.block, form.values_per_byte, limit, form.stochastic
+    # A byte holds a power of two of values.
+    shift = form.values_per_byte.bit_length() - 1
+    return KINDS[form.kind], form.block, shift, limit, form.stochastic
 
 
 def _scratch(form: BlockFormat) -> tuple[Any, Any]:
-    """Room for three tiles and the sums of a block, and for a tile of bytes."""
-    length = max(form.block, _TILE) + _SPARE
-    return np.empty(3 * length + max(form.block // 8, LINE), np.float32), np.empty(length, np.uint8)
+    """Room for a block four times and the sums of a block, and for its codes.
+
+    torch's memory begins with a cache line; where numpy's does not, a line takes two accesses.
+    """
+    padded = form.block + _SPARE
+    values = torch.empty(4 * padded + max(form.block // 8, LINE))
+    return values.numpy(), torch.empty(padded, dtype=torch.uint8).numpy()
 
 
 def _halves(values: Tensor) -> Any:

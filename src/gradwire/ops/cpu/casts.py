@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper, kernel
-from gradwire.ops.cpu.scalars import F4, I8, U2, f32_to_half, half_to_f32, larger
+from gradwire.ops.cpu.lines import F4, I8, U2
+from gradwire.ops.cpu.scalars import f32_to_half, half_to_f32, larger
 from gradwire.ops.cpu.vectors import fence, part, span, streams_to, write
 
 # Partial sums of this many values, 8 KiB, stay in the first-level cache beside what is added to them.
@@ -99,7 +100,7 @@ def _reduce(
             else:
                 _add_halves(part(halves, begin, size), is_bf16, scales[r], x, r == 0)
         if is_single:
-            write(x, tile, False)
+            write(x, tile, size, False)
         else:
             _encode_sum(x, is_bf16, up, down, tile, part(encoded, start, size))
 
@@ -117,7 +118,7 @@ def _decode(values: Any, scale: Any, out: Any, is_bf16: Any, streams: Any, y: An
         halves = part(values, start, size)
         for i in range(size):
             y[i] = half_to_f32(halves[i], is_bf16) * scale
-        write(y, part(out, start, size), streams)
+        write(y, part(out, start, size), size, streams)
     fence()
 
 

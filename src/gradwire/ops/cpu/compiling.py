@@ -50,5 +50,5 @@ def _sources() -> str:
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
     """A part of kernels, compiled as part of each: it cannot be called from Python."""
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
     return numba.njit(nogil=True, error_model="numpy", **options)(function)  # type: ignore[no-any-return]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gradwire.ops.batches import Batches, Side
 from gradwire.ops.cpu.compiling import kernel
-from gradwire.ops.cpu.scalars import F4, I4, I8, from_bits, larger
+from gradwire.ops.cpu.lines import F4, I4, I8
+from gradwire.ops.cpu.scalars import from_bits, larger
 from gradwire.ops.reference.low_rank import NEGLIGIBLE
 
 _INFINITY = 0x7F800000

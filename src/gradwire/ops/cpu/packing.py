@@ -1,10 +1,9 @@
-"""Tiles of values to codes, for each encoding with a scale per block.
+"""A block's values to codes, for each encoding with a scale per block.
 
-A tile is some blocks, all of them full but the last of a run, and stays in the first-level cache. Behind the
-values ``x`` of a tile lie at least seven zeros, so that the last byte of a short block needs no case of its
-own. Unless ``only_codes`` are wanted, ``sent`` gets what they decode to, and ``left`` what they leave out,
-times ``factor``; in blocks that are not finite, ``left`` stays as it is. ``coming`` is fetched while the tile
-is worked on.
+A block is worked on in whole lines. Unless its bytes make whole lines, its ``m`` values ``x`` lie before 31
+zeros or more, and where results go there is as much room behind them; where planes overlap, a result is
+written twice, and is the same. What comes ``to`` a block are its codes and, unless ``only_codes`` are
+wanted, what they decode to, and what they leave out, times ``factor``. ``coming`` is fetched meanwhile.
 """
 
 from __future__ import annotations
@@ -14,47 +13,51 @@ from typing import Any
 import numpy as np
 
 from gradwire.ops.cpu.compiling import helper
+from gradwire.ops.cpu.lines import LINE, counting, largest_of, load, spread, store, sum_by_halves
 from gradwire.ops.cpu.scalars import (
+    add_sign,
     bf16_to_f32,
     bits,
+    centred,
+    clamped,
     f32_to_bf16,
     from_bits,
     from_fp8,
     larger,
     low_byte,
+    magnitude,
     noise,
-    pack,
-    signs,
+    pack_pair,
     to_fp8,
     with_sign_of,
 )
-from gradwire.ops.cpu.vectors import LINE, fetch, part, sum_by_halves
+from gradwire.ops.cpu.unpacking import FP8, INT4, SIGN
+from gradwire.ops.cpu.vectors import prefetch
 from gradwire.ops.formats import MIN_SCALE
 
 _INFINITY = np.int32(0x7F800000)
 _LARGEST_BF16 = np.int32(0x7F7F0000)
-_ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 _NAN = np.float32(np.nan)
-_UNIT = np.float32(2.0**-24)
 _MIN_SCALE = np.float32(MIN_SCALE)
 # Added to a number below 2^22, it leaves the nearest integer, ties to even, in the lowest bits.
 _ROUND = np.float32(1.5 * 2**23)
-_NO_NOISE = np.int32(0)
 
 
 @helper
-def _largest(values: Any) -> Any:
+def _largest(x: Any, m: Any, coming: Any) -> Any:
     """The bits of the largest magnitude; at least those of infinity if a value is not finite."""
-    largest = np.int32(0)
-    for i in range(values.size):
-        largest = larger(largest, values[i])
-    return largest
+    largest = spread(np.int32(0))
+    for i in range(0, m, LINE):
+        prefetch(coming, i)
+        largest = larger(largest, load(x, i))
+    return largest_of(largest)
 
 
 @helper
-def _scale_of(values: Any, limit: Any) -> Any:
+def _scale_of(x: Any, m: Any, limit: Any, coming: Any) -> Any:
     """The scale that gives the largest magnitude the code ``limit``; NaN if a value is not finite."""
-    largest = _largest(values)
+    largest = _largest(x, m, coming)
     # Rounded up to bf16, so that no code is beyond the limit.
     up = (bits(from_bits(largest) / limit) + np.int32(0xFFFF)) & np.int32(-0x10000)
     scale = max(from_bits(np.int32(up)), _MIN_SCALE)
@@ -63,159 +66,134 @@ def _scale_of(values: Any, limit: Any) -> Any:
 
 
 @helper
-def _mean_of(x: Any, at: Any, m: Any, lanes: Any) -> Any:
+def _mean_of(x: Any, m: Any, lanes: Any, num_lanes: Any, coming: Any) -> Any:
     """The mean magnitude of a block, in bf16; NaN if a value is not finite.
 
     Added up in an order that vector code can follow: by planes, then by halves.
     """
     h = (m + 7) // 8
     share = _ONE / np.float32(m)
-    p0, p1, p2, p3 = part(x, at, h), part(x, at + h, h), part(x, at + 2 * h, h), part(x, at + 3 * h, h)
-    rest = at + 4 * h
-    p4, p5, p6, p7 = (
-        part(x, rest, h),
-        part(x, rest + h, h),
-        part(x, rest + 2 * h, h),
-        part(x, rest + 3 * h, h),
-    )
-    for j in range(h):
-        total = abs(p0[j]) * share + abs(p1[j]) * share
-        total = total + abs(p2[j]) * share + abs(p3[j]) * share
-        total = total + abs(p4[j]) * share + abs(p5[j]) * share
-        lanes[j] = total + abs(p6[j]) * share + abs(p7[j]) * share
-    for j in range(h, lanes.size):
+    for j in range(0, h, LINE):
+        total = spread(_ZERO)
+        for k in range(8):
+            prefetch(coming, k * h + j)
+            total = total + magnitude(load(x, k * h + j)) * share
+        store(lanes, j, total)
+    for j in range(h, num_lanes):
         lanes[j] = _ZERO
-    width = lanes.size
+    width = num_lanes
     while width > LINE:
         width >>= 1
-        low, high = part(lanes, 0, width), part(lanes, width, width)
-        for j in range(width):
-            low[j] += high[j]
-    mean = bf16_to_f32(f32_to_bf16(sum_by_halves(lanes)))
+        for j in range(0, width, LINE):
+            store(lanes, j, load(lanes, j) + load(lanes, width + j))
+    mean = bf16_to_f32(f32_to_bf16(sum_by_halves(load(lanes, 0))))
     if bits(mean) >= _INFINITY:  # of finite values or not, it is beyond bf16
-        mean = from_bits(_LARGEST_BF16) if _largest(part(x, at, m)) < _INFINITY else _NAN
+        mean = from_bits(_LARGEST_BF16) if _largest(x, m, coming) < _INFINITY else _NAN
     return mean
 
 
 @helper
-def _round(
-    x: Any, scale: Any, limit: Any, codes: Any, sent: Any, left: Any, factor: Any,
-    dithered: Any, start: Any, low: Any, high: Any,
-) -> None:  # fmt: skip
-    """To integers; with noise of one code's width added, rounding to nearest is rounding by chance."""
-    inverse = _ONE / scale if scale > _ZERO else _ZERO
+def _keep(x: Any, decoded: Any, factor: Any, sent: Any, left: Any, at: Any) -> None:
+    store(sent, at, decoded)
+    store(left, at, (x - decoded) * factor)
+
+
+@helper
+def _rounded(x: Any, inverse: Any, limit: Any, chance: Any, at: Any) -> Any:
+    """The nearest integers, in the lowest bits; with noise of a code's width added, one of two by chance."""
+    dithered, start, low, high = chance
+    y = x * inverse
     if dithered:
-        for i in range(x.size):
-            y = x[i] * inverse + (np.float32(noise(start + i, low, high)) * _UNIT - _HALF)
-            y = limit if y > limit else y
-            rounded = (-limit if y < -limit else y) + _ROUND
-            codes[i] = low_byte(bits(rounded))
-            sent[i] = (rounded - _ROUND) * scale
-            left[i] = (x[i] - (rounded - _ROUND) * scale) * factor
-    else:
-        for i in range(x.size):
-            rounded = x[i] * inverse + _ROUND
-            codes[i] = low_byte(bits(rounded))
-            sent[i] = (rounded - _ROUND) * scale
-            left[i] = (x[i] - (rounded - _ROUND) * scale) * factor
+        y = clamped(y + centred(noise(counting(start + at), low, high)), limit)
+    return y + _ROUND
 
 
 @helper
-def _round_alone(x: Any, scale: Any, codes: Any) -> None:
+def _pack_bytes(
+    x: Any, m: Any, scale: Any, limit: Any, only_codes: Any, to: Any, factor: Any, coming: Any, chance: Any
+) -> None:
+    codes, sent, left = to
     inverse = _ONE / scale if scale > _ZERO else _ZERO
-    for i in range(x.size):
-        codes[i] = low_byte(bits(x[i] * inverse + _ROUND))
+    for i in range(0, m, LINE):
+        prefetch(coming, i)
+        value = load(x, i)
+        rounded = _rounded(value, inverse, limit, chance, i)
+        store(codes, i, low_byte(bits(rounded)))
+        if not only_codes:
+            _keep(value, (rounded - _ROUND) * scale, factor, sent, left, i)
 
 
 @helper
-def _round_to_fp8(
-    x: Any, scale: Any, only_codes: Any, codes: Any, sent: Any, left: Any, factor: Any,
-    dithered: Any, start: Any, low: Any, high: Any,
-) -> None:  # fmt: skip
+def _pack_nibbles(
+    x: Any, m: Any, scale: Any, limit: Any, only_codes: Any, to: Any, factor: Any, coming: Any, chance: Any
+) -> None:
+    codes, sent, left = to
     inverse = _ONE / scale if scale > _ZERO else _ZERO
-    if dithered:
-        for i in range(x.size):
-            codes[i] = to_fp8(x[i] * inverse, noise(start + i, low, high), True)
-    else:
-        for i in range(x.size):
-            codes[i] = to_fp8(x[i] * inverse, _NO_NOISE, False)
-    if not only_codes:
-        for i in range(x.size):
-            decoded = from_fp8(codes[i]) * scale
-            sent[i] = decoded
-            left[i] = (x[i] - decoded) * factor
+    h = (m + 1) // 2
+    for j in range(0, h, LINE):
+        prefetch(coming, j)
+        prefetch(coming, h + j)
+        first, second = load(x, j), load(x, h + j)
+        rounded = _rounded(first, inverse, limit, chance, j)
+        rounded_second = _rounded(second, inverse, limit, chance, h + j)
+        store(codes, j, pack_pair(bits(rounded), bits(rounded_second)))
+        if not only_codes:
+            _keep(first, (rounded - _ROUND) * scale, factor, sent, left, j)
+            _keep(second, (rounded_second - _ROUND) * scale, factor, sent, left, h + j)
 
 
 @helper
-def _poison(sent: Any) -> None:
-    for i in range(sent.size):
-        sent[i] = _NAN
-
-
-@helper
-def pack_bytes(
-    is_fp8: Any, only_codes: Any, x: Any, size: Any, block: Any, limit: Any, codes: Any, halves: Any,
-    sent: Any, left: Any, factor: Any, coming: Any, coming_kept: Any,
-    dithered: Any, start: Any, low: Any, high: Any,
-) -> None:  # fmt: skip
-    """Codes of a byte each, for ``int8``, ``fp8`` and, not yet packed, ``int4``."""
-    for b in range(halves.size):
-        at, m = b * block, min(block, size - b * block)
-        fetch(coming, at, block)
-        fetch(coming_kept, at, block)
-        values, out, sent_, left_ = part(x, at, m), part(codes, at, m), part(sent, at, m), part(left, at, m)
-        scale = _scale_of(values, limit)
-        halves[b] = f32_to_bf16(scale)
-        if not scale >= _ZERO:
-            _poison(sent_)
-        elif is_fp8:
-            _round_to_fp8(
-                values, scale, only_codes, out, sent_, left_, factor, dithered, start + at, low, high
-            )
-        elif only_codes and not dithered:
-            _round_alone(values, scale, out)
+def _pack_fp8(
+    x: Any, m: Any, scale: Any, only_codes: Any, to: Any, factor: Any, coming: Any, chance: Any
+) -> None:
+    codes, sent, left = to
+    dithered, start, low, high = chance
+    inverse = _ONE / scale if scale > _ZERO else _ZERO
+    for i in range(0, m, LINE):
+        prefetch(coming, i)
+        value = load(x, i)
+        if dithered:
+            code = to_fp8(value * inverse, noise(counting(start + i), low, high), True)
         else:
-            _round(values, scale, limit, out, sent_, left_, factor, dithered, start + at, low, high)
+            code = to_fp8(value * inverse, np.int32(0), False)
+        store(codes, i, code)
+        if not only_codes:
+            _keep(value, from_fp8(code) * scale, factor, sent, left, i)
 
 
 @helper
-def pack_nibbles(wide: Any, size: Any, block: Any, codes: Any) -> None:
-    """Two codes of a byte each in one; behind the last of them lies a zero."""
-    for b in range((size + block - 1) // block):
-        at, h = b * block, (min(block, size - b * block) + 1) // 2
-        firsts, seconds, out = part(wide, at, h), part(wide, at + h, h), part(codes, b * (block // 2), h)
-        for j in range(h):
-            out[j] = pack(firsts[j], seconds[j])
+def _pack_signs(x: Any, m: Any, scale: Any, only_codes: Any, to: Any, factor: Any, coming: Any) -> None:
+    codes, sent, left = to
+    mask = np.int32(-1) if scale > _ZERO else np.int32(0)
+    h = (m + 7) // 8
+    for j in range(0, h, LINE):
+        byte = spread(np.int32(0))
+        for k in range(8):
+            prefetch(coming, k * h + j)
+            value = load(x, k * h + j)
+            decoded = with_sign_of(scale, value, mask)
+            byte = add_sign(byte, decoded, np.int32(k))
+            if not only_codes:
+                _keep(value, decoded, factor, sent, left, k * h + j)
+        store(codes, j, low_byte(byte))
 
 
 @helper
-def pack_signs(
-    only_codes: Any, x: Any, size: Any, block: Any, lanes: Any, codes: Any, halves: Any,
-    sent: Any, left: Any, factor: Any, coming: Any, coming_kept: Any,
-) -> None:  # fmt: skip
-    for b in range(halves.size):
-        at, m = b * block, min(block, size - b * block)
-        fetch(coming, at, block)
-        fetch(coming_kept, at, block)
-        scale = _mean_of(x, at, m, lanes)
-        halves[b] = f32_to_bf16(scale)
-        mask = np.int32(-1) if scale > _ZERO else np.int32(0)
-        h = (m + 7) // 8
-        out, rest = part(codes, b * (block // 8), h), at + 4 * h
-        p0, p1, p2, p3 = part(x, at, h), part(x, at + h, h), part(x, at + 2 * h, h), part(x, at + 3 * h, h)
-        p4, p5, p6, p7 = (
-            part(x, rest, h),
-            part(x, rest + h, h),
-            part(x, rest + 2 * h, h),
-            part(x, rest + 3 * h, h),
-        )
-        for j in range(h):
-            out[j] = signs(p0[j], p1[j], p2[j], p3[j], p4[j], p5[j], p6[j], p7[j], mask)
-        values, sent_, left_ = part(x, at, m), part(sent, at, m), part(left, at, m)
-        if not scale >= _ZERO:
-            _poison(sent_)
-        elif not only_codes:
-            for i in range(m):
-                decoded = with_sign_of(scale, values[i], mask)
-                sent_[i] = decoded
-                left_[i] = (values[i] - decoded) * factor
+def pack(
+    kind: Any, limit: Any, x: Any, m: Any, lanes: Any, num_lanes: Any, only_codes: Any, to: Any, factor: Any,
+    coming: Any, coming_kept: Any, chance: Any,
+) -> Any:  # fmt: skip
+    """The scale that was taken. Where it is NaN, so is all that is sent, and what is left stays as it is."""
+    scale = _mean_of(x, m, lanes, num_lanes, coming) if kind == SIGN else _scale_of(x, m, limit, coming)
+    if not scale >= _ZERO:
+        for i in range(m):
+            to[1][i] = _NAN
+    elif kind == SIGN:
+        _pack_signs(x, m, scale, only_codes, to, factor, coming_kept)
+    elif kind == INT4:
+        _pack_nibbles(x, m, scale, limit, only_codes, to, factor, coming_kept, chance)
+    elif kind == FP8:
+        _pack_fp8(x, m, scale, only_codes, to, factor, coming_kept, chance)
+    else:
+        _pack_bytes(x, m, scale, limit, only_codes, to, factor, coming_kept, chance)
+    return scale
