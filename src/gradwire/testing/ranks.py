@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -279,6 +280,7 @@ def _rank_main(connection: Connection, job: _Job) -> None:
     global _to_parent, _stack_file
     if connection.poll():  # the parent never writes: it was interrupted before this rank was there
         os._exit(1)
+    gc.freeze()  # what the server has imported is no garbage, and looking at it would copy its pages
     if job.namespace is not None:
         enter(job.namespace)  # before there are threads, which would stay behind
     _to_parent, _stack_file = connection, job.stack_file.open("w")
