@@ -97,7 +97,8 @@ def compare(form, kernels, values, residual, magnitude, seed, scale_steps=0):
         module.encode(form, values, kept, row, noise)
         decoded = torch.empty(n)
         module.decode(form, row, decoded)
-        rows = torch.zeros(3, -(-form.row_bytes(n) // 64) * 64, dtype=torch.uint8)
+        width = -(-form.row_bytes(n) // 64) * 64
+        rows = torch.zeros(3, 64 + width, dtype=torch.uint8)[:, 64:]  # of a message that has more in it
         for r in (0, 2):
             reference.encode(form, draw(n, seed + r) * magnitude, None, rows[r], noise)
         own = values.clone()

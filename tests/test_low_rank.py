@@ -304,7 +304,7 @@ def job_laws(rank):
             (layout,) = wire.layout()
             promised = recipe.exchange.bucket_bytes(layout, rank, world_size, step)
             extra = (
-                4 * (world_size - 1) if recipe.exchange.whole else 0
+                8 * (world_size - 1) if recipe.exchange.whole else 0
             )  # votes for parameters without gradients
             assert wire.stats().steps[-1].buckets[0].bytes_sent == promised + extra
             assert all(v.isfinite().all() for state in memory_of(wire).values() for v in state.values())

@@ -73,8 +73,9 @@ class Wire:
         """What each step sends: which parameters by which recipe, and how many bytes; ``print`` it.
 
         Of a recipe that changes by step, what ``step`` sends; by default one of the stage that sends most.
-        Exact for the buckets of the last step. Before the first one, DDP's buckets are not known, and
-        the figures are those of one bucket for each dtype, off by a few bytes for each bucket more.
+        Exact for the buckets of the last step, but where buckets share messages, on NCCL: what fills the gaps
+        between them is up to 63 bytes for each bucket and message. Before the first step, DDP's buckets are
+        not known, and the figures are those of one bucket for each dtype, off by a few bytes for each more.
         Sparse gradients, which travel as they are, are counted as if they were dense. Raises TypeError
         for a hook, since what it sends cannot be known.
         """

@@ -49,6 +49,7 @@ class Raw:
         seed: ops.Seed,
     ) -> None:
         ops.reduce_rows(rows, 0, own, rank, [scale] * len(rows), 1.0, 1.0, own)
+        self.encode(own, row, None, seed)
 
     def _values(self, row: Tensor) -> Tensor:
         assert self.dtype is not None, "resolve the codec for a bucket's dtype first"

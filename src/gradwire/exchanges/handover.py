@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.rounds import Round
 from gradwire.exchanges.skipped import mask_of_skipped
 
 _NAME = "residual"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def take_over_residuals(flat: Tensor, context: Context, kept: torch.dtype | None) -> None:
+def take_over_residuals(flat: Tensor, context: Context, kept: torch.dtype | None) -> Iterator[Round]:
     """Leave residuals of the dtype ``kept`` alone; others go into those, or, if None, into ``flat``.
 
     So nothing that an earlier recipe has held back is lost. A parameter that no rank has used in this
@@ -26,7 +29,8 @@ def take_over_residuals(flat: Tensor, context: Context, kept: torch.dtype | None
         if kept is not None:
             memory.flat(_NAME, layout, kept, flat.device).add_(old)
         else:
-            mask = mask_of_skipped(flat, context) if context.may_skip and context.group.size > 1 else None
+            may_skip = context.may_skip and context.group.size > 1
+            mask = (yield from mask_of_skipped(flat, context)) if may_skip else None
             flat.add_(old if mask is None else old.masked_fill(mask, 0))
             if mask is not None:
                 old.masked_fill_(~mask, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,11 @@ from torch import Tensor
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
-from gradwire.exchanges.two_shot import TwoShot, average_alone, bounds_of, gather_rows, scatter_reduce
+from gradwire.exchanges.rounds import Round, sum_rounds
+from gradwire.exchanges.shots import Shots, Sum, average_alone, bounds_of
+from gradwire.exchanges.skipped import skipped_parameters
+from gradwire.exchanges.two_shot import TwoShot
+from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 from gradwire.transport import Subgroup
 
@@ -44,12 +49,16 @@ class Hierarchical:
         return self.between.feedback
 
     def run(self, flat: Tensor, context: Context) -> None:
+        sum_rounds([self.rounds(flat, context)], context)
+
+    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+        """`run`, but for the average between nodes."""
         group = context.group
         if group.size % self.local_size:
             raise ValueError(f"{group.size} ranks cannot be nodes of {self.local_size}")
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
-        take_over_residuals(flat, context, self.feedback)
+        yield from take_over_residuals(flat, context, self.feedback)
         residual = self.between.residual(flat, context)
         if group.size == 1:
             average_alone(flat, residual, context)
@@ -57,29 +66,31 @@ class Hierarchical:
         # Sums over a node are sent again, so they are fp32 at least.
         wide = self.between.codec.works_in or torch.promote_types(flat.dtype, torch.float32)
         values = flat if flat.dtype == wide else context.scratch.like("node", flat, wide).copy_(flat)
-        with self.between.skipping(values, residual, context):
-            self._average(values, residual, context)
+        mask = yield from self.between.mask_of_skipped(values, context)
+        with skipped_parameters(mask, values, residual):
+            yield from self._average(values, residual, context)
         if values is not flat:
             flat.copy_(values)
 
-    def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        """How much a bucket has in the messages of `rounds`."""
+        return self.between.shared_bytes(layout, step) // self.local_size
+
+    def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> Iterator[Round]:
         group = context.group
         node, index = divmod(group.rank, self.local_size)
         within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
         across = Subgroup(group, range(index, group.size, self.local_size))
-        bounds = bounds_of(values.numel(), self.local_size)
-        parts = [values[start:end] for start, end in bounds]
-        rows = [part.view(torch.uint8) for part in parts]
-        raw = Raw(values.dtype)
-        scatter_reduce(raw, parts, rows, replace(context, group=within, scale=1.0))
-        start, end = bounds[index]
+        shots = Shots([Sum(values)], replace(context, group=within, scale=1.0))
+        shots.scatter_reduce()
+        start, end = bounds_of(values.numel(), self.local_size)[index]
         kept = None if residual is None else residual[start:end]
         if across.size == 1:
             average_alone(values[start:end], kept, context)
         else:
             # Also when this part is empty: all ranks issue the same rounds.
-            self.between.average(values[start:end], kept, replace(context, group=across))
-        gather_rows(raw, parts, rows, within)
+            yield (self.between.sum_of(values[start:end], kept, replace(context, group=across)),)
+        shots.gather()
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         return sum(self.link_bytes(numel, dtype, rank, world_size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
@@ -17,8 +16,9 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.matrices import Plan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
-from gradwire.exchanges.rounds import Round, Sum, sum_rounds
-from gradwire.exchanges.skipped import skipped_parameters
+from gradwire.exchanges.rounds import Round, sum_rounds
+from gradwire.exchanges.shots import Sum, seeds_of, two_shot_bytes
+from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops.batches import OTHER, Side
@@ -95,30 +95,27 @@ class LowRank:
         """`run`, but for the sums over ranks: each message has become one when this goes on."""
         plan = self.plan(context.layout)
         if context.group.size == 1 or self._is_plain(context.layout, context.step):
-            _PLAIN.run(flat, context)
+            yield from _PLAIN.rounds(flat, context)
             return
         # At least fp32: whatever the bucket is, products and residuals are not rounded to 16 bits.
         work = torch.promote_types(flat.dtype, torch.float32)
         compressed = replace(context, layout=plan.sums)
         if self.feedback:
-            take_over_residuals(flat, compressed, work)
+            yield from take_over_residuals(flat, compressed, work)
             sums = context.memory.flat("residual", plan.sums, work, flat.device)
         else:
             num_bytes = plan.sums.numel * work.itemsize
             sums = context.scratch.bytes("sums", num_bytes, flat.device).view(work).zero_()
-            take_over_residuals(sums, compressed, None)
-        skipping = (
-            skipped_parameters(flat, sums, context)
-            if self.whole and self.feedback and context.may_skip
-            else contextlib.nullcontext()
-        )
-        with skipping:
+            yield from take_over_residuals(sums, compressed, None)
+        may_skip = self.whole and self.feedback and context.may_skip
+        mask = (yield from mask_of_skipped(flat, context)) if may_skip else None
+        with skipped_parameters(mask, flat, sums):
             yield from _Averaging(self, plan, flat, sums, context).rounds()
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         """How much a bucket has in the messages of `rounds`."""
         if self._is_plain(layout, step):
-            return 0
+            return _PLAIN.shared_bytes(layout, step)
         codec, work = self._codec(layout.dtype), torch.promote_types(layout.dtype, torch.float32)
         summed = self._num_summed(self.plan(layout), step)
         return sum(
@@ -142,8 +139,7 @@ class LowRank:
         if codec is None:
             return sum(sum_bytes(factor + exact, work, rank, world_size) for factor, exact in summed)
         return sum(
-            TwoShot(codec).wire_bytes(factor, work, rank, world_size)
-            + sum_bytes(exact, work, rank, world_size)
+            two_shot_bytes(codec, factor, rank, world_size) + sum_bytes(exact, work, rank, world_size)
             for factor, exact in summed
         )
 
@@ -239,7 +235,7 @@ class _Averaging:
         find(plan.batches, self._flat, self._sums, votes, basis, factor)
         outside, inside = self._runs(plain)
         _copy(outside, inside)
-        take_over_residuals(plain, replace(self._context, layout=plan.plain), None)
+        yield from take_over_residuals(plain, replace(self._context, layout=plan.plain), None)
         # In two rounds, what is found first is but where the second begins.
         own = None if self._options.num_rounds == 2 else self._scratch("own", factor.numel())
         yield from self._sum(factor, own, message)
@@ -261,8 +257,9 @@ class _Averaging:
         if self._codec is None:
             yield (Sum(message),)
             return
-        left_out = None if own is None else self._scratch("left out", factor.numel())
-        yield Sum(factor, self._codec, left_out), Sum(message[factor.numel() :])
+        left_out = None if own is None else self._scratch("left out", factor.numel()).zero_()
+        seeds = seeds_of(self._codec, self._options.seed, self._context)
+        yield Sum(factor, self._codec, left_out, seeds), Sum(message[factor.numel() :])
         if own is not None and left_out is not None:
             own.sub_(left_out)
 

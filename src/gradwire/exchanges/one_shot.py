@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.two_shot import TwoShot, average_alone
+from gradwire.exchanges.shots import Shots, Sum, average_alone, two_shot_bytes
 from gradwire.ops import Seed
 from gradwire.transport import gather
 
@@ -15,8 +15,6 @@ from gradwire.transport import gather
 _ROUND_BYTES = 16 << 10
 
 _ALIGNMENT = 64  # bytes, for the sake of vector loads
-
-_TWO_SHOT = TwoShot(Raw())
 
 
 def sum_values(values: Tensor, context: Context) -> None:
@@ -33,8 +31,7 @@ def sum_values(values: Tensor, context: Context) -> None:
         if group.native_sum is not None:
             group.native_sum(values.mul_(context.scale))
             return
-        # Not `run`, which would take these for the bucket, and residuals of the bucket for theirs.
-        _TWO_SHOT.average(values, None, context)
+        Shots([Sum(values)], context).run()
         return
     stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     arriving = context.scratch.bytes("arriving", group.size * stride, values.device).view(group.size, stride)
@@ -50,7 +47,7 @@ def sum_bytes(numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int
     num_bytes = numel * dtype.itemsize
     if one_round_pays(num_bytes, world_size):
         return (world_size - 1) * num_bytes
-    return _TWO_SHOT.wire_bytes(numel, dtype, rank, world_size)
+    return two_shot_bytes(Raw(dtype), numel, rank, world_size)
 
 
 def one_round_pays(num_bytes: int, world_size: int) -> bool:

@@ -18,7 +18,7 @@ from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.packing import pack_bytes, pack_nibbles, pack_signs
 from gradwire.ops.cpu.scalars import F4, I4, I8, U1, U2, bf16_to_f32, f32_to_bf16
 from gradwire.ops.cpu.unpacking import FP8, INT4, SIGN, unpack
-from gradwire.ops.cpu.vectors import LINE, fence, part, streams_to, write
+from gradwire.ops.cpu.vectors import LINE, fence, part, span, streams_to, write
 from gradwire.ops.formats import KINDS, LIMITS, BlockFormat, Seed
 
 # At least one block. Values, residuals and sums, and those to come, take 20 KiB.
@@ -188,7 +188,7 @@ def reduce(
     seed: Seed,
 ) -> None:
     factors = np.float32(float(scale)), np.float32(1 / float(scale))
-    flat = rows.view(-1)
+    flat = span(rows)
     others = flat.numpy(), _halves(flat), len(rows), rows.stride(0)
     _run(form, others, own, own_index, *factors, residual, row, seed, writes_own=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.scalars import F4, I8, U2, f32_to_half, half_to_f32, larger
-from gradwire.ops.cpu.vectors import fence, part, streams_to, write
+from gradwire.ops.cpu.vectors import fence, part, span, streams_to, write
 
 # Partial sums of this many values, 8 KiB, stay in the first-level cache beside what is added to them.
 _TILE = 2048
@@ -139,7 +139,7 @@ def reduce_rows(
     down: float | Tensor,
     encoded: Tensor,
 ) -> None:
-    flat, item = rows.view(-1), encoded.element_size()
+    flat, item = span(rows), encoded.element_size()
     weights = np.array([float(scale) for scale in scales], np.float32)
     factors = np.float32(float(up)), np.float32(float(down))
     if len(weights) == 2:

@@ -24,6 +24,11 @@ STREAMED = 1 << 21
 _VECTOR = ir.VectorType(ir.FloatType(), LINE)
 
 
+def span(rows: Tensor) -> Tensor:
+    """The memory of a matrix from its first row to the end of its last, with what lies between rows."""
+    return rows.as_strided(((len(rows) - 1) * rows.stride(0) + rows.shape[1],), (1,))
+
+
 def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
     return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
 
