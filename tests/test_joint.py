@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import math
+import unittest.mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import joint
+from gradwire import joint, runners
 from gradwire.codecs import Affine, Blocks, Cast, Raw
 from gradwire.errors import Place
 from gradwire.exchanges import Context, Scratch, sum_rounds
@@ -106,6 +107,29 @@ def compare(rank, spec, num_steps, *, may_skip=True):
 @pytest.mark.parametrize(("world_size", "specs"), [(2, SPECS[::2]), (3, SPECS[1::2])])
 def test_buckets_that_share_messages_have_the_same_bits_and_send_fewer(world_size, specs):
     run_ranks(job_shared, world_size, timeout=120, args=(specs,))
+
+
+def job_fails_in_the_middle(rank):
+    """Rank 1 fails with its third bucket, when the first two wait for the last one."""
+    model = DistributedDataParallel(Branches(), bucket_cap_mb=0.003)
+    shared_bytes = runners.shared_bytes
+
+    def failing(exchange, layout, step):
+        if rank == 1 and layout.index == 2:
+            raise ArithmeticError("no third one")
+        return shared_bytes(exchange, layout, step)
+
+    WorkerLane.shares_messages = True
+    with (
+        gradwire.attach(model, "int8"),
+        unittest.mock.patch.object(runners, "shared_bytes", failing),
+        pytest.raises(gradwire.WireError, match="rank 1, step 0, bucket 2, hook int8: .*no third one"),
+    ):
+        model(torch.randn(8, 24), True).square().sum().backward()
+
+
+def test_a_failure_leaves_no_bucket_waiting_for_those_that_will_not_come():
+    run_ranks(job_fails_in_the_middle, 2, timeout=60)
 
 
 CODECS = [
@@ -269,7 +293,7 @@ def test_buckets_do_not_wait_once_their_messages_are_large():
     lane, waiting, seen = EagerLane(), joint.Joint(), []
     small, large = (
         waiting.add(lane, bucket_at(0, index, seen), num_bytes, lambda *_: None, is_last=False)
-        for index, num_bytes in enumerate((16, 1 << 21))
+        for index, num_bytes in enumerate((16, joint._ENOUGH_BYTES))
     )
     assert small.done()
     assert large.done()
@@ -297,9 +321,12 @@ class Later:
     def start(self, bucket, place, *, shadow):
         self.futures.append(torch.futures.Future())
         if bucket.is_last():
-            for future in self.futures:
-                future.set_result(torch.ones(1))
+            self.abandon()
         return self.futures[-1]
+
+    def abandon(self):
+        for future in self.futures:
+            future.set_result(torch.ones(1))
 
 
 class OneParameter:
@@ -332,3 +359,12 @@ def test_a_step_waits_for_buckets_that_wait_for_others_without_keeping_them():
     assert first.done()
     assert last.done()
     assert stepped == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_steps_that_wait_for_later_buckets_are_not_kept_when_none_will_come(at_the_end):
+    runner = SteppingRunner(Later(), EagerLane(), lambda *_: None, at_the_end=at_the_end)
+    first = runner.start(OneParameter(0, False), Place(0, 0, 0, "later"), shadow=False)
+    assert not first.done()
+    runner.abandon()
+    assert first.done()

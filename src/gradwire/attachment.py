@@ -145,7 +145,7 @@ def attach(
             num_transient=num_transient(ddp),
             loss_scale=options.loss_scale(),
             meter=meter,
-            may_wait=True,
+            may_wait=ddp.mixed_precision is None,  # whose own hook waits for each bucket
         )
     else:
         # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.

@@ -56,13 +56,14 @@ class Bridge:
         place = Place(self._rank, self.num_steps - 1, bucket.index(), self.runner.name)
         in_backward = torch._C._current_graph_task_id() != -1
         local = bucket.buffer()  # before the hook, which may set another one
+        future = None
         try:
             if self.runner.failure is None:
                 future = self._start(bucket, place, shadow=not in_backward)
-            else:
-                future = completed(local)
         except Exception as error:
             self.runner.fail(locate(error, place))
+        if future is None:
+            self.runner.abandon()
             future = completed(local)
         if not in_backward:
             # Not before the last: a step may be exchanged in other buckets than those that arrive.

@@ -137,6 +137,9 @@ class HookRunner:
         else:
             self._guard.fail(error)
 
+    def abandon(self) -> None:
+        """No bucket of a hook waits for later ones, but by the hook's own doing."""
+
     def close(self) -> None:
         if self._guard is not None:
             self._guard.close()

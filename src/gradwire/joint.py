@@ -80,6 +80,13 @@ class Joint:
 
         done.add_done_callback(complete)
 
+    def abandon(self) -> None:
+        """Complete all buckets that wait, as they are: there is no last one to wait for."""
+        waiting = list(self._waiting)
+        self._clear()
+        for bucket, future, _ready in waiting:
+            future.set_result(bucket.flat)
+
     def _clear(self) -> None:
         self._waiting.clear()
         self._num_bytes = 0

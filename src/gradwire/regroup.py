@@ -114,6 +114,11 @@ class Regrouping:
                 _complete(arrivals)
         return arrival.future
 
+    def abandon(self) -> None:
+        """Complete what has arrived, as it is: there is no last bucket to wait for."""
+        arrivals, self._arrivals = self._arrivals, []
+        _complete(arrivals)
+
 
 def _begin(arrivals: list[_Arrival], grouping: Grouping, submit: Submit, fail: Fail) -> None:
     if grouping_of(arrival.layout for arrival in arrivals) == grouping:

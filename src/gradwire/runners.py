@@ -56,6 +56,10 @@ class Runner(Protocol):
 
     def fail(self, error: WireError) -> None: ...
 
+    def abandon(self) -> None:
+        """Complete the buckets that wait for later ones, as they are: after a failure none will come."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -224,6 +228,10 @@ class RecipeRunner:
     def fail(self, error: WireError) -> None:
         if self._lane is not None:
             self._lane.fail(error)
+
+    def abandon(self) -> None:
+        self._joint.abandon()
+        self._regrouping.abandon()
 
     def close(self) -> None:
         if self._lane is not None:

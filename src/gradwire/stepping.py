@@ -145,6 +145,12 @@ class SteppingRunner:
         self.inner.fail(error)
         self._lane.fail(error)
 
+    def abandon(self) -> None:
+        self.inner.abandon()
+        held, self._held = self._held, []
+        for task, future in held:
+            future.set_result(task.flat)
+
     def close(self) -> None:
         # First whatever the steps wait for.
         self.inner.close()

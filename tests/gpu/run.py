@@ -206,7 +206,7 @@ def main():
     checks = {
         **{
             f"matrix {row.spec}": lambda row=row: check_hook(
-                row.spec, device="cuda", cases=cases(), **row.in_training
+                row.spec, world_size=min(row.world_sizes), device="cuda", cases=cases(), **row.in_training
             )
             for row in ROWS
         },

@@ -45,7 +45,9 @@ def job_telemetry(rank, folder, device="cuda"):
                 assert is_near(own.gradient_norm, exact[name].norm()), (name, own)
                 assert is_near(own.residual_norm, held[name].norm()), (name, own)
             assert found.keys() == given.keys()
-        assert wire.stats().bytes_sent == silent.stats().bytes_sent
+        # Buckets that share a message begin at multiples of 64 bytes in it; measured steps share none.
+        padding = silent.stats().bytes_sent - wire.stats().bytes_sent
+        assert 0 <= padding < 64 * 2 * 5 * len(wire.stats().steps[-1].buckets), padding
         wire.swap("bf16")
         backward(model, 5)
     told = [json.loads(line) for line in file.read_text().splitlines()]
