@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Another torch build: make TORCH_INDEX=URL-of-a-package-index TORCH="torch==2.13.0+cu130" test
 TORCH_INDEX ?=
 TORCH ?=
+# Processes that share the tests, by file: ranks wait for each other, so more of them than of two cores.
+WORKERS ?= 3
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help test test-full test-gpu test-browser lint types headroom bench clean
@@ -40,7 +42,7 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -m "not full and not browser"
+	$(BIN)/python -m pytest -m "not full and not browser" -n $(WORKERS) --dist loadfile
 
 test-full: lint types
 	$(BIN)/python -m pytest -m "not browser"

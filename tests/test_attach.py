@@ -95,8 +95,8 @@ def job_missing(rank):
     if rank == 1:
         dist.distributed_c10d._get_default_store().wait(["done"])
         return
-    with pytest.raises(RuntimeError, match=r"collective, but rank\(s\) 1 of 3 did not call it within 0.5 s"):
-        gradwire.attach(model, "bf16", timeout=timedelta(seconds=0.5))
+    with pytest.raises(RuntimeError, match=r"collective, but rank\(s\) 1 of 3 did not call it within 2 s"):
+        gradwire.attach(model, "bf16", timeout=timedelta(seconds=2))
     dist.distributed_c10d._get_default_store().set("done", "")
 
 

@@ -1,14 +1,20 @@
 """The example that trains a language model, and the benchmark that compares recipes with it."""
 
+import contextlib
 import csv
 import importlib
+import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from gradwire.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--steps", "6", "--width", "32", "--layers", "1", "--length", "16", "--batch", "1", "--workers", "8"]
@@ -36,20 +42,34 @@ def folder(convergence, tmp_path_factory):
     return out
 
 
+EXAMPLE = ROOT / "examples" / "train_lm.py"
+
+
+def job_example(rank, options):
+    """What the example prints, on a rank that has a process group already."""
+    dist.init_process_group = dist.destroy_process_group = lambda *args: None
+    sys.argv, sys.path = [str(EXAMPLE), *options], [str(EXAMPLE.parent), *sys.path]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return printed.getvalue()
+
+
+def launch_example(options):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE]
+    done = subprocess.run([*launch, *options], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
-    script = ROOT / "examples" / "train_lm.py"
     options = ["--recipe", "int8:feedback=true", "--every", "2", "--width", "32", "--layers", "1"]
+    options += ["--batch", "2", "--checkpoint", str(tmp_path), "--steps"]
 
-    def train(steps):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
-        command = [*launch, *options, "--batch", "2", "--checkpoint", tmp_path, "--steps", str(steps)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = re.search(r"held-out loss (\S+) nats a byte, (\S+) MB sent by a rank", done.stdout)
-        return float(found[1]), float(found[2])
+    def figures(printed):
+        return map(float, re.search(r"held-out loss (\S+) nats a byte, (\S+) MB sent", printed).groups())
 
-    loss, _ = train(2)
-    later_loss, sent_mb = train(12)
+    loss, _ = figures(run_ranks(job_example, 2, args=([*options, "2"],))[0])
+    later_loss, sent_mb = figures(launch_example([*options, "12"]))
     assert later_loss < loss
     # Ten steps, not twelve: of 33504 values in 8 bits, each of two ranks sends one half twice.
     assert sent_mb == pytest.approx(10 * 33504 / 1e6, abs=0.05)
@@ -57,7 +77,7 @@ def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
     assert wire["step"] == 12, "its count went on where it was"
     (residuals,) = wire["memory"]["rank1"].values()
     assert all(residual.any() for residual in residuals.values()), "what was held back is saved"
-    assert len(script.read_text().splitlines()) < 150
+    assert len(EXAMPLE.read_text().splitlines()) < 150
 
 
 def test_a_row_that_is_there_is_not_run_again_and_one_that_is_not_is_added(benchmark, folder, capsys):

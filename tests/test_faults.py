@@ -29,7 +29,7 @@ from gradwire.verification import _hash as hash_of
 from gradwire.verification import check_interval
 from gradwire.watch import Progress, Watch
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 8.0  # no rank of a busy machine stands still for so long
 FAULTY_STEP = 3  # DDP has rebuilt its buckets, and every step is exchanged as it arrives
 
 
@@ -172,7 +172,7 @@ def texts_of(faults):
 
     errors = {}
     try:
-        run_ranks(job_fault, len(names) * SIZE, timeout=40, args=(names,), on_message=note)
+        run_ranks(job_fault, len(names) * SIZE, timeout=60, args=(names,), on_message=note)
     except RanksFailed as failed:
         errors = failed.errors
     dead = {i * SIZE + rank for i, (how, rank, *_) in enumerate(faults.values()) if how != "busy"}

@@ -327,7 +327,7 @@ def test_a_script_ends_with_whoever_measures_it(tmp_path):
     try:
         assert rank.stdout.readline() == b"running\n"
         os.close(writing)
-        assert rank.wait(30) == 1
+        assert rank.wait(120) == 1
     finally:
         rank.kill()
         rank.wait()

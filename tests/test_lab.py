@@ -100,15 +100,15 @@ def test_a_command_that_does_not_end_is_ended_at_the_timeout():
 def test_headroom_sweeps_over_links(tmp_path):
     path = tmp_path / "sweep.json"
     sizes = ["--width", "64", "--layers", "1", "--sequence", "4", "--steps", "2", "--recipe", "bf16"]
-    result = run("headroom", *sizes, "--link", "10mbit,1gbit", "--json", str(path))
+    result = run("headroom", *sizes, "--link", "5mbit,1gbit", "--json", str(path))
     assert result.exit_code == 0, result.output
     slow, fast = read_records(path.read_text())
-    assert (slow.link, fast.link) == ("10mbit", "1gbit")
-    # 200 kB of gradients take 160 ms at 10 Mbit/s, of which the token bucket lets 64 KiB pass at once.
-    assert slow.allreduce.step_ms > 100
+    assert (slow.link, fast.link) == ("5mbit", "1gbit")
+    # 200 kB of gradients take 320 ms at 5 Mbit/s, of which the token bucket lets 64 KiB pass at once.
+    assert slow.allreduce.step_ms > 200
     assert slow.allreduce.step_ms > slow.recipes[0].step_ms
     assert slow.allreduce.step_ms > fast.allreduce.step_ms
-    assert "links of 10mbit" in result.stdout
+    assert "links of 5mbit" in result.stdout
 
 
 def sleepers(marker):
@@ -122,7 +122,7 @@ def sleepers(marker):
     return found
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=180):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -140,7 +140,7 @@ def test_nothing_survives_the_end_of_the_lab_however_it_ends():
         for parent, how in zip(parents, ways, strict=True):
             parent.send_signal(how)
         wait_until(lambda: not any(map(sleepers, markers)))
-        assert all(parent.wait(30) != 0 for parent in parents)
+        assert all(parent.wait(120) != 0 for parent in parents)
     finally:
         for parent in parents:
             parent.kill()

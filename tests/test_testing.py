@@ -48,7 +48,7 @@ def job_hang(rank):
 
 def test_a_rank_that_hangs_is_ended_and_its_stack_is_shown():
     with pytest.raises(RanksFailed, match="still running at the timeout") as caught:
-        run_ranks(job_hang, 2, timeout=4)
+        run_ranks(job_hang, 2, timeout=8)
     assert set(caught.value.errors) == {1}
     assert "in job_hang" in caught.value.errors[1]
 
@@ -185,7 +185,7 @@ def test_the_matrix_finds_a_broken_hook(hook):
     world_size = 4 if case.subgroup else 2
     # The case after the broken one still runs.
     sound = Case(dtype="float64", skew=False)
-    timeout = 4 if hook is hangs else 20
+    timeout = 8 if hook is hangs else 60
     report = check_hook(hook, **factory, world_size=world_size, cases=[case, sound], case_timeout=timeout)
     assert not report.ok
     assert len(report.results) == 2

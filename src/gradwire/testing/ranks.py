@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -279,6 +280,7 @@ def _rank_main(connection: Connection, job: _Job) -> None:
     global _to_parent, _stack_file
     if connection.poll():  # the parent never writes: it was interrupted before this rank was there
         os._exit(1)
+    gc.freeze()  # what the server has imported is no garbage, and looking at it would copy its pages
     if job.namespace is not None:
         enter(job.namespace)  # before there are threads, which would stay behind
     _to_parent, _stack_file = connection, job.stack_file.open("w")
@@ -299,6 +301,7 @@ def _rank_main(connection: Connection, job: _Job) -> None:
             world_size=job.world_size,
             timeout=timedelta(seconds=job.timeout),
         )
+        _meet(store, job.world_size)
         outcome = pickle.dumps(("result", job.fn(job.rank, *job.args)))
     except BaseException:
         outcome = pickle.dumps(("error", traceback.format_exc()))
@@ -308,6 +311,13 @@ def _rank_main(connection: Connection, job: _Job) -> None:
         dist.destroy_process_group()
     # multiprocessing ends its children without them; a program of its own would run them.
     atexit._run_exitfuncs()
+
+
+def _meet(store: TCPStore, world_size: int) -> None:
+    """Wait until every rank is connected: one that is done at once would end what others still connect to."""
+    if store.add("gradwire/connected", 1) == world_size:
+        store.set("gradwire/all-connected", "")
+    store.wait(["gradwire/all-connected"], timedelta(days=1))  # ended by `run_ranks` before that
 
 
 def _die_with_parent(connection: Connection) -> None:
