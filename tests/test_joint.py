@@ -15,11 +15,12 @@ import gradwire
 from gradwire import joint, runners
 from gradwire.codecs import Affine, Blocks, Cast, Raw
 from gradwire.errors import Place
-from gradwire.exchanges import Context, Scratch, sum_rounds
+from gradwire.exchanges import Context, Scratch, shared_bytes
 from gradwire.exchanges.shots import Shots, Sum
+from gradwire.hook_runner import HookRunner
 from gradwire.layout import BucketLayout, Slot
-from gradwire.memory import Memory
 from gradwire.ops import Seed
+from gradwire.regroup import Regrouping, grouping_of
 from gradwire.stepping import SteppingRunner
 from gradwire.testing import run_ranks, run_virtual_ranks
 from gradwire.transport import Alone
@@ -132,6 +133,67 @@ def test_a_failure_leaves_no_bucket_waiting_for_those_that_will_not_come():
     run_ranks(job_fails_in_the_middle, 2, timeout=60)
 
 
+def test_an_error_of_a_bucket_that_shares_messages_says_which_it_is():
+    lane, waiting, seen = EagerLane(), joint.Joint(), []
+
+    def failing(flat, context):
+        yield (Sum(flat),)
+        raise ArithmeticError("one of several")
+
+    broken = dataclasses.replace(bucket_at(0, 1, seen), rounds_of=failing)
+    for bucket in (bucket_at(0, 0, seen), broken):
+        waiting.add(lane, bucket, 16, lambda *_: None, is_last=False)
+    with pytest.raises(ArithmeticError, match="^rank 0, step 0, bucket 1, hook powersgd: "):
+        waiting.add(lane, bucket_at(0, 2, seen), 16, lambda *_: None, is_last=True)
+
+
+def test_what_a_route_sends_by_itself_counts_as_what_waits():
+    slots = Slot("l.weight", 0, torch.Size([64, 8]), (8, 1)), Slot("l.bias", 512, torch.Size([64]), (1,))
+    layout = BucketLayout(0, torch.float32, slots)
+    waits = {
+        spec: shared_bytes(gradwire.recipe(spec).exchange, layout, 0)
+        for spec in ("int8", "fp32", "route(*.bias=int8; *=fp32)", "route(*.bias=fp32; *=fp32)")
+    }
+    assert waits == {
+        "int8": 576 + 2 * 3,
+        "fp32": 0,
+        "route(*.bias=int8; *=fp32)": 64 + 2 + 4 * 512,
+        "route(*.bias=fp32; *=fp32)": 0,
+    }
+
+
+def test_an_error_between_regrouped_buckets_leaves_none_waiting():
+    flat, futures, failures = torch.ones(4), [], []
+    layouts = [
+        BucketLayout(index, torch.float32, (Slot(f"p{index}", 0, torch.Size([4]), (1,)),))
+        for index in range(3)
+    ]
+
+    def submit(flat, layout, place, is_last):
+        if layout.index == 1:
+            raise ArithmeticError("no second one")
+        return runners.completed(flat)
+
+    regrouping = Regrouping()
+    for layout in layouts:
+        place = Place(0, 0, layout.index, "int8")
+        futures.append(
+            regrouping.add(
+                flat, layout, place, grouping_of(layouts), submit, failures.append, is_last=layout.index == 2
+            )
+        )
+    assert all(future.done() for future in futures)
+    assert len(failures) == 1
+
+
+def test_a_hook_whose_futures_wait_for_later_buckets_is_given_up_when_none_will_come():
+    runner = HookRunner(lambda state, bucket: torch.futures.Future(), None, None)
+    future = runner.start(OneParameter(0, False), Place(0, 0, 0, "waiting"), shadow=False)
+    assert not future.done()
+    runner.abandon()
+    assert future.done()
+
+
 CODECS = [
     (Blocks("int4", 128), torch.float32),
     (Raw(torch.bfloat16), torch.bfloat16),
@@ -181,39 +243,6 @@ def test_sums_of_any_codecs_and_sizes_share_a_message_without_a_trace(numels, wo
             assert torch.equal(p.view(torch.uint8), q.view(torch.uint8))
         assert bytes_before <= bytes_after < bytes_before + 64 * num_before
         assert num_after <= 2 * (world_size - 1)
-
-
-def average_in_nodes(together, group):
-    """Some steps of buckets in two levels: results, what is held back, and the number of messages."""
-    exchange = gradwire.recipe("int4:local_size=2,rounding=stochastic").exchange
-    memory, scratch, seen = Memory(), Scratch(), []
-    layouts = [
-        BucketLayout(index, torch.float32, (Slot(f"p{index}", 0, torch.Size([numel]), (1,)),))
-        for index, numel in enumerate((5000, 1, 300, 64))
-    ]
-    for step in range(3):
-        contexts = [
-            Context(group, scratch.part(layout.index), 1 / group.size, layout, memory, step, may_skip=True)
-            for layout in layouts
-        ]
-        generator = torch.Generator().manual_seed(10 * step + group.rank)
-        flats = [torch.randn(layout.numel, generator=generator) for layout in layouts]
-        rounds = [exchange.rounds(*each) for each in zip(flats, contexts, strict=True)]
-        for some in [rounds] if together else [[each] for each in rounds]:
-            sum_rounds(some, dataclasses.replace(contexts[0], scratch=scratch))
-        seen += flats
-    held = memory.named()["residual"]
-    return seen + [held[name] for name in sorted(held)], group.traffic.num_messages
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 6])
-def test_buckets_in_two_levels_share_what_goes_between_nodes(world_size):
-    alone, together = (
-        run_virtual_ranks(functools.partial(average_in_nodes, flag), world_size) for flag in (False, True)
-    )
-    for (before, num_before), (after, num_after) in zip(alone, together, strict=True):
-        assert all(map(torch.equal, before, after))
-        assert num_after < num_before
 
 
 def job_law(rank):

@@ -85,6 +85,8 @@ class Bridge:
         # The lane's thread is unknown to a profiler that was started after it, so this one records it.
         with record_function(f"gradwire::{place.hook} bucket {place.bucket}") as recorded:
             future = self.runner.start(bucket, place, shadow=shadow)
+            if self.runner.runs_at_once:  # it may wait for later buckets, in whose range it is then exchanged
+                return future
             # DDP must wait for this one: a range that ends after its profiler is a crash.
             ended: Future[Tensor] = recorded._call_end_callbacks_on_future(future)
         return ended

@@ -1,9 +1,9 @@
 """Where exchanges run: on a worker lane for CPU buckets, on a side stream for CUDA buckets.
 
-Asynchrony lives here and in `workers`, and nowhere else. A lane takes tasks in bucket order and begins
-them in that order, so every rank issues the same messages in the same order. A future is always completed
-with a tensor; an error is kept beside it, in `failure`, and the bridge raises it once DDP has finished its
-own work.
+Asynchrony lives here and in `workers`, and nowhere else. A lane begins tasks in the order in which it takes
+them, the same on all ranks, so every rank issues the same messages in the same order. A future is always
+completed with a tensor; an error is kept beside it, in `failure`, and the bridge raises it once DDP has
+finished its own work.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ from gradwire.transport import ClosedGroup, Group
 class HookRunner:
     """Runs a hook of the user's or of torch's, and checks what it returns."""
 
+    runs_at_once = False
+
     def __init__(
         self,
         hook: Callable[..., Any],
@@ -49,6 +51,7 @@ class HookRunner:
         self._peers = guard.group if guard is not None else peers
         self._agreed: dict[int, BucketLayout] = {}
         self._failure: WireError | None = None
+        self._give_up: list[Callable[[], None]] = []
 
     @property
     def failure(self) -> WireError | None:
@@ -79,8 +82,14 @@ class HookRunner:
             used.clear()
             settle(value)
 
+        def give_up() -> None:
+            settle(local)
+
+        if place.bucket == 0:
+            self._give_up.clear()
+        self._give_up.append(give_up)
         if self._guard is not None:
-            self._guard.watch(answer, place, lambda: settle(local))
+            self._guard.watch(answer, place, give_up)
         answer.add_done_callback(take)
         return outer
 
@@ -138,7 +147,8 @@ class HookRunner:
             self._guard.fail(error)
 
     def abandon(self) -> None:
-        """No bucket of a hook waits for later ones, but by the hook's own doing."""
+        for give_up in self._give_up:
+            give_up()
 
     def close(self) -> None:
         if self._guard is not None:

@@ -8,15 +8,15 @@ one another. On a worker lane they do not: there one is computed while another's
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.errors import Place
-from gradwire.exchanges import Context, Round, Scratch, sum_rounds
+from gradwire.errors import Place, locate
+from gradwire.exchanges import Context, Rounds, Scratch, sum_rounds
 from gradwire.execution import Lane
 from gradwire.tasks import Task, future_for
 from gradwire.transport import Group, Traffic
@@ -35,7 +35,7 @@ class Bucket:
     flat: Tensor
     place: Place
     context_of: Callable[[Tensor, Group, Scratch], Context]
-    rounds_of: Callable[[Tensor, Context], Iterator[Round]]
+    rounds_of: Callable[[Tensor, Context], Rounds]
 
 
 class Joint:
@@ -92,6 +92,14 @@ class Joint:
         self._num_bytes = 0
 
 
+def _located(rounds: Rounds, place: Place) -> Rounds:
+    """The same rounds; an error of theirs says which bucket it is of."""
+    try:
+        yield from rounds
+    except Exception as error:
+        raise locate(error, place) from error
+
+
 def _run(
     buckets: list[tuple[Bucket, torch.cuda.Event | None]], flat: Tensor, group: Group, scratch: Scratch
 ) -> Tensor:
@@ -100,7 +108,7 @@ def _run(
         if ready is not None:
             torch.cuda.current_stream(bucket.flat.device).wait_event(ready)
         contexts.append(bucket.context_of(bucket.flat, group, scratch.part(number)))
-        rounds.append(bucket.rounds_of(bucket.flat, contexts[-1]))
+        rounds.append(_located(bucket.rounds_of(bucket.flat, contexts[-1]), bucket.place))
     # What they share lies in the lane's own memory, not in that of one of them.
     sum_rounds(rounds, replace(contexts[0], scratch=scratch))
     return flat

@@ -171,7 +171,8 @@ def _begin(arrivals: list[_Arrival], grouping: Grouping, submit: Submit, fail: F
 def _complete(arrivals: list[_Arrival], results: dict[str, Tensor] | None = None) -> None:
     for arrival in arrivals:
         name = arrival.layout.slots[0].name
-        arrival.future.set_result((results or {}).get(name, arrival.flat))
+        if not arrival.future.done():
+            arrival.future.set_result((results or {}).get(name, arrival.flat))
 
 
 def _require_same_parameters(arrived: Iterable[str], grouping: Grouping) -> None:

@@ -43,6 +43,11 @@ class Runner(Protocol):
     @property
     def failure(self) -> WireError | None: ...
 
+    @property
+    def runs_at_once(self) -> bool:
+        """Whether nothing is left to this process once `start` has returned for the last bucket."""
+        ...
+
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
         """Begin to average; ``shadow`` says that ``join()`` feeds zeros for a rank without input."""
         ...
@@ -116,6 +121,10 @@ class RecipeRunner:
     @property
     def failure(self) -> WireError | None:
         return None if self._lane is None else self._lane.failure
+
+    @property
+    def runs_at_once(self) -> bool:
+        return self._lane is None or self._lane.runs_at_once
 
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
         layout = self._layouts.of(bucket)
@@ -234,6 +243,7 @@ class RecipeRunner:
         self._regrouping.abandon()
 
     def close(self) -> None:
+        self.abandon()
         if self._lane is not None:
             self._lane.close()
 

@@ -78,6 +78,10 @@ class SteppingRunner:
     def failure(self) -> WireError | None:
         return self.inner.failure or self._lane.failure
 
+    @property
+    def runs_at_once(self) -> bool:
+        return self.inner.runs_at_once and self._lane.runs_at_once
+
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
         layout, parameters = self._layouts.of(bucket), bucket.parameters()
         if not shadow:

@@ -49,5 +49,6 @@ def future_for(value: Tensor) -> Future[Tensor]:
 
 
 def pass_on(future: Future[Tensor], done: Future[Tensor]) -> None:
-    """Complete ``future`` with what ``done`` holds."""
-    future.set_result(done.value())
+    """Complete ``future`` with what ``done`` holds, unless it was given up."""
+    if not future.done():
+        future.set_result(done.value())

@@ -111,12 +111,6 @@ class Subgroup:
     def close(self) -> None:
         """Nothing to do: the group is another's."""
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Subgroup) and (self._group, self._ranks) == (other._group, other._ranks)
-
-    def __hash__(self) -> int:
-        return hash((self._group, tuple(self._ranks)))
-
 
 class _SubgroupMessages:
     def __init__(self, messages: Messages, ranks: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.hierarchical import Hierarchical
 from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
-from gradwire.exchanges.rounds import Round, rounds_of, shared_bytes, sum_rounds
+from gradwire.exchanges.rounds import Round, Rounds, rounds_of, shared_bytes, sum_rounds
 from gradwire.exchanges.route import Route
 from gradwire.exchanges.schedule import Schedule
 from gradwire.exchanges.scratch import Scratch
@@ -27,6 +27,7 @@ __all__ = [
     "LowRank",
     "Noop",
     "Round",
+    "Rounds",
     "Route",
     "Schedule",
     "Scratch",

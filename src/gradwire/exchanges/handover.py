@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.rounds import Round
+from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.skipped import mask_of_skipped
 
 _NAME = "residual"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def take_over_residuals(flat: Tensor, context: Context, kept: torch.dtype | None) -> Iterator[Round]:
+def take_over_residuals(flat: Tensor, context: Context, kept: torch.dtype | None) -> Rounds:
     """Leave residuals of the dtype ``kept`` alone; others go into those, or, if None, into ``flat``.
 
     So nothing that an earlier recipe has held back is lost. A parameter that no rank has used in this

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,11 +10,10 @@ from torch import Tensor
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
-from gradwire.exchanges.rounds import Round, sum_rounds
+from gradwire.exchanges.rounds import Rounds, sum_rounds
 from gradwire.exchanges.shots import Shots, Sum, average_alone, bounds_of
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
-from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 from gradwire.transport import Subgroup
 
@@ -49,10 +47,9 @@ class Hierarchical:
         return self.between.feedback
 
     def run(self, flat: Tensor, context: Context) -> None:
-        sum_rounds([self.rounds(flat, context)], context)
+        sum_rounds([self._rounds(flat, context)], context)
 
-    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
-        """`run`, but for the average between nodes."""
+    def _rounds(self, flat: Tensor, context: Context) -> Rounds:
         group = context.group
         if group.size % self.local_size:
             raise ValueError(f"{group.size} ranks cannot be nodes of {self.local_size}")
@@ -68,15 +65,11 @@ class Hierarchical:
         values = flat if flat.dtype == wide else context.scratch.like("node", flat, wide).copy_(flat)
         mask = yield from self.between.mask_of_skipped(values, context)
         with skipped_parameters(mask, values, residual):
-            yield from self._average(values, residual, context)
+            self._average(values, residual, context)
         if values is not flat:
             flat.copy_(values)
 
-    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        """How much a bucket has in the messages of `rounds`."""
-        return self.between.shared_bytes(layout, step) // self.local_size
-
-    def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> Iterator[Round]:
+    def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
         group = context.group
         node, index = divmod(group.rank, self.local_size)
         within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
@@ -89,7 +82,7 @@ class Hierarchical:
             average_alone(values[start:end], kept, context)
         else:
             # Also when this part is empty: all ranks issue the same rounds.
-            yield (self.between.sum_of(values[start:end], kept, replace(context, group=across)),)
+            self.between.average(values[start:end], kept, replace(context, group=across))
         shots.gather()
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +16,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.matrices import Plan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
-from gradwire.exchanges.rounds import Round, sum_rounds
+from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
 from gradwire.exchanges.shots import Sum, seeds_of, two_shot_bytes
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
@@ -91,7 +91,7 @@ class LowRank:
     def run(self, flat: Tensor, context: Context) -> None:
         sum_rounds([self.rounds(flat, context)], context)
 
-    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+    def rounds(self, flat: Tensor, context: Context) -> Rounds:
         """`run`, but for the sums over ranks: each message has become one when this goes on."""
         plan = self.plan(context.layout)
         if context.group.size == 1 or self._is_plain(context.layout, context.step):
@@ -186,7 +186,7 @@ class _Averaging:
         self._kernels = ops.low_rank(flat, sums)
         self._codec = options._codec(flat.dtype)
 
-    def rounds(self) -> Iterator[Round]:
+    def rounds(self) -> Rounds:
         batches = self._plan.batches
         side = self._options._found(self._context.step) if self._options.num_rounds == 1 else "left"
         basis = self._start(OTHER[side])
@@ -250,7 +250,7 @@ class _Averaging:
         yield from self._sum(factor, own, factor)
         return factor, own
 
-    def _sum(self, factor: Tensor, own: Tensor | None, message: Tensor) -> Iterator[Round]:
+    def _sum(self, factor: Tensor, own: Tensor | None, message: Tensor) -> Rounds:
         """Sum a message that begins with a factor; ``own`` becomes what this rank has given to the factor."""
         if own is not None:
             own.copy_(factor)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +12,6 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.one_shot import sum_values
 from gradwire.exchanges.shots import Shots, Sum
 from gradwire.layout import BucketLayout
-from gradwire.transport import Group
 
 if TYPE_CHECKING:
     from gradwire.exchanges import Exchange
@@ -22,12 +20,14 @@ if TYPE_CHECKING:
 Round = tuple[Sum, ...]
 """Sums that one exchange asks for at once."""
 
+Rounds = Generator[Round, None, None]
+
 
 @runtime_checkable
 class Sharing(Protocol):
     """An exchange that leaves it to others to sum its messages."""
 
-    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+    def rounds(self, flat: Tensor, context: Context) -> Rounds:
         """Average, but for the sums: those of a round have been taken when this goes on."""
         ...
 
@@ -36,7 +36,7 @@ class Sharing(Protocol):
         ...
 
 
-def rounds_of(exchange: Exchange, flat: Tensor, context: Context) -> Iterator[Round]:
+def rounds_of(exchange: Exchange, flat: Tensor, context: Context) -> Rounds:
     """The rounds of any exchange that others may sum; one that shares none runs, and yields nothing."""
     if isinstance(exchange, Sharing):
         yield from exchange.rounds(flat, context)
@@ -49,21 +49,28 @@ def shared_bytes(exchange: Exchange, layout: BucketLayout, step: int) -> int:
     return exchange.shared_bytes(layout, step) if isinstance(exchange, Sharing) else 0
 
 
-def sum_rounds(rounds: Iterable[Iterator[Round]], context: Context) -> None:
+def sum_rounds(rounds: Iterable[Rounds], context: Context) -> None:
     """Run several exchanges to their ends, side by side; what they ask for at once shares its messages."""
     running = list(rounds)
+    try:
+        _sum_side_by_side(running, context)
+    finally:
+        for each in running:
+            each.close()  # what it holds, it puts back
+
+
+def _sum_side_by_side(running: list[Rounds], context: Context) -> None:
     while running:
         asked = [(each, round_) for each in running if (round_ := next(each, None)) is not None]
         running = [each for each, _ in asked]
-        encoded: dict[Group, list[Sum]] = {}
+        sums = [each for _, round_ in asked for each in round_ if each.values.numel()]
+        encoded = [each for each in sums if each.codec is not None]
+        if encoded:
+            Shots(encoded, context).run()
         exact: dict[torch.dtype, list[Tensor]] = {}
-        for each in (each for _, round_ in asked for each in round_):
-            if each.codec is not None:
-                encoded.setdefault(each.group or context.group, []).append(each)
-            elif each.values.numel():
+        for each in sums:
+            if each.codec is None:
                 exact.setdefault(each.values.dtype, []).append(each.values)
-        for group, sums in encoded.items():
-            Shots(sums, replace(context, group=group)).run()
         for values in exact.values():
             _sum_exactly(values, context)
 

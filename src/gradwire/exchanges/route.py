@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.rounds import Round, rounds_of, shared_bytes, sum_rounds
+from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
 from gradwire.exchanges.selector import Selector
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops import Family
@@ -56,7 +56,7 @@ class Route:
     def run(self, flat: Tensor, context: Context) -> None:
         sum_rounds([self.rounds(flat, context)], context)
 
-    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+    def rounds(self, flat: Tensor, context: Context) -> Rounds:
         """`run`, but for the sums over ranks that its exchanges leave to others."""
         parts = self.split(context.layout)
         for number, (exchange, layout, places) in enumerate(parts):
@@ -80,8 +80,11 @@ class Route:
                 whole.copy_(own)
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        """How much a bucket has in the messages of `rounds`."""
-        return sum(shared_bytes(exchange, part, step) for exchange, part, _ in self.split(layout))
+        """How much a bucket sends, if some of it is in messages of `rounds`: the rest waits as long."""
+        shared = [(shared_bytes(exchange, part, step), part) for exchange, part, _ in self.split(layout)]
+        if not any(num_bytes for num_bytes, _ in shared):
+            return 0
+        return sum(num_bytes or part.numel * part.dtype.itemsize for num_bytes, part in shared)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         raise ValueError("what a route sends depends on the parameters, not on their number: see Wire.plan()")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.rounds import Round, rounds_of, shared_bytes, sum_rounds
+from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
 from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 
@@ -36,7 +35,7 @@ class Schedule:
     def run(self, flat: Tensor, context: Context) -> None:
         sum_rounds([self.rounds(flat, context)], context)
 
-    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+    def rounds(self, flat: Tensor, context: Context) -> Rounds:
         """`run`, but for the sums over ranks that the stage leaves to others."""
         yield from rounds_of(self.at(context.step), flat, context)
 

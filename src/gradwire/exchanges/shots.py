@@ -31,8 +31,6 @@ class Sum:
     """Is added to this rank's values, and becomes what the codec leaves out of them."""
     seeds: Sequence[Seed] | None = None
     """Where rounding by chance starts, for each rank's chunk."""
-    group: Group | None = None
-    """The ranks to sum over, if they are not all."""
 
 
 class Shots:

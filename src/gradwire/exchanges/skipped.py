@@ -28,8 +28,10 @@ def skipped_parameters(mask: Tensor | None, flat: Tensor, residual: Tensor | Non
         return
     saved = residual.clone()
     residual.masked_fill_(mask, 0)
-    yield
-    residual.copy_(torch.where(mask, saved, residual))
+    try:
+        yield
+    finally:
+        residual.copy_(torch.where(mask, saved, residual))
     flat.masked_fill_(mask, 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
-from gradwire.exchanges.rounds import Round, sum_rounds
-from gradwire.exchanges.shots import Sum, average_alone, seeds_of, two_shot_bytes
+from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
+from gradwire.exchanges.shots import Shots, Sum, average_alone, seeds_of, two_shot_bytes
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
 from gradwire.layout import BucketLayout
 from gradwire.ops import Family
@@ -57,7 +57,7 @@ class TwoShot:
     def run(self, flat: Tensor, context: Context) -> None:
         sum_rounds([self.rounds(flat, context)], context)
 
-    def rounds(self, flat: Tensor, context: Context) -> Iterator[Round]:
+    def rounds(self, flat: Tensor, context: Context) -> Rounds:
         """`run`, but for the sum over ranks."""
         if flat.is_complex():
             flat = torch.view_as_real(flat).view(-1)
@@ -76,7 +76,7 @@ class TwoShot:
             values = context.scratch.like("values", flat, codec.works_in).copy_(flat)
         mask = yield from self.mask_of_skipped(values, context)
         with skipped_parameters(mask, values, residual):
-            yield (self.sum_of(values, residual, context),)
+            yield (self._sum(values, residual, context),)
         if values is not flat:
             flat.copy_(values)
 
@@ -98,10 +98,13 @@ class TwoShot:
             return None
         return (yield from mask_of_skipped(values, context))
 
-    def sum_of(self, values: Tensor, residual: Tensor | None, context: Context) -> Sum:
-        """What `rounds` asks for, of values of a dtype that the codec takes."""
+    def average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
+        """Average values of a dtype that the codec takes, over a group of any size."""
+        Shots([self._sum(values, residual, context)], context).run()
+
+    def _sum(self, values: Tensor, residual: Tensor | None, context: Context) -> Sum:
         codec = self.codec.resolve(values.dtype)
-        return Sum(values, codec, residual, seeds_of(codec, self.seed, context), context.group)
+        return Sum(values, codec, residual, seeds_of(codec, self.seed, context))
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
         if world_size == 1:

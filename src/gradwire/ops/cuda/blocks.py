@@ -173,16 +173,17 @@ def _reduce_tile(
     mine = tl.load(own + start + places, exists, other=0.0).to(tl.float32)
     if KEEPS:
         mine += _load_residual(residual + start, places, exists, KEEPS)
+    codes_of_row, scales_of_row = rows + block * WIDTH, halves + first_scale + block
     x = tl.full(mine.shape, -0.0, tl.float32)  # which added to a zero leaves its sign
     for r in range(num_rows):
         if r == own_index:
             x += mine * factor
         else:
-            code, scale = _read(
-                rows + r * stride + block * WIDTH, halves + r * (stride // 2) + first_scale + block,
-                bytes_, has_byte, row, has_scale, PLANES, BITS,
-            )  # fmt: skip
+            code, scale = _read(codes_of_row, scales_of_row, bytes_, has_byte, row, has_scale, PLANES, BITS)
             x += from_codes_times(code, scale, factor, KIND, BITS)
+        # Not from the first row on by a product, which may be more than 32 bits hold.
+        codes_of_row += stride
+        scales_of_row += stride // 2
     x = tl.where(exists, x, 0.0)
     scale = scales_of(x, m, KIND, LIMIT)
     code, sent = to_codes(x, scale, start + places, low, high, KIND, LIMIT, DITHERED, BITS)
