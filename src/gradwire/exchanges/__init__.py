@@ -11,7 +11,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.hierarchical import Hierarchical
 from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
-from gradwire.exchanges.rounds import Round, Rounds, rounds_of, shared_bytes, sum_rounds
+from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
 from gradwire.exchanges.route import Route
 from gradwire.exchanges.schedule import Schedule
 from gradwire.exchanges.scratch import Scratch
@@ -26,7 +26,6 @@ __all__ = [
     "Hierarchical",
     "LowRank",
     "Noop",
-    "Round",
     "Rounds",
     "Route",
     "Schedule",

@@ -7,14 +7,12 @@ from torch import Tensor
 
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.shots import Shots, Sum, average_alone, two_shot_bytes
+from gradwire.exchanges.shots import Shots, Sum, aligned_rows, average_alone, two_shot_bytes
 from gradwire.ops import Seed
 from gradwire.transport import gather
 
 # A second round costs a fast network about as much time as this many bytes.
 _ROUND_BYTES = 16 << 10
-
-_ALIGNMENT = 64  # bytes, for the sake of vector loads
 
 
 def sum_values(values: Tensor, context: Context) -> None:
@@ -33,8 +31,7 @@ def sum_values(values: Tensor, context: Context) -> None:
             return
         Shots([Sum(values)], context).run()
         return
-    stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    arriving = context.scratch.bytes("arriving", group.size * stride, values.device).view(group.size, stride)
+    arriving = aligned_rows(context.scratch, "arriving", group.size, num_bytes, values.device)
     rows = [row[:num_bytes] for row in arriving]
     rows[group.rank] = values.view(torch.uint8)
     gather(rows, group)

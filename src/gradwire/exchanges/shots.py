@@ -50,10 +50,10 @@ class Shots:
         if len(sums) == 1 and codecs[0].in_place:
             self._rows = list(sums[0].values.view(torch.uint8).split(sizes))
         else:
-            matrix = _matrix(scratch, "rows", group.size, max(sizes), device)
+            matrix = aligned_rows(scratch, "rows", group.size, max(sizes), device)
             self._rows = [row[:num_bytes] for row, num_bytes in zip(matrix, sizes, strict=True)]
         self._group, self._scale = group, context.scale
-        self._arriving = _matrix(scratch, "arriving", group.size, sizes[group.rank], device)
+        self._arriving = aligned_rows(scratch, "arriving", group.size, sizes[group.rank], device)
         self._shares = [
             _Share.of(each, codec, self._rows, [layout[number] for layout in layouts])
             for number, (each, codec) in enumerate(zip(sums, codecs, strict=True))
@@ -183,7 +183,7 @@ def _layouts(
     return tuple(layouts)
 
 
-def _matrix(scratch: Scratch, name: str, num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
+def aligned_rows(scratch: Scratch, name: str, num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
     """Scratch memory with ``num_rows`` aligned rows of at least ``row_bytes``."""
     stride = _aligned(row_bytes)
     return scratch.bytes(name, num_rows * stride, device).view(num_rows, stride)
