@@ -14,7 +14,7 @@ from torch.futures import Future
 from gradwire import fingerprint
 from gradwire.agreement import require_same
 from gradwire.errors import Place, WireError
-from gradwire.exchanges import Context, Scratch, average_sparse, rounds_of, shared_bytes
+from gradwire.exchanges import Context, Exchange, Scratch, average_sparse, rounds_of, shared_bytes
 from gradwire.execution import Lane
 from gradwire.joint import Bucket, Joint
 from gradwire.layout import BucketLayout, Layouts
@@ -145,35 +145,27 @@ class RecipeRunner:
         self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place, is_last: bool
     ) -> Future[Tensor]:
         """Exchange a bucket as it arrives, or with others if they share messages."""
-        lane, exchange = self._lane, self._recipe.exchange
+        lane, exchange, meter = self._lane, self._recipe.exchange, self._meter
         assert lane is not None
         if layout.index == 0 and self.loss_scale is not None:
             self._start_talk(self._follow_loss_scale, place, flat.device)
-        if not (self._may_wait and lane.shares_messages):
-            return self._submit(active, flat, layout, place)
-        is_measured = self._meter is not None and self._meter.is_due(place.step)
-        num_bytes = 0 if flat.is_sparse or is_measured else shared_bytes(exchange, layout, place.step)
-        if not num_bytes:
-            if is_last:
-                self._joint.release(lane, self._record)
-            return self._submit(active, flat, layout, place)
-        self._require_same_layout(layout, place, flat.device)
-        context_of = functools.partial(self._context, functools.partial(self._scale, active), layout, place)
-        bucket = Bucket(flat, place, context_of, functools.partial(rounds_of, exchange))
-        return self._joint.add(lane, bucket, num_bytes, self._record, is_last=is_last)
-
-    def _submit(
-        self, active: bool | None, flat: Tensor, layout: BucketLayout, place: Place
-    ) -> Future[Tensor]:
-        assert self._lane is not None
         self._require_same_layout(layout, place, flat.device)
         scale_of = functools.partial(self._scale, active)
         context_of = functools.partial(self._context, scale_of, layout, place)
-        run = functools.partial(self._average, context_of)
+        is_measured = meter is not None and meter.is_due(place.step) and not flat.is_sparse
+        may_wait = self._may_wait and lane.shares_messages and not is_measured and not flat.is_sparse
+        num_bytes = shared_bytes(exchange, layout, place.step) if may_wait else 0
+        if num_bytes:
+            bucket = Bucket(flat, place, context_of, functools.partial(rounds_of, exchange))
+            return self._joint.add(lane, bucket, num_bytes, self._record, is_last=is_last)
+        if is_last:
+            self._joint.release(lane, self._record)
+        run = functools.partial(_average, exchange, context_of)
         task = Task(flat, run, place, self._record, overlaps=True)
-        if self._meter is not None and self._meter.is_due(place.step) and not flat.is_sparse:
-            return self._meter.submit(self._lane, task, layout, self.memory, scale_of)
-        return self._lane.submit(task)
+        if is_measured:
+            assert meter is not None
+            return meter.submit(lane, task, layout, self.memory, scale_of)
+        return lane.submit(task)
 
     def _require_same_layout(self, layout: BucketLayout, place: Place, device: torch.device) -> None:
         """Compare a bucket that is new with the other ranks', before anything of it is sent."""
@@ -198,19 +190,6 @@ class RecipeRunner:
     def _follow_loss_scale(self, group: Group, device: torch.device) -> None:
         assert self.loss_scale is not None
         self.loss_scale.follow(self.memory)
-
-    def _average(
-        self,
-        context_of: Callable[[Tensor, Group, Scratch], Context],
-        flat: Tensor,
-        group: Group,
-        scratch: Scratch,
-    ) -> Tensor:
-        context = context_of(flat, group, scratch)
-        if flat.is_sparse:
-            return average_sparse(flat, group, context.scale)
-        self._recipe.exchange.run(flat, context)
-        return flat
 
     def _context(
         self,
@@ -246,6 +225,20 @@ class RecipeRunner:
         self.abandon()
         if self._lane is not None:
             self._lane.close()
+
+
+def _average(
+    exchange: Exchange,
+    context_of: Callable[[Tensor, Group, Scratch], Context],
+    flat: Tensor,
+    group: Group,
+    scratch: Scratch,
+) -> Tensor:
+    context = context_of(flat, group, scratch)
+    if flat.is_sparse:
+        return average_sparse(flat, group, context.scale)
+    exchange.run(flat, context)
+    return flat
 
 
 def completed(value: Tensor) -> Future[Tensor]:
