@@ -352,3 +352,9 @@ def job_seeds(rank):
 
 def test_a_seed_repeats_and_the_global_generator_is_left_alone():
     assert run_ranks(job_seeds, 2) == [(True, False)] * 2
+
+
+def test_a_type_is_told_apart_from_a_hook_that_takes_a_state():
+    state = ours.PowerSGDState(process_group=None, matrix_approximation_rank=2)
+    with pytest.raises(TypeError, match="a process group or None, not PowerSGDState; .*gradwire.attach"):
+        DDPCommHookType.POWER_SGD.value(model=None, state=state)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire import checkpoint
 from gradwire.regroup import Timeline
 from gradwire.testing import run_ranks
 from tests.rows import ROWS
@@ -188,6 +189,13 @@ def test_a_layout_changes_at_the_same_step_whenever_a_run_was_resumed():
             resumed = Timeline(num_transient)
             resumed.load(stop, timeline.save(stop))
             assert list(used(resumed, range(stop, 12), stop)) == whole[stop:], (num_transient, stop)
+
+
+def test_states_of_one_run_merge_in_whatever_order_their_buckets_were_first_exchanged():
+    parameters = {"first": torch.zeros(2), "second": torch.zeros(3)}
+    orders = parameters, dict(reversed(parameters.items()))
+    states = [checkpoint.write("int4", 1, [], {"residual": own}, rank, 2) for rank, own in enumerate(orders)]
+    assert gradwire.merge_state_dicts(states)["memory"].keys() == {"rank0", "rank1"}
 
 
 # --- torch.distributed.checkpoint ---

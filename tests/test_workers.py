@@ -1,6 +1,7 @@
 """A lane's workers: which tasks run beside each other, in which order, and what both of them share."""
 
 import threading
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -39,6 +40,34 @@ def task_of(number, act, *, overlaps):
 
 def wait_for(event):
     assert event.wait(LIMIT_S), "this task should have been let go"
+
+
+def test_a_task_that_holds_its_lane_lets_it_go_before_anybody_can_wait_for_its_end():
+    lane = WorkerLane([Alone()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
+    threads = []
+    weakref.finalize(lane, lambda: threads.append(threading.current_thread()))
+    future = lane.submit(task_of(0, lambda held=lane: None, overlaps=True))
+    future.wait()
+    del lane
+    assert threads == [threading.current_thread()], "a lane that ends in its own thread may abort at exit"
+
+
+def test_a_lane_that_its_own_thread_drops_last_is_ended_by_one_that_is_waited_for():
+    lane = WorkerLane([Alone()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
+    ended, seen = threading.Event(), []
+    core, held = lane._core, [lane]
+    close = core.close
+
+    def close_and_tell():
+        seen.append(threading.current_thread())
+        close()
+        ended.set()
+
+    core.close = close_and_tell
+    del lane
+    core.deal(task_of(0, held.clear, overlaps=True), torch.futures.Future(), None)
+    wait_for(ended)
+    assert not seen[0].daemon
 
 
 def test_two_buckets_are_in_flight_and_a_third_waits_for_the_first(lane):

@@ -53,9 +53,10 @@ def write(
         "step": step,
         "loss_scale": loss_scale,
         "layouts": write_layouts(timeline),
-        "entries": [
+        # Sorted: in which order buckets are first exchanged, two at a time, is not the same on all ranks.
+        "entries": sorted(
             [state, name, list(tensor.shape)] for state, own in memory.items() for name, tensor in own.items()
-        ],
+        ),
         "memory": {f"rank{rank}": {state: dict(tensors) for state, tensors in memory.items()}},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import queue
 import threading
@@ -157,20 +158,29 @@ class _Worker:
             while (job := self.jobs.get()) is not None:
                 for earlier in job.after:
                     earlier.wait()
-                # Whatever happens, the future is completed: DDP waits for it without a limit.
-                try:
-                    if job.ready is None:
-                        job.future.set_result(self._run(core, job, job.task.flat))
-                    else:
-                        self._run_staged(core, job, job.ready)
-                except Exception as error:
-                    core.fail(locate(error, job.task.place))
-                    if not job.future.done():
-                        job.future.set_result(job.task.flat)
-                finally:
-                    job.over.set()
-                # Keep nothing of the model alive while waiting for the next bucket.
-                del job
+                future, over = job.future, job.over
+                # A CUDA bucket over Gloo goes through host memory, on a stream of this thread's own.
+                own_stream = None if job.ready is None else torch.cuda.Stream(job.task.flat.device)
+                with contextlib.nullcontext() if own_stream is None else torch.cuda.stream(own_stream):
+                    result = self._result(core, job)
+                    # Who waits for the future may then drop the model and this lane: keep nothing of either.
+                    del job
+                    future.set_result(result)
+                over.set()
+                del future, result
+
+    def _result(self, core: _Core, job: _Job) -> Tensor:
+        """What a task makes of its bucket; there is one whatever happens, since DDP waits without a limit."""
+        flat = job.task.flat
+        try:
+            if job.ready is None:
+                return self._run(core, job, flat)
+            torch.cuda.current_stream(flat.device).wait_event(job.ready)
+            result = self._run(core, job, flat.cpu())
+            return result.to(flat.device) if result.is_sparse else flat.copy_(result)
+        except Exception as error:
+            core.fail(locate(error, job.task.place))
+            return flat
 
     def _run(self, core: _Core, job: _Job, flat: Tensor) -> Tensor:
         task = job.task
@@ -188,17 +198,6 @@ class _Worker:
         task.report(task.place, self.group.traffic.since(before), elapsed)
         return result
 
-    def _run_staged(self, core: _Core, job: _Job, ready: torch.cuda.Event) -> None:
-        """A CUDA bucket over Gloo: through host memory, on a stream of this thread's own."""
-        flat = job.task.flat
-        stream = torch.cuda.Stream(flat.device)
-        with torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            result = self._run(core, job, flat.cpu())
-            if not result.is_sparse:
-                result = flat.copy_(result)
-            job.future.set_result(result.to(flat.device))
-
 
 def _over() -> threading.Event:
     event = threading.Event()
@@ -207,6 +206,12 @@ def _over() -> threading.Event:
 
 
 def _end(core: _Core, threads: list[threading.Thread], watch: Watch) -> None:
+    if threading.current_thread() in threads:
+        # One of its own threads has held the lane last. At exit nobody waits for that, a daemon, and one that
+        # is caught in C++ aborts the process; for this one the interpreter waits.
+        with contextlib.suppress(RuntimeError):  # from Python 3.12 on, when the interpreter ends already
+            threading.Thread(target=_end, args=(core, threads, watch), daemon=False).start()
+            return
     with core.lock:
         core.ended = True
         for worker in core.workers:

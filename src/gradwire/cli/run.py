@@ -47,7 +47,8 @@ def run(
 
         gradwire lab --rate 100mbit -- gradwire run --recipe int4 -- train.py
 
-    Exit codes: the script's own, 1 if it raises; 2 wrong arguments.
+    Exit codes: the script's own, 1 if it raises; 2 wrong arguments. With --ranks
+    torchrun's: 1 if any rank fails, and what it printed says which and how.
     """
     logging.basicConfig(format="%(name)s: %(message)s")
     try:

@@ -30,6 +30,11 @@ def _attach_low_rank(
     model: nn.Module,
     state: dist.ProcessGroup | None = None,
 ) -> None:
+    if state is not None and not isinstance(state, dist.ProcessGroup):
+        raise TypeError(
+            f"the state of a POWER_SGD type is a process group or None, not {type(state).__name__}; with a "
+            "PowerSGDState of your own, use gradwire.attach(model, powerSGD_hook, state=...)"
+        )
     attach(model, comm_hook, state=powerSGD.PowerSGDState(state, matrix_approximation_rank))
 
 
