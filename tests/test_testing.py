@@ -163,6 +163,10 @@ def hangs(state, bucket):
     return torch.futures.Future()
 
 
+def returns_nothing(state, bucket):
+    return None
+
+
 def empty_state(group):
     return {}
 
@@ -175,6 +179,7 @@ BROKEN = {
     seeds_the_generator: (Case(), "moved the global random generator"),
     swallows_infinity: (Case(nonfinite=True), "the infinite gradient has vanished"),
     hangs: (Case(), "in backward"),
+    returns_nothing: (Case(), "via='attach' says what the hook returned"),
 }
 
 

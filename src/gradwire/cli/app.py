@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.table import Table
+from rich.text import Text
 
 import gradwire
 from gradwire.cli.consoles import open_console
@@ -54,8 +55,22 @@ app.command()(report)
 
 @app.command()
 def recipes() -> None:
-    """List the recipes that can go over the wire."""
+    """List the recipes that can go over the wire, with their options.
+
+    Options follow a recipe's name: int8:block=128,rounding=stochastic.
+    """
     table = Table.grid(padding=(0, 2))
     for name, factory in gradwire.RECIPES.items():
-        table.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0])
+        table.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0].replace("``", "`"))
+        options = ", ".join(map(_option, inspect.signature(factory).parameters.values()))
+        if options:
+            table.add_row("", Text(options, style="dim"))
     open_console().print(table)
+
+
+def _option(parameter: inspect.Parameter) -> str:
+    """An option with its default, as it is written behind a recipe's name."""
+    default = parameter.default
+    if default in (None, parameter.empty):
+        return parameter.name
+    return f"{parameter.name}={str(default).lower() if isinstance(default, bool) else default}"

@@ -114,7 +114,8 @@ def _two_shot_work(n: int) -> float:
 def _low_rank_figures(exchange: LowRank, layout: BucketLayout, n: int) -> tuple[float, float]:
     """Bytes and rounds of a step; the mean of two, where the sides take turns."""
     steps = (exchange.start, exchange.start + 1)
-    num_bytes = sum(exchange.bucket_bytes(layout, 0, n, step) for step in steps) / 2
+    # The last rank has the longest chunk, others may have none of so few values.
+    num_bytes = sum(exchange.bucket_bytes(layout, n - 1, n, step) for step in steps) / 2
     num_rounds = sum(exchange.bucket_rounds(layout, n, step) for step in steps) / 2
     return num_bytes, num_rounds
 

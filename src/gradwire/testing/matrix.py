@@ -197,10 +197,17 @@ def _run_until_broken(
             results.append(CaseResult(case, text, None))
             break
         if len(outcomes) < world_size:
-            results.append(CaseResult(case, str(crash), None))
+            results.append(CaseResult(case, str(crash) + _advice(subject, str(crash)), None))
             break
         results.append(CaseResult(case, None, max(float(o) for o in outcomes.values())))
     return results
+
+
+def _advice(subject: Subject, crash: str) -> str:
+    """What to do about a crash that says nothing of its reason."""
+    if subject.via == "ddp" and "signal SIG" in crash:
+        return "\nDDP itself crashes on what is no Future; via='attach' says what the hook returned"
+    return ""
 
 
 def _run_cases(rank: int, subject: Subject, todo: list[Case], case_timeout: float) -> None:
