@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from convergence import SETTINGS, Trainer
+from convergence import SETTINGS
 from gradwire.models import tables_of
 from lm import corpus
+from trainer import Trainer
 
 DEFAULTS = ["int8", "int4", "sign", "sign:tables=same", "sign:feedback=true,tables=same", "powersgd"]
 KINDS = ("tables", "vectors", "matrices")
@@ -36,8 +37,8 @@ def alignment(recipe: str, num_steps: int, texts: tuple[Tensor, Tensor]) -> Alig
     """How one recipe averages after it has trained the model so far."""
     trainer = Trainer(SETTINGS["small"], recipe, 0, texts, eager=True)
     ranks = trainer.ranks
-    for step in range(num_steps - 1):
-        trainer.step(step)
+    for _ in range(num_steps - 1):
+        trainer.step()
     for rank in range(ranks.world_size):
         with ranks.backward_of(rank):
             trainer.backward(trainer.starts[num_steps - 1, rank])

@@ -54,6 +54,11 @@ class Run:
     def loss(self) -> float:
         return self.curve[max(self.curve)]
 
+    @property
+    def lowest(self) -> float:
+        """The least loss on the way: below that at the end if the model came to know its text by heart."""
+        return min(self.curve.values())
+
 
 def append(path: Path, run: Run) -> None:
     """Add a row, and the header if it is the first."""
@@ -126,30 +131,37 @@ def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Markdown: for each recipe its loss over seeds, and the gap to fp32's, seed by seed."""
+    """Markdown: for each recipe its loss over seeds, and the gap to fp32's, seed by seed.
+
+    Where fp32's loss has risen before the end, with columns for the lowest too.
+    """
     setting = setting_of(runs)
     base = {run.seed: run for run in runs if run.recipe == BASE}
+    losses_of: dict[str, Callable[[Run], float]] = {"held-out loss": lambda run: run.loss}
+    if any(run.lowest < run.loss for run in base.values()):
+        losses_of["lowest on the way"] = lambda run: run.lowest
+    header = ["recipe", "bytes a step", "less than fp32"]
+    header += [cell for name in losses_of for cell in (name, "gap to fp32")]
+    header += ["seeds"]
     first = runs[0]
     machines = " and ".join(dict.fromkeys(f"{run.machine}, {run.versions}" for run in runs))
     lines = [
         f"{setting}, {first.num_parameters / 1e6:.1f} M parameters; {machines}.",
         "",
-        "| recipe | bytes a step | less than fp32 | held-out loss | gap to fp32 | seeds |",
-        "|---|---:|---:|---:|---:|---:|",
+        f"| {' | '.join(header)} |",
+        f"|---|{'---:|' * (len(header) - 1)}",
     ]
     for recipe, same in by_recipe(runs).items():
-        losses = [run.loss for run in same]
-        gaps = [100 * (run.loss / base[run.seed].loss - 1) for run in same if run.seed in base]
         less = f"{base[min(base)].bytes_per_step / same[0].bytes_per_step:.1f}x" if base else "-"
-        cells = [
-            f"`{recipe}`",
-            f"{same[0].bytes_per_step / 1e6:.3g} MB",
-            less,
-            f"{statistics.mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})",
-            _gap(gaps) if recipe != BASE else "-",
-            str(len(same)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        cells = [f"`{recipe}`", f"{same[0].bytes_per_step / 1e6:.3g} MB", less]
+        for loss_of in losses_of.values():
+            losses = [loss_of(run) for run in same]
+            gaps = [100 * (loss_of(run) / loss_of(base[run.seed]) - 1) for run in same if run.seed in base]
+            cells += [
+                f"{statistics.mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})",
+                _gap(gaps) if recipe != BASE else "-",
+            ]
+        lines.append(f"| {' | '.join([*cells, str(len(same))])} |")
     return "\n".join(lines)
 
 

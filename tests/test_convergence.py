@@ -131,12 +131,6 @@ def test_each_optimizer_has_a_file_of_its_own_and_no_table_mixes_them(benchmark,
     assert "runs of one setting are wanted, not of 2" in capsys.readouterr().err
 
 
-def test_a_learning_rate_that_nobody_tuned_is_asked_for(benchmark, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        benchmark("--setting", "real", "--optimizer", "sgd", "--out", tmp_path)
-    assert "give --lr: none is known for sgd in the real setting" in capsys.readouterr().err
-
-
 def test_a_file_older_than_the_column_of_optimizers_is_read_and_added_to(benchmark, folder, tmp_path):
     old = tmp_path / "small.csv"
     with old.open("w", newline="") as file:
@@ -155,11 +149,25 @@ def test_a_file_older_than_the_column_of_optimizers_is_read_and_added_to(benchma
     assert all(None not in row and row["versions"].startswith("torch") for row in rows), "all columns fit"
 
 
-def test_a_row_that_would_not_be_ready_in_time_is_given_up(benchmark, tmp_path, capsys):
-    options = [*TINY, "--steps", 100_000, "--minutes", 0.2, "--recipes", "fp32", "--out", tmp_path]
-    assert benchmark(*options) == 3
-    assert "run this again" in " ".join(capsys.readouterr().out.split())
-    assert not (tmp_path / "small.csv").exists()
+def test_a_run_that_is_ended_goes_on_where_it_was_with_the_same_bits(
+    benchmark, convergence, tmp_path, monkeypatch, capsys
+):
+    options = [*TINY, "--seeds", 0, "--recipes", "int4", "powersgd:rank=1", "--out"]
+    assert benchmark(*options, tmp_path / "whole") == 0
+    pieces, times = [*options, tmp_path / "pieces"], iter(range(10_000))
+    monkeypatch.setattr(convergence.time, "monotonic", lambda: next(times))  # a second for each look
+    codes = []
+    while not codes or codes[-1] == 3:
+        codes.append(benchmark(*pieces, "--minutes", 5 / 60))
+        said = " ".join(capsys.readouterr().out.split())
+        assert (codes[-1] == 3) == bool(re.search(r"is saved after \d of 6 steps: run this again", said))
+    assert len(codes) >= 4, "each row was ended on its way"
+    whole, parts = (
+        list(csv.DictReader((tmp_path / name / "small.csv").open())) for name in ("whole", "pieces")
+    )
+    for one, other in zip(whole, parts, strict=True):
+        assert {**one, "seconds": ""} == {**other, "seconds": ""}
+    assert [path.name for path in (tmp_path / "pieces").iterdir()] == ["small.csv"], "nothing is left"
 
 
 def test_the_table_and_the_plot_show_every_recipe(benchmark, folder, tmp_path, capsys):
@@ -168,6 +176,18 @@ def test_the_table_and_the_plot_show_every_recipe(benchmark, folder, tmp_path, c
     said = capsys.readouterr().out
     assert re.search(r"\| `int8` \| .* \| 4\.0x \| .* \| [+-]\d\.\d\d % \(.*\) \| 1 \|", said)
     assert plot.read_text().count("<polyline") == 3 * 2
+
+
+def test_where_fp32_rises_again_the_lowest_loss_is_shown_too(benchmark, folder, tmp_path, capsys):
+    rising = tmp_path / "small.csv"
+    rising.write_text((folder / "small.csv").read_text())
+    assert benchmark("--table", rising) == 0
+    assert "lowest on the way" not in capsys.readouterr().out
+    rising.write_text(re.sub(r"(fp32,0,.*,0=)[\d.]+", r"\g<1>0.5", rising.read_text()))
+    assert benchmark("--table", rising) == 0
+    said = capsys.readouterr().out
+    assert "| held-out loss | gap to fp32 | lowest on the way | gap to fp32 | seeds |" in said
+    assert "(0.5000 to " in said
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("fidelity-*.csv")), ids=lambda path: path.stem)

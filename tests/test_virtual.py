@@ -113,12 +113,13 @@ def job_train(rank):
     trained = {}
     for spec in TRAINED:
         model = DistributedDataParallel(Net())
-        with gradwire.attach(model, spec):
-            trained[spec] = train(model, lambda step: model(batch(step, rank)).square().mean().backward())  # noqa: B023
+        with gradwire.attach(model, spec) as wire:
+            weights = train(model, lambda step: model(batch(step, rank)).square().mean().backward())  # noqa: B023
+            trained[spec] = weights, wire.state_dict()
     return trained
 
 
-def test_training_on_virtual_ranks_ends_with_the_weights_of_ddp(one_thread):
+def test_training_on_virtual_ranks_ends_with_the_weights_and_the_state_of_ddp(one_thread):
     real = run_ranks(job_train, 3)
     for spec in TRAINED:
         model = Net()
@@ -132,7 +133,17 @@ def test_training_on_virtual_ranks_ends_with_the_weights_of_ddp(one_thread):
 
         weights = train(model, backward)
         for rank in range(3):
-            assert all(map(torch.equal, weights, real[rank][spec])), f"{spec} on rank {rank}"
+            assert all(map(torch.equal, weights, real[rank][spec][0])), f"{spec} on rank {rank}"
+        expected = gradwire.merge_state_dicts(real[rank][spec][1] for rank in range(3))
+        have = ranks.state_dict()
+        for rank, states in expected.pop("memory").items():
+            for name, tensors in states.items():
+                assert torch.equal(have["memory"][rank][name]["weight"], tensors["weight"]), (
+                    spec,
+                    rank,
+                    name,
+                )
+        assert {key: have[key] for key in expected} == expected
 
 
 def test_several_backward_passes_of_a_rank_add_up_over_many_ranks_and_buckets():
@@ -170,6 +181,31 @@ def test_what_32_workers_hold_back_is_what_the_means_lack():
     assert held.abs().max() > 1e-3
     expected = [5 * ranks.recipe.wire_bytes(96 * 40, rank=rank, world_size=32) for rank in range(32)]
     assert [traffic.bytes_sent for traffic in ranks.traffic] == expected
+
+
+def steps_of(ranks, model, steps):
+    for step in steps:
+        for rank in range(ranks.world_size):
+            with ranks.backward_of(rank):
+                model(batch(step, rank)).square().mean().backward()
+        ranks.average()
+    return {name: gradient.clone() for name, gradient in ranks.gradients(0).items()}
+
+
+@pytest.mark.parametrize("spec", ["int4", "powersgd:rank=2", "schedule(0=int4; 4=sign)"])
+def test_virtual_ranks_go_on_from_their_state_bit_for_bit(spec, tmp_path):
+    model = Net()
+    ranks = VirtualRanks(model, spec, world_size=4)
+    steps_of(ranks, model, range(3))
+    torch.save(ranks.state_dict(), tmp_path / "ranks.pt")
+    expected = steps_of(ranks, model, range(3, 6))
+    others = VirtualRanks(model, spec, world_size=4)
+    others.load_state_dict(torch.load(tmp_path / "ranks.pt", weights_only=True))
+    assert others.num_steps == 3
+    have = steps_of(others, model, range(3, 6))
+    assert all(torch.equal(have[name], expected[name]) for name in expected)
+    with pytest.raises(ValueError, match="the state has no parameter 'bias', which this model has"):
+        VirtualRanks(nn.Linear(3, 2), spec, world_size=4).load_state_dict(ranks.state_dict())
 
 
 def test_averaging_before_every_rank_has_gradients_is_refused():

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
+from gradwire import checkpoint
 from gradwire.exchanges import Context, Scratch
 from gradwire.layout import BucketLayout, Layouts, canonical_name
 from gradwire.memory import Memory
 from gradwire.models import with_tables_apart
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
+from gradwire.regroup import grouping_of
 from gradwire.testing.virtual_group import run_virtual_ranks
 from gradwire.transport import Group, Traffic
 
@@ -112,6 +114,32 @@ class VirtualRanks:
             for layout, bucket in zip(self.layouts, self._buckets[rank], strict=True)
             for name, view in layout.views(bucket).items()
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks need to go on bit for bit, between steps; `load_state_dict` takes it back.
+
+        It is what `gradwire.merge_state_dicts` makes of the states of as many real ranks, and
+        `Wire.load_state_dict` takes it.
+        """
+        recipe, timeline = str(self.recipe), [(0, grouping_of(self.layouts))]
+        return checkpoint.merge_state_dicts(
+            checkpoint.write(recipe, self.num_steps, timeline, memory.state_dict(), rank, self.world_size)
+            for rank, memory in enumerate(self.memories)
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, or from the states of real ranks, merged; also of more or fewer ranks.
+
+        Raises ValueError, and changes nothing, when an entry is missing, unknown or of another shape.
+        """
+        parameters = self.gradients(0)
+        saved = [
+            checkpoint.read(state, parameters, parameters, rank, self.world_size, self.recipe.reduction)
+            for rank in range(self.world_size)
+        ]
+        for memory, own in zip(self.memories, saved, strict=True):
+            memory.load_state_dict(own.memory, self._parameters[0].device)
+        self.num_steps = saved[0].step
 
     def _average(self, group: Group) -> Traffic:
         scale = 1.0 if self.recipe.reduction == "sum" else 1 / group.size

@@ -1,0 +1,109 @@
+"""One language model, trained by several virtual workers with a recipe between them."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curves import Setting
+from gradwire.testing import VirtualRanks
+from optimizers import OPTIMIZERS
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from lm import LM, pieces, starts
+from train_lm import learning_rate
+
+BUCKET_MB = 64.0
+
+
+class Trainer:
+    """The model, its optimizer, and what the workers remember: all that a run goes on from."""
+
+    def __init__(
+        self, setting: Setting, recipe: str, seed: int, texts: tuple[Tensor, Tensor], eager: bool
+    ) -> None:
+        self.text, self.held_out = texts
+        self.device = self.text.device
+        self.setting = setting
+        torch.manual_seed(seed)
+        self.model = LM(setting.width, setting.layers, setting.length).to(self.device)
+        self.ranks = VirtualRanks(self.model, recipe, setting.workers, bucket_cap_mb=BUCKET_MB)
+        self.optimizer = OPTIMIZERS[setting.optimizer](list(self.model.parameters()))
+        self._sent_before = 0
+        shape = (setting.steps, setting.workers, setting.batch)
+        # All places at once, since each transfer to a device would wait for it.
+        self.starts = starts(self.text, shape, setting.length, seed)
+        self.backward = self.graphed() if self.text.is_cuda and not eager else self.backward_of
+
+    def loss(self, text: Tensor, places: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=text.is_cuda, cache_enabled=False):
+            loss: Tensor = self.model(*pieces(text, places, self.setting.length))
+        return loss
+
+    def backward_of(self, places: Tensor) -> None:
+        self.loss(self.text, places).backward()
+
+    def graphed(self) -> Callable[[Tensor], None]:
+        """The same as a CUDA graph: some 600 small kernels, which take longer to launch than to run."""
+        parameters = list(self.model.parameters())
+        gradients = [torch.zeros_like(p) for p in parameters]
+        places = self.starts[0, 0].clone()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.backward_of(places)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch._foreach_zero_(gradients)
+            self.backward_of(places)
+
+        def replay(new_places: Tensor) -> None:
+            places.copy_(new_places)
+            graph.replay()
+            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], gradients)
+
+        return replay
+
+    def step(self) -> None:
+        step = self.ranks.num_steps
+        for rank in range(self.setting.workers):
+            with self.ranks.backward_of(rank):
+                self.backward(self.starts[step, rank])
+        self.ranks.average()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.setting.steps, self.setting.lr)
+        self.optimizer.step()
+
+    def evaluate(self, num_pieces: int) -> float:
+        places = starts(self.held_out, (num_pieces,), self.setting.length, 0)
+        with torch.no_grad():
+            losses = [self.loss(self.held_out, part) for part in places.split(64)]
+        return float(torch.stack(losses).mean())
+
+    @property
+    def bytes_sent(self) -> int:
+        """What the busiest worker has sent."""
+        return self._sent_before + max(traffic.bytes_sent for traffic in self.ranks.traffic)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the steps to come depend on."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "ranks": self.ranks.state_dict(),
+            "bytes_sent": self.bytes_sent,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.ranks.load_state_dict(state["ranks"])
+        self._sent_before = state["bytes_sent"]
