@@ -41,8 +41,15 @@ def job_refusals(rank):
     model = small_model()
     with pytest.raises(ValueError, match="there is no recipe 'bf61'; did you mean 'bf16'"):
         gradwire.attach(model, "bf61")
-    with pytest.raises(TypeError, match="a recipe is a name or a Recipe, not int"):
-        gradwire.attach(model, 16)
+    # A class and what makes recipes can be called, but are no hooks.
+    for given, named in {
+        16: "int, 16",
+        None: "None",
+        gradwire.bf16: "function, bf16",
+        dict: "class, dict",
+    }.items():
+        with pytest.raises(TypeError, match=f"a recipe is text, .* or a gradwire.Recipe, not .*{named}"):
+            gradwire.attach(model, given)
     with pytest.raises(TypeError, match="recipe bf16 takes no state"):
         gradwire.attach(model, "bf16", state=object())
     with pytest.raises(ValueError, match="a process group, but not the model's own"):

@@ -56,7 +56,34 @@ def test_what_is_decoded_is_within_the_promised_error(row, dtype, n, seed, expon
             min=1e-300
         )
         # What a bucket of 16 bits can hold is itself rounded.
-        assert error <= row.tolerance + torch.finfo(dtype).eps
+        assert error <= min(row.tolerance, codec.max_error) + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *(Cast(dtype) for dtype in (torch.float16, torch.bfloat16)),
+        *(Blocks(kind, 64, chance) for kind in ("int8", "int4", "fp8") for chance in (False, True)),
+        Blocks("sign", 4096),
+        Affine(64),
+    ],
+    ids=str,
+)
+def test_the_error_that_a_codec_admits_is_one_that_it_comes_close_to(codec):
+    # One large value in each block, of another size each time, and many that lie anywhere below it.
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(512, 64, generator=generator) * 2 - 1
+    values[:, 0] = 1 + torch.rand(512, generator=generator)
+    values[:, 1] = -values[:, 0]
+    if codec == Blocks("sign", 4096):
+        values *= 1e-3
+        values[::64, 0] = 1
+    decoded = round_trip(codec.resolve(torch.float32), values.view(-1)).view_as(values)
+    shared = codec.block if isinstance(codec, Blocks) else values[0].numel()
+    off = (decoded - values).abs().view(-1, shared)
+    within = values.abs() if isinstance(codec, Cast) else values.abs().view(-1, shared).amax(1, keepdim=True)
+    worst = float((off / within).max())
+    assert 0.9 * codec.max_error < worst <= codec.max_error * (1 + 1e-4)  # in fp32
 
 
 @pytest.mark.parametrize("row", CODEC_ROWS, ids=lambda row: row.spec)

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
@@ -28,6 +29,7 @@ from gradwire.transport import ClosedGroup, GlooGroup, gather
 from gradwire.verification import _hash as hash_of
 from gradwire.verification import check_interval
 from gradwire.watch import Progress, Watch
+from gradwire.whereabouts import whereabouts
 
 TIMEOUT_S = 8.0  # no rank of a busy machine stands still for so long
 FAULTY_STEP = 3  # DDP has rebuilt its buckets, and every step is exchanged as it arrives
@@ -99,9 +101,10 @@ KILLED_RARELY = {
 STALLED = {
     "stopped in an exchange": ("stop", 1, "exchange", "deadly"),
     "stopped, with the store": ("stop", 0, "compute", "fp32"),
-    "busy elsewhere": ("busy", 1, "compute", "fp32"),
+    "raised in its own forward pass, and alive": ("raise", 1, "compute", "fp32"),
 }
 STALLED_RARELY = {
+    "busy elsewhere": ("busy", 1, "compute", "fp32"),
     "stopped in compute": ("stop", 1, "compute", "fp32"),
     "stopped, with a hook": ("stop", 1, "compute", "hook"),
     "busy elsewhere, with a hook": ("busy", 1, "compute", "hook"),
@@ -145,6 +148,11 @@ def job_fault(world_rank, names):
         parents.set("pid", str(os.getpid()))
         if how == "busy":
             parents.wait(["over"])  # as a rank does that is stuck in its data
+        elif how == "raise":
+            try:
+                model(torch.randn(4, 11))
+            except RuntimeError:
+                parents.wait(["over"])  # as one that is in a debugger, or cleans up
         elif where == "exchange":
             deadly.action = lambda: end_me(how)
         else:
@@ -175,7 +183,7 @@ def texts_of(faults):
         run_ranks(job_fault, len(names) * SIZE, timeout=60, args=(names,), on_message=note)
     except RanksFailed as failed:
         errors = failed.errors
-    dead = {i * SIZE + rank for i, (how, rank, *_) in enumerate(faults.values()) if how != "busy"}
+    dead = {i * SIZE + rank for i, (how, rank, *_) in enumerate(faults.values()) if how in ("kill", "stop")}
     assert set(errors) == dead, "\n".join(errors.values())
     assert all("ended with signal SIGKILL" in text for text in errors.values())
     return told
@@ -195,22 +203,28 @@ def test_a_killed_rank_is_an_error_on_all_others_with_rank_step_and_bucket(fault
                 assert f"no message from rank {faulty}" in text
                 host_gone = "The group's store does not answer" in text
                 assert host_gone if faulty == 0 else f"Furthest behind is rank {faulty}" in text
+            assert "Raise the timeout" not in text, "nobody has waited for long"
 
 
 @pytest.mark.parametrize("faults", [STALLED, pytest.param(STALLED_RARELY, marks=RARELY)], ids=["", "rarely"])
 def test_when_the_timeout_strikes_the_rank_furthest_behind_is_named(faults):
     for name, texts in texts_of(faults).items():
         how, faulty, _, _ = faults[name]
-        assert len(texts) == SIZE - 1 + (how == "busy")
+        lives = how in ("busy", "raise")
+        assert len(texts) == SIZE - 1 + lives
         for text in texts:
             assert re.match(rf"rank \d, step {FAULTY_STEP}, bucket \d, hook ", text), text
             host_gone = "The group's store does not answer" in text
             assert host_gone if faulty == 0 else f"Furthest behind is rank {faulty}" in text, text
-            if how == "busy":
+            assert host_gone or "Raise the timeout of init_process_group if it is only slow" in text
+            if lives:
                 last = (
                     f"Rank {faulty} has averaged step {FAULTY_STEP - 1}, bucket 1 and brought no bucket since"
                 )
-                assert last in text
+                doing = "handles RuntimeError: mat1 and mat2 .*, at" if how == "raise" else "is at"
+                assert re.search(
+                    rf"{last}; its main thread {doing} \S+test_faults.py:\d+ in job_fault\.", text
+                )
 
 
 class Events:
@@ -221,12 +235,12 @@ class Events:
 
 
 class Posted:
-    """A stand-in for the board of a rank 0 of two."""
+    """A stand-in for the board of a rank 0 of three."""
 
-    rank, size, answers = 0, 2, True
+    rank, size, answers = 0, 3, True
 
     def __init__(self, others):
-        self.standings = {1: others}
+        self.standings = dict(others)
         self.text = None
 
     def failure(self):
@@ -244,7 +258,7 @@ class Posted:
 
 def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(caplog):
     failure = Failure(None, "")
-    failure.board = board = Posted(Standing(6, 2, is_done=True))
+    failure.board = board = Posted({1: Standing(6, 2, is_done=True)})
     watch = Watch(failure, 1000, lambda: None, "test")
     watch.end()
     place, now = Place(0, 7, 1, "int8"), time.monotonic()
@@ -265,12 +279,51 @@ def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(ca
         watch._act(Progress(place, True, now))
         assert 0 not in board.standings, "what is not true any more is withdrawn"
         watch._act(Progress(place, True, now - 900))
+        assert board.standings[0].doing.startswith("its main thread is at ")
         assert len(caplog.records) == 1, "a rank may rest as long as it likes"
         board.text = "rank 1, step 7, bucket 1, hook int8: KeyError: 'lost'"
         watch._act(Progress(place, False, now - 800))
         assert caplog.records[1].getMessage().endswith("no progress for 800 s. " + board.text)
     finally:
         watch.end()
+
+
+def test_advice_about_the_timeout_is_for_those_who_have_waited_that_long():
+    failure, place = Failure(None, ""), Place(0, 7, 1, "int8")
+    late = "Timed out waiting 8000ms for recv operation to complete"
+
+    def explained(reason, others):
+        failure.board = Posted(others)
+        return str(failure.explain(place, ClosedGroup(1, reason), lambda: None))
+
+    is_slow = ". Raise the timeout of init_process_group if it is only slow"
+    gone = "Furthest behind is rank 1, which says nothing: it left or died; its own output says why"
+    assert (
+        explained("Connection closed by peer", {})
+        == f"{place}: no message from rank 1: Connection closed by peer. {gone}"
+    )
+    assert explained(late, {}).endswith(
+        f"it left, died, is stopped or stuck; its own output says why{is_slow}"
+    )
+    busy = Standing(6, 2, is_done=True)
+    assert explained(late, {1: busy}).endswith(f"Furthest behind is rank 1; see what it does there{is_slow}")
+    # A rank that has waited long enough closes, and others see that alone.
+    waited = Standing(7, 1, waits_for=2, timed_out=True)
+    assert explained("Connection closed by peer", {1: waited}).endswith(is_slow)
+
+
+def test_a_rank_between_buckets_says_which_line_of_the_users_code_it_is_at():
+    def seen_by_another_thread():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(whereabouts).result()
+
+    here = rf"{re.escape(__file__)}:\d+ in seen_by_another_thread"
+    assert re.fullmatch(f"its main thread is at {here}", seen_by_another_thread())
+    try:
+        raise ValueError("an odd batch\nof many lines")
+    except ValueError:
+        said = seen_by_another_thread()
+    assert re.fullmatch(f"its main thread handles ValueError: an odd batch, at {here}", said)
 
 
 def test_the_oldest_bucket_that_the_device_has_not_finished_is_the_one_that_is_told(monkeypatch):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from gradwire.headroom import (
     Contest,
     ModelFactory,
     Workload,
+    contenders,
     give_verdict,
     measure_here,
     measure_steps,
@@ -255,6 +257,29 @@ def test_progress_counts_up_to_the_end():
     assert [row.recipe for row in measured.rows] == ["allreduce", "bf16", "noop"]
     assert seen == sorted(seen)
     assert seen[-1] == (21, 21)  # three rows, three steps to warm up and four timed
+
+
+def job_measures_at_times_to_order(rank):
+    """Which recipes are tried with smaller buckets, where fp16 is fast but once, at first."""
+    num_steps, step = Counter(), contenders._Contender.step
+
+    def step_of_a_known_time(row):
+        step(row)
+        name = str(row.found.entry.recipe)
+        num_steps[name] += 1
+        usual_s = {"powersgd": 0.01, "int8": 0.1}.get(name, 0.2)
+        return 0.001 if (name, num_steps[name]) == ("fp16", 2) else usual_s + 0.001 * rank
+
+    contenders._Contender.step = step_of_a_known_time
+    workload = Workload(width=32, num_layers=1, sequence=4)
+    contest = Contest(["fp16", "int8", "powersgd"], workload, num_steps=1, small_bucket_mb=0.01)
+    found = contenders.measure(contest, lambda *progress: None).rows
+    return [str(row.entry.recipe) for row in found if row.entry.bucket_mb == 0.01]
+
+
+def test_smaller_buckets_are_tried_with_the_recipe_that_is_best_by_its_medians():
+    # powersgd is faster than both, but would not be recommended.
+    assert run_ranks(job_measures_at_times_to_order, 2) == [["None", "int8"]] * 2
 
 
 def test_measuring_nothing_is_refused():

@@ -25,6 +25,7 @@ FLOORS = [
     "fingerprint",
     "board",
     "failure",
+    "whereabouts",
     "watch",
     "marks",
     "tasks",

@@ -184,20 +184,32 @@ def test_a_calibration_measures_every_recipe_and_comes_back_from_json(monkeypatc
     assert all(found.costs[name].work_ns_per_value > 0 for name in ("bf16", "acp"))
     assert [costs.rounds_per_bucket for costs in found.costs.values()] == [2, 2, 1]
     assert Calibration.from_json(found.to_json()) == found
-    for text in ("", "[]", "{}", '{"calibration_version": 3}'):
-        with pytest.raises(ValueError, match="not a calibration"):
-            Calibration.from_json(text)
 
 
-def test_a_calibration_of_another_version_is_to_be_taken_anew(tmp_path):
+WRITTEN = json.loads(SPEEDS.to_json())
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is no JSON: Expecting value"),
+        (b"\x97\x00", "it is no JSON: Expecting value"),
+        (b"[1, 2]", "an object with 'calibration_version' was expected, not [1, 2]"),
+        (b'{"verdict": "Communication takes 70 %"}', "'calibration_version' is missing"),
+        (json.dumps({**WRITTEN, "calibration_version": 2}).encode(), "its version is 2, not 3"),
+        (json.dumps({**WRITTEN, "costs": {"int8": 3}}).encode(), "'int8' must be dict, not 3"),
+        (json.dumps({**WRITTEN, "costs": {"int8": {}}}).encode(), "'work_ns_per_value' is missing"),
+    ],
+)
+def test_a_file_that_is_no_calibration_is_refused_with_the_reason(tmp_path, content, why):
     path = tmp_path / "speeds.json"
-    path.write_text(
-        '{"calibration_version": 2, "machine": "a machine", "torch_version": "2.13", "costs": {}}'
-    )
+    path.write_bytes(content)
     result = plan("--parameters", "1e6", "--compute-ms", "10", "--calibration", str(path))
     assert result.exit_code == 2
-    assert "speeds.json is not a calibration" in (said := " ".join(result.stderr.split()))
-    assert "its version is 2, not 3; remove it, and it is measured anew" in said
+    said = " ".join(result.stderr.split())
+    assert f"{path.name} is not a calibration of this gradwire: " in said
+    assert why in said
+    assert "or one that is not there yet: it is measured and written" in said
 
 
 def test_speeds_that_were_measured_on_a_busy_machine_are_warned_of(tmp_path):
@@ -237,7 +249,14 @@ def test_the_command_shows_what_it_predicts(tmp_path):
         (["--compute-ms", "10", "--parameters", "0"], "must be from 1 to 1e+13, not 0"),
         (["--compute-ms", "10", "--parameters", "inf"], "must be from 1 to 1e+13, not inf"),
         (["--model", "torch.nn:ReLU", "--compute-ms", "10"], "loss function, not ReLU"),
-        (["--calibration", "/no/such/folder/speeds.json"], "--calibration: cannot write"),
+        (
+            ["--calibration", "/no/folder/a.json"],
+            "cannot write /no/folder/a.json: there is no folder /no/folder",
+        ),
+        (
+            ["--calibration", "/", *("--compute-ms", "10", "--parameters", "9")],
+            "cannot read /: Is a directory",
+        ),
         (["--compute-ms", "10", "--parameters", "9", "--nodes", "two"], "--nodes takes numbers"),
         (["--compute-ms", "10", "--parameters", "9", "--link", "fast"], "such as 100mbit"),
         (["--validate", "--nodes", "2,5"], "--validate measures 2, 3, 4, 8 hosts, not 5"),

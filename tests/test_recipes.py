@@ -1,11 +1,14 @@
 """Recipes: names, options, errors."""
 
 import pickle
+import re
 
 import pytest
 import torch
+from torch.distributed.algorithms import ddp_comm_hooks as torch_hooks
 
 import gradwire
+from gradwire.ddp_comm_hooks import DDPCommHookType
 from tests.rows import ROWS
 
 
@@ -43,9 +46,74 @@ def test_a_wrong_spec_says_what_is_wrong(spec, message):
         gradwire.recipe(spec)
 
 
-def test_what_is_no_recipe_is_refused():
-    with pytest.raises(TypeError, match="not int"):
-        gradwire.recipe(3)
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [
+        ("POWERSGD:rank=2", "powersgd:rank=2"),
+        ("int4(block=64)", "int4:block=64"),
+        ("int4 block=64", "int4:block=64"),
+        ("route(*=int4:block=64", "route(*=int4:block=64)"),
+        ("schedule(0=fp32; 9=int8))", "schedule(0=fp32; 9=int8)"),
+        ("route(ndim<2=fp32; *=schedule(0=int8; 9=int4)", "route(ndim<2=fp32; *=schedule(0=int8; 9=int4))"),
+        ("Schedule[0=fp32]", "schedule(0=fp32)"),
+        ("schedule:0=fp32", "schedule(0=fp32)"),
+        ("schedule(0=fp32, 9=int8)", "schedule(0=fp32; 9=int8)"),
+        ("schedule(0=fp32; 9=int88)", "int8"),
+    ],
+)
+def test_the_nearest_correct_spelling_is_suggested(spec, meant):
+    assert gradwire.recipe(meant)
+    with pytest.raises(ValueError, match="did you mean") as caught:
+        gradwire.recipe(spec)
+    text = str(caught.value)
+    assert f"did you mean {meant!r}" in text
+    assert text.endswith(
+        "powersgd, acp; and of these, schedule(0=fp32; 1000=int8) and route(ndim<2=fp32; *=int4)"
+    )
+
+
+def test_a_missing_parenthesis_is_counted_and_what_would_not_help_is_not_suggested():
+    for spec, what in {
+        "schedule(0=fp32": "recipe 'schedule(0=fp32' has 1 '(' and 0 ')'; did",
+        "route((50257, *=int4; *=fp32)": "has 2 '(' and 1 ')'. Recipes: noop",
+        "schedule(0=fp32)) and)": "has 1 '(' and 3 ')'. Recipes: noop",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(what)):
+            gradwire.recipe(spec)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "int, 3"),
+        (None, "None; 'fp32' averages as DDP does by itself"),
+        (
+            {0: "fp32"},
+            "dict, {0: 'fp32'}; a recipe by step or by parameter is gradwire.schedule({0: 'fp32'})",
+        ),
+        ({"*": "int4"}, "gradwire.route({'*': 'int4'})"),
+        (
+            DDPCommHookType.INT4,
+            "DDPCommHookType, DDPCommHookType.INT4; did you mean 'int4'? register_ddp_comm_hook",
+        ),
+        (torch_hooks.DDPCommHookType.BF16_COMPRESS, "did you mean 'bf16'?"),
+        (
+            torch_hooks.DDPCommHookType.ALLREDUCE,
+            "ALLREDUCE; register_ddp_comm_hook of gradwire.ddp_comm_hooks takes",
+        ),
+        (torch.bfloat16, "dtype, torch.bfloat16; did you mean 'bf16'"),
+        (gradwire.bf16, "a function, bf16; call it: bf16(...)"),
+        (DDPCommHookType, "a class, DDPCommHookType"),
+    ],
+    ids=str,
+)
+def test_what_is_no_recipe_is_refused_with_the_way_to_one(given, message):
+    expected = "a recipe is text, such as 'int4' or 'int4:block=64', or a gradwire.Recipe, not "
+    with pytest.raises(TypeError, match=f"^{re.escape(expected)}.*{re.escape(message)}"):
+        gradwire.recipe(given)
+
+
+def test_a_reduction_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum', not 'max'"):
         gradwire.fp32(reduction="max")
 

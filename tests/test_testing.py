@@ -4,13 +4,16 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
+import gradwire
 from gradwire.testing import Case, RanksFailed, cases, check_hook, run_ranks, send_message
+from gradwire.testing.promises import Promise, promise_of
 
 
 def job_sum(rank, start):
@@ -198,6 +201,37 @@ def test_the_matrix_finds_a_broken_hook(hook):
     assert f"BROKEN  {case}" in str(report)
     if hook is over_the_world:
         assert report.results[1].error is None, report
+
+
+@pytest.mark.parametrize(
+    ("spec", "promise"),
+    [
+        ("noop", Promise(1e-6, 0.01, False, "local")),
+        ("fp32:reduction=sum", Promise(1e-6, 0.01, False, "sum")),
+        # Half a last place of each of two ranks and of their sum.
+        ("bf16", Promise(2**-8 * 3, 0.01)),
+        ("int8", Promise(3 / 254, 1.0)),
+        ("int8:rounding=stochastic,local_size=2", Promise(3 / 127, 1.0)),
+        ("int4", Promise(3 / 13, 1.0, feedback=True)),
+        ("route(ndim<2=fp32; *=int4)", Promise(3 / 13, 1.0, feedback=True)),
+        ("schedule(0=bf16; 9=int8)", Promise(3 / 254, 1.0)),
+        # Steps are right with one of them, sums with the other.
+        ("route(ndim<2=int8; *=int4)", Promise(None, 1.0, feedback=True)),
+        ("sign", Promise(5.0, 1.0)),
+        ("sign:feedback=true", Promise(None, 1.0, feedback=True)),
+        ("powersgd", Promise(None, 1.0, feedback=True)),
+    ],
+)
+def test_a_recipe_says_itself_how_far_off_it_may_be(spec, promise):
+    found = promise_of(gradwire.recipe(spec), world_size=2)
+    # But for errors of errors, and for scales, which are rounded up.
+    tolerance = None if promise.tolerance is None else pytest.approx(promise.tolerance, rel=0.1)
+    assert found == replace(promise, tolerance=tolerance)
+
+
+def test_a_recipe_whose_errors_depend_on_the_gradients_needs_a_tolerance():
+    with pytest.raises(ValueError, match="what powersgd:rank=2 leaves out depends on the gradients"):
+        check_hook("powersgd:rank=2")
 
 
 def test_cases_vary_one_axis_at_a_time_or_all():

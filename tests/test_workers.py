@@ -141,6 +141,21 @@ def test_a_failure_in_either_worker_ends_the_work_of_both(lane, failing):
     assert str(lane.failure).startswith(f"rank 0, step 0, bucket {failing}, hook test: KeyError: 'lost'")
 
 
+def test_a_bucket_for_which_the_device_gives_no_stream_is_completed_all_the_same(lane, monkeypatch):
+    def no_stream(device):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "Stream", no_stream)
+    futures = [torch.futures.Future() for _ in range(3)]  # more than there are threads
+    for number, future in enumerate(futures):
+        lane._core.deal(task_of(number, lambda: None, overlaps=True), future, object())
+    for future in futures:
+        done = threading.Event()
+        future.add_done_callback(lambda _, done=done: done.set())
+        wait_for(done)
+    assert "hook test: RuntimeError: out of memory" in str(lane.failure)
+
+
 def test_states_move_with_their_parameters_when_two_buckets_ask_at_once():
     def layout(index, names):
         slots = [Slot(name, 3 * i, torch.Size([3]), (1,)) for i, name in enumerate(names)]

@@ -25,7 +25,7 @@ from gradwire.models import claim_of, device_of, fit, num_transient, unwrap
 from gradwire.ops import warm_up
 from gradwire.options import Options
 from gradwire.policy import NonfinitePolicy, OnNonfinite
-from gradwire.recipes import Recipe
+from gradwire.recipes import Recipe, is_factory
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
 from gradwire.slot import Slot, divides_by_active, free_slot
@@ -171,8 +171,9 @@ def _prepare(
 ) -> tuple[Slot, Recipe | Hook, object]:
     """Check all that this rank can check alone."""
     chosen: Recipe | Hook
-    if isinstance(recipe, str | Recipe) or not callable(recipe):
-        chosen = parse_recipe(recipe)
+    # What makes recipes, and any class, can be called as well, but returns no future.
+    if isinstance(recipe, str | Recipe | type) or not callable(recipe) or is_factory(recipe):
+        chosen = parse_recipe(recipe)  # type: ignore[arg-type]
     else:
         chosen = getattr(recipe, "gradwire_recipe", recipe)
     if isinstance(state, dist.ProcessGroup) and state is not ddp.process_group:

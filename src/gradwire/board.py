@@ -28,17 +28,22 @@ class Standing:
     bucket: int
     is_done: bool = False
     waits_for: int | None = None
+    timed_out: bool = False
+    """Whether it has waited for as long as the timeout."""
+    doing: str = ""
+    """Between buckets, what the user's own code does."""
 
     @property
     def order(self) -> tuple[int, int, bool]:
         return self.step, self.bucket, self.is_done
 
     def __str__(self) -> str:
+        doing = f"; {self.doing}" if self.doing else ""
         if self.step < 0:
-            return "has brought no bucket yet"
+            return f"has brought no bucket yet{doing}"
         place = f"step {self.step}, bucket {self.bucket}"
         if self.is_done:
-            return f"has averaged {place} and brought no bucket since"
+            return f"has averaged {place} and brought no bucket since{doing}"
         return f"is in {place}" + ("" if self.waits_for is None else f" and waits for rank {self.waits_for}")
 
 

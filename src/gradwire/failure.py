@@ -15,6 +15,8 @@ from gradwire.transport import ClosedGroup
 # A rank posts its text before it closes its connections, so whoever sees them closed finds the text at
 # once; a rank that was killed posts nothing, and this is how long others look for it.
 _PATIENCE_S = 0.5
+# Gloo's own word for it; it says something else when a connection has closed.
+_TIMED_OUT = "Timed out"
 
 
 class Failure:
@@ -57,14 +59,19 @@ class Failure:
 
         Says where this rank stands before it calls ``close``, which tells the others to say so too.
         """
+        timed_out = _TIMED_OUT in str(closed)
         if self.board is not None:
-            self.board.post_standing(Standing(place.step, place.bucket, waits_for=closed.peer))
+            standing = Standing(place.step, place.bucket, waits_for=closed.peer, timed_out=timed_out)
+            self.board.post_standing(standing)
         close()
         told = self.ask_peers()
-        return told or WireError(f"{place}: {closed}. {self.name_the_last(closed.peer)}")
+        return told or WireError(f"{place}: {closed}. {self.name_the_last(closed.peer, timed_out=timed_out)}")
 
-    def name_the_last(self, peer: int | None = None) -> str:
-        """Which rank is furthest behind, beginning with ``peer``, for whom this rank waits."""
+    def name_the_last(self, peer: int | None = None, *, timed_out: bool) -> str:
+        """Which rank is furthest behind, beginning with ``peer``, for whom this rank waits; and what to do.
+
+        ``timed_out`` says that this rank has waited long; if not, a connection has closed.
+        """
         board = self.board
         if board is None:
             return ""
@@ -86,16 +93,17 @@ class Failure:
                 "The group's store does not answer, so the other ranks cannot be asked. It lives with rank "
                 "0 if init_process_group has made it: then that is the rank that died or is stopped"
             )
+        # A rank that gives up after the timeout closes its connections: others may see nothing but that.
+        timed_out = timed_out or any(standing.timed_out for standing in standings.values())
         waiting = "".join(f"Rank {rank} {standing}. " for rank, standing in list(standings.items())[:4])
+        advice = ". Raise the timeout of init_process_group if it is only slow" if timed_out else ""
         if silent:
             who = ", ".join(map(str, silent[:8]))
+            fate = "left, died, is stopped or stuck" if timed_out else "left or died"
             return (
-                f"{waiting}Furthest behind is rank {who}, which says nothing: it left, died, is stopped or "
-                "stuck; its own output says why. Raise the timeout of init_process_group if it is only slow"
+                f"{waiting}Furthest behind is rank {who}, which says nothing: it {fate}; its own output says "
+                f"why{advice}"
             )
         order = min(standing.order for standing in standings.values())
         last = ", ".join(str(rank) for rank, standing in standings.items() if standing.order == order)
-        return (
-            f"{waiting}Furthest behind is rank {last}; see what it does there. Raise the timeout of "
-            "init_process_group if it is only slow"
-        )
+        return f"{waiting}Furthest behind is rank {last}; see what it does there{advice}"

@@ -65,7 +65,7 @@ class Guard:
     def add_who_is_last(self, error: WireError, place: Place, waited_s: float) -> None:
         """If a hook failed after a long wait, its own timeout has struck: say for whom it waited."""
         if waited_s > self._core.timeout_s / 2:
-            error.text += f". {self._core.who(place)}"
+            error.text += f". {self._core.who(place, timed_out=True)}"
 
     def explain(self, place: Place, closed: ClosedGroup) -> None:
         """Give up because the ring has closed while this rank waited in it."""
@@ -158,13 +158,13 @@ class _Core:
                 if self._broken
                 else f"the hook's future was not completed within {self.timeout_s:g} s"
             )
-            self.fail(WireError(f"{place}: {reason}. {self.who(place)}"))
+            self.fail(WireError(f"{place}: {reason}. {self.who(place, timed_out=not self._broken)}"))
 
-    def who(self, place: Place | None) -> str:
+    def who(self, place: Place | None, *, timed_out: bool) -> str:
         """Who is furthest behind, by what each rank says; whom a hook waits for is not known."""
         if place is not None and self.failure.board is not None:
-            self.failure.board.post_standing(Standing(place.step, place.bucket))
-        return self.failure.name_the_last()
+            self.failure.board.post_standing(Standing(place.step, place.bucket, timed_out=timed_out))
+        return self.failure.name_the_last(timed_out=timed_out)
 
     def _give_up(self) -> None:
         with self._changed:

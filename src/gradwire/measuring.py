@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.codecs import Raw
-from gradwire.exchanges import Context, Scratch, TwoShot
+from gradwire.exchanges import PLAIN, Context, Scratch
 from gradwire.execution import Lane
 from gradwire.layout import BucketLayout
 from gradwire.memory import Memory
@@ -20,8 +19,6 @@ from gradwire.ops import Scale
 from gradwire.stats import ParameterStats
 from gradwire.tasks import Run, Task, report_nothing
 from gradwire.transport import Group
-
-_EXACT = TwoShot(Raw())
 
 ScaleOf = Callable[[Tensor, Group], Scale]
 """What the sum over ranks of a bucket is multiplied with."""
@@ -81,7 +78,7 @@ class _Comparison:
     def average_exactly(self, flat: Tensor, group: Group, scratch: Scratch) -> Tensor:
         exact = flat.clone()
         # Without the wire's memory: what is held back is no part of this step's mean.
-        _EXACT.run(exact, Context(group, scratch, self._scale_of(flat, group), self._layout))
+        PLAIN.run(exact, Context(group, scratch, self._scale_of(flat, group), self._layout))
         self._exact = exact
         return flat
 

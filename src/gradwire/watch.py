@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradwire.board import Standing
 from gradwire.errors import Place
 from gradwire.failure import Failure
+from gradwire.whereabouts import whereabouts
 
 log = logging.getLogger("gradwire")
 
@@ -34,8 +35,9 @@ class Progress:
 class Watch:
     """A thread that looks at a lane a few times in each timeout of the group, and mostly finds it well.
 
-    After half the timeout without progress it posts where this rank stands; after three quarters inside
-    a bucket it logs that, and why, as far as others have told: NCCL may end the process at the timeout.
+    After half the timeout without progress it posts where this rank stands, and what its main thread does
+    instead; after three quarters inside a bucket it logs that, and why, as far as others have told: NCCL
+    may end the process at the timeout.
     """
 
     def __init__(self, failure: Failure, timeout_s: float, look: Callable[[], Progress], name: str) -> None:
@@ -68,10 +70,13 @@ class Watch:
                 board.withdraw_standing()
             self._posted, self._logged = None, False
             return
-        if self._posted != progress.standing:
-            self._posted = progress.standing
-            board.post_standing(self._posted)
+        standing = progress.standing
+        if progress.is_done:  # what keeps this rank is the user's own code
+            standing = replace(standing, doing=whereabouts())
+        if self._posted != standing:
+            self._posted = standing
+            board.post_standing(standing)
         if not progress.is_done and not self._logged and stalled_s > 0.75 * self._timeout_s:
             self._logged = True
-            why = board.failure() or self._failure.name_the_last(progress.waits_for)
+            why = board.failure() or self._failure.name_the_last(progress.waits_for, timed_out=True)
             log.error("%s: no progress for %.0f s. %s", progress.place, stalled_s, why)

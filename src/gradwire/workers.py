@@ -159,23 +159,24 @@ class _Worker:
                 for earlier in job.after:
                     earlier.wait()
                 future, over = job.future, job.over
-                # A CUDA bucket over Gloo goes through host memory, on a stream of this thread's own.
-                own_stream = None if job.ready is None else torch.cuda.Stream(job.task.flat.device)
-                with contextlib.nullcontext() if own_stream is None else torch.cuda.stream(own_stream):
-                    result = self._result(core, job)
+                with contextlib.ExitStack() as streams:
+                    result = self._result(core, job, streams)
                     # Who waits for the future may then drop the model and this lane: keep nothing of either.
                     del job
                     future.set_result(result)
                 over.set()
                 del future, result
 
-    def _result(self, core: _Core, job: _Job) -> Tensor:
+    def _result(self, core: _Core, job: _Job, streams: contextlib.ExitStack) -> Tensor:
         """What a task makes of its bucket; there is one whatever happens, since DDP waits without a limit."""
         flat = job.task.flat
         try:
             if job.ready is None:
                 return self._run(core, job, flat)
-            torch.cuda.current_stream(flat.device).wait_event(job.ready)
+            # A CUDA bucket over Gloo goes through host memory, on a stream of this thread's own.
+            own_stream = torch.cuda.Stream(flat.device)
+            streams.enter_context(torch.cuda.stream(own_stream))
+            own_stream.wait_event(job.ready)
             result = self._run(core, job, flat.cpu())
             return result.to(flat.device) if result.is_sparse else flat.copy_(result)
         except Exception as error:

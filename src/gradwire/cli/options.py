@@ -44,8 +44,15 @@ def check_writable(option: str, path: Path | None) -> None:
     """Raise ValueError now if what is found could not be written later."""
     if path is None:
         return
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option}: cannot write {path}")
+    why = None
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "this user may not"
+    if why is not None:
+        raise ValueError(f"{option}: cannot write {path}: {why}")
 
 
 def check_positive(option: str, value: float | None) -> None:

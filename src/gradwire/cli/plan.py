@@ -218,9 +218,14 @@ def _cases(nodes: str | None) -> list[Case]:
 def _calibration(path: Path | None, recipes: list[str], errors: Console) -> Calibration:
     if path is not None and path.exists():
         try:
-            found = Calibration.from_json(path.read_text())
+            found = Calibration.from_json(path.read_text(errors="replace"))
+        except OSError as error:
+            raise ValueError(f"--calibration: cannot read {path}: {error.strerror}") from None
         except ValueError as error:
-            raise ValueError(f"--calibration: {path} is {error}") from None
+            raise ValueError(
+                f"--calibration: {path} is {error}. Give a file that `gradwire plan` wrote, or one that is "
+                "not there yet: it is measured and written"
+            ) from None
     else:
         with show_progress(errors, "measuring the speed of the recipes") as on_progress:
             found = calibrate(recipes, on_progress)

@@ -35,6 +35,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def max_error(self) -> float:
+        """The largest error of a value, relative to the largest that it shares a scale with."""
+        ...
+
+    @property
     def stochastic(self) -> bool:
         """Whether it rounds by chance, and so needs a seed for each row."""
         ...

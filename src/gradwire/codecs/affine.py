@@ -28,6 +28,7 @@ class Affine:
     in_place = False
     works_in = torch.float32
     keeps_residual = False
+    max_error = 1 / 255  # half a step, of 255 from the least value to the largest
     stochastic = False
     kernels: ClassVar[frozenset[ops.Family]] = frozenset()
 

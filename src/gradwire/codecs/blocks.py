@@ -39,6 +39,10 @@ class Blocks:
         """How its rows are laid out."""
         return BlockFormat(self.kind, self.block, self.stochastic)
 
+    @property
+    def max_error(self) -> float:
+        return self.format.max_error
+
     def resolve(self, dtype: torch.dtype) -> Blocks:
         return self
 

@@ -39,6 +39,10 @@ class Cast:
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"Cast sends torch.float16 or torch.bfloat16, not {self.dtype}")
 
+    @property
+    def max_error(self) -> float:
+        return torch.finfo(self.dtype).eps / 2
+
     def resolve(self, dtype: torch.dtype) -> Cast | Raw:
         return self if self.dtype.itemsize < dtype.itemsize else Raw(dtype)
 

@@ -11,6 +11,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.hierarchical import Hierarchical
 from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
+from gradwire.exchanges.plain import PLAIN
 from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
 from gradwire.exchanges.route import Route
 from gradwire.exchanges.schedule import Schedule
@@ -21,6 +22,7 @@ from gradwire.exchanges.two_shot import TwoShot
 from gradwire.ops import Family
 
 __all__ = [
+    "PLAIN",
     "Context",
     "Exchange",
     "Hierarchical",

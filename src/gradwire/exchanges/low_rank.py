@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
-from gradwire.codecs import Codec, Raw
+from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.matrices import Plan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
+from gradwire.exchanges.plain import PLAIN
 from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
 from gradwire.exchanges.shots import Sum, seeds_of, two_shot_bytes
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
-from gradwire.exchanges.two_shot import TwoShot
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops.batches import OTHER, Side
-
-_PLAIN = TwoShot(Raw())
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class LowRank:
         """`run`, but for the sums over ranks: each message has become one when this goes on."""
         plan = self.plan(context.layout)
         if context.group.size == 1 or self._is_plain(context.layout, context.step):
-            yield from _PLAIN.rounds(flat, context)
+            yield from PLAIN.rounds(flat, context)
             return
         # At least fp32: whatever the bucket is, products and residuals are not rounded to 16 bits.
         work = torch.promote_types(flat.dtype, torch.float32)
@@ -115,7 +113,7 @@ class LowRank:
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         """How much a bucket has in the messages of `rounds`."""
         if self._is_plain(layout, step):
-            return _PLAIN.shared_bytes(layout, step)
+            return PLAIN.shared_bytes(layout, step)
         codec, work = self._codec(layout.dtype), torch.promote_types(layout.dtype, torch.float32)
         summed = self._num_summed(self.plan(layout), step)
         return sum(
@@ -133,7 +131,7 @@ class LowRank:
         if world_size == 1:
             return 0
         if self._is_plain(layout, step):
-            return _PLAIN.wire_bytes(layout.numel, layout.dtype, rank, world_size)
+            return PLAIN.wire_bytes(layout.numel, layout.dtype, rank, world_size)
         codec, work = self._codec(layout.dtype), torch.promote_types(layout.dtype, torch.float32)
         summed = self._num_summed(self.plan(layout), step or 0)
         if codec is None:

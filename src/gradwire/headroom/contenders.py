@@ -20,15 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.headroom.contest import Contest, Entry, Found, Outcome
-from gradwire.headroom.verdict import MAX_ERROR
+from gradwire.headroom.records import Row, ring_bytes
+from gradwire.headroom.verdict import best_of, keeps_gradients
 from gradwire.headroom.workloads import Built
 from gradwire.testing.ranks import time_limit
 
 _Number = TypeVar("_Number", int, float)
 
 # The first backward has DDP's provisional buckets, the second the final ones; the others are timed to see
-# how many steps there is time for, and which recipe to try with smaller buckets.
+# how many steps there is time for.
 _NUM_WARM_UP_STEPS = 3
+# Of recipes that could be recommended, to see which of them to try with smaller buckets.
+_NUM_QUALIFYING_TURNS = 2
 # Rows take turns this often, so that a slow minute of the machine is slow for all of them.
 _STEPS_PER_TURN = 2
 # Fewer pairs than these cannot rule chance out: see the verdict.
@@ -61,7 +64,17 @@ class _Contender:
         return time.perf_counter() - begin
 
     def conclude(self) -> Found:
-        """Add to the times what the wire counted."""
+        """Add to the times what the wire counted, and detach it."""
+        self.count()
+        if self.wire is not None:
+            steps = self.wire.stats().steps
+            self.found.wait_ms = _typical([_total([b.wait_ms for b in s.buckets]) for s in steps[2:]])
+            self.found.work_ms = _typical([_total([b.work_ms for b in s.buckets]) for s in steps[2:]])
+            self.wire.detach()
+        return self.found
+
+    def count(self) -> None:
+        """Note what a step sends."""
         if self.wire is not None:
             steps = self.wire.stats().steps
             # Of the two last, as recipes may send one thing in even steps and another in odd ones.
@@ -69,10 +82,6 @@ class _Contender:
             sent, messages = _total([b.bytes_sent for b in last]), _total([b.num_messages for b in last])
             self.found.bytes_per_step = None if sent is None else sent // len(steps[-2:])
             self.found.num_messages = None if messages is None else messages // len(steps[-2:])
-            self.found.wait_ms = _typical([_total([b.wait_ms for b in s.buckets]) for s in steps[2:]])
-            self.found.work_ms = _typical([_total([b.work_ms for b in s.buckets]) for s in steps[2:]])
-            self.wire.detach()
-        return self.found
 
 
 class _Arena:
@@ -123,25 +132,34 @@ def measure(contest: Contest, on_progress: Callable[[int, int], None]) -> Outcom
         on_progress(num_done, max(num_in_all, num_done))
         return times_s
 
-    def warm_up(row: _Contender) -> float:
-        # Of the slowest rank, so that all ranks draw the same conclusions.
-        best_s = torch.tensor(min(take_turn(row, _NUM_WARM_UP_STEPS - 1, 0)), dtype=torch.float64)
-        dist.all_reduce(best_s := best_s.to(_group_device()), dist.ReduceOp.MAX)
-        return float(best_s)
+    def warm_up(row: _Contender) -> list[float]:
+        return _largest(take_turn(row, _NUM_WARM_UP_STEPS - 1, 0))
+
+    def qualify() -> gradwire.Recipe | None:
+        """The recipe that the verdict would name by now; those that it could name take more turns first."""
+        plain_bytes = ring_bytes(gradient_bytes(rows[0].model), dist.get_world_size())
+        recipes = range(1, len(rows) - 1)  # between plain DDP and no communication
+        able = [i for i in recipes if keeps_gradients(_row_so_far(rows[i], warm_s[i]), plain_bytes)]
+        for turn in range(_NUM_QUALIFYING_TURNS if len(able) > 1 else 0):
+            for i in random.Random(turn).sample(able, k=len(able)):
+                warm_s[i] += _largest(take_turn(rows[i], _STEPS_PER_TURN, 0))
+        recipe_of = {_row_so_far(rows[i], warm_s[i]): rows[i].found.entry.recipe for i in able}
+        best = best_of(recipe_of, plain_bytes)
+        return None if best is None else recipe_of[best]
 
     num_in_all = len(rows) * (_NUM_WARM_UP_STEPS + (contest.num_steps or _MAX_STEPS))
     for row in rows:
         take_turn(row, 1, 0)
         # Plain DDP comes first, and waits with its gradients for the others.
         row.found.gradient_error = _relative_error(row.model, rows[0].model)
-    costs_s = [warm_up(row) for row in rows]
+    warm_s = [warm_up(row) for row in rows]
     small_mb = contest.small_bucket_mb
     if (
         small_mb is not None
         and dist.get_world_size() > 1
         and gradient_bytes(rows[0].model) > small_mb * 2**20
     ):
-        for recipe in (None, _best(rows, costs_s)):
+        for recipe in (None, qualify()):
             entry = Entry(recipe, small_mb)
             if entry not in [row.found.entry for row in rows]:
                 rows.append(arena.make(entry))
@@ -149,9 +167,10 @@ def measure(contest: Contest, on_progress: Callable[[int, int], None]) -> Outcom
                 # What it sends is the same, but for where blocks begin.
                 (same,) = [row for row in rows[:-1] if row.found.entry.recipe == recipe]
                 rows[-1].found.gradient_error = same.found.gradient_error
-                costs_s.append(warm_up(rows[-1]))
-    num_steps = contest.num_steps or int(max(_MIN_STEPS, min(_MAX_STEPS, contest.seconds / sum(costs_s))))
-    num_in_all = len(rows) * (_NUM_WARM_UP_STEPS + num_steps)
+                warm_s.append(warm_up(rows[-1]))
+    num_affordable = contest.seconds / sum(map(min, warm_s))
+    num_steps = contest.num_steps or int(max(_MIN_STEPS, min(_MAX_STEPS, num_affordable)))
+    num_in_all = num_done + len(rows) * num_steps
     for turn, start in enumerate(range(0, num_steps, _STEPS_PER_TURN), start=1):
         # The same order on all ranks, but another one each time: none always follows the same other.
         for row in random.Random(turn).sample(rows, k=len(rows)):
@@ -183,14 +202,20 @@ def gradient_bytes(model: DistributedDataParallel) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
-def _best(rows: list[_Contender], costs_s: list[float]) -> gradwire.Recipe | None:
-    """The fastest recipe that could be recommended."""
-    for _, index in sorted(zip(costs_s, range(len(rows)), strict=True)):
-        found = rows[index].found
-        recipe = found.entry.recipe
-        if recipe is not None and recipe.exchange.communicates and (found.gradient_error or 0) <= MAX_ERROR:
-            return recipe
-    return None
+def _row_so_far(contender: _Contender, times_s: list[float]) -> Row:
+    """What is known of a recipe before it has been measured."""
+    contender.count()
+    found = contender.found
+    (sent,) = _largest([float(found.bytes_per_step or 0)])
+    times_ms = tuple(1e3 * time_s for time_s in times_s)
+    return Row(str(found.entry.recipe), times_ms, int(sent), gradient_error=found.gradient_error)
+
+
+def _largest(figures: list[float]) -> list[float]:
+    """Each the largest of all ranks: a step ends with the slowest, and all draw the same conclusions."""
+    everyones = torch.tensor(figures, dtype=torch.float64, device=_group_device())
+    dist.all_reduce(everyones, dist.ReduceOp.MAX)
+    return everyones.tolist()
 
 
 def _open_group(device: str) -> tuple[dist.ProcessGroup, torch.device]:

@@ -16,7 +16,7 @@ import gradwire
 from gradwire.agreement import next_meeting
 from gradwire.headroom.contenders import TURN_LIMIT_S, measure
 from gradwire.headroom.contest import Contest, Entry, Found, Outcome
-from gradwire.headroom.records import ALLREDUCE, Machine, Record, Row
+from gradwire.headroom.records import ALLREDUCE, Machine, Record, Row, ring_bytes
 from gradwire.headroom.workloads import Workload, count_of
 from gradwire.lab import Lab, format_rate
 from gradwire.testing import run_ranks, send_message
@@ -136,11 +136,6 @@ def _row(found: list[Found], gradient_bytes: int) -> Row:
 
 def _name(entry: Entry) -> str:
     return ALLREDUCE if entry.recipe is None else str(entry.recipe)
-
-
-def ring_bytes(gradient_bytes: int, world_size: int) -> int:
-    """What a rank sends to average by a ring, as plain DDP does."""
-    return 2 * (world_size - 1) * gradient_bytes // world_size
 
 
 def slowest_ms(times_s: Iterable[Sequence[float]]) -> tuple[float, ...]:

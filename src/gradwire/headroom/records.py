@@ -81,6 +81,11 @@ class Machine:
         return f"{self.cpu}, {self.num_cores} core{'s' if self.num_cores > 1 else ''}"
 
 
+def ring_bytes(gradient_bytes: int, world_size: int) -> int:
+    """What a rank sends to average by a ring, as plain DDP does."""
+    return 2 * (world_size - 1) * gradient_bytes // world_size
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

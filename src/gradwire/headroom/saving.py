@@ -36,7 +36,7 @@ def read_records(text: str) -> list[Record]:
     try:
         data = json.loads(text)
         items = data if isinstance(data, list) and data else [data]
-        versions = [_take(item, "schema_version", int) for item in items]
+        versions = [take(item, "schema_version", int) for item in items]
         if set(versions) == {SCHEMA_VERSION}:
             return [_read_record(item) for item in items]
     except ValueError as error:  # JSONDecodeError is one
@@ -49,45 +49,45 @@ def read_records(text: str) -> list[Record]:
 
 
 def _read_record(data: object) -> Record:
-    machine = _take(data, "machine", dict)
+    machine = take(data, "machine", dict)
     return Record(
-        gradwire_version=_take(data, "gradwire_version", str),
-        torch_version=_take(data, "torch_version", str),
-        date=_take(data, "date", str),
+        gradwire_version=take(data, "gradwire_version", str),
+        torch_version=take(data, "torch_version", str),
+        date=take(data, "date", str),
         machine=Machine(
-            _take(machine, "cpu", str), _take(machine, "num_cores", int), _take(machine, "platform", str)
+            take(machine, "cpu", str), take(machine, "num_cores", int), take(machine, "platform", str)
         ),
-        world_size=_take(data, "world_size", int),
-        threads_per_rank=_take(data, "threads_per_rank", int),
-        backend=_take(data, "backend", str),
-        device=_take(data, "device", str),
-        link=_take(data, "link", str, None),
-        one_machine=_take(data, "one_machine", bool),
-        interleaved=_take(data, "interleaved", bool),
-        bucket_mb=_take(data, "bucket_mb", float, int, None),
-        workload=_take(data, "workload", str),
-        gradient_bytes=_take(data, "gradient_bytes", int),
-        rows=tuple(map(_read_row, _take(data, "rows", list))),
+        world_size=take(data, "world_size", int),
+        threads_per_rank=take(data, "threads_per_rank", int),
+        backend=take(data, "backend", str),
+        device=take(data, "device", str),
+        link=take(data, "link", str, None),
+        one_machine=take(data, "one_machine", bool),
+        interleaved=take(data, "interleaved", bool),
+        bucket_mb=take(data, "bucket_mb", float, int, None),
+        workload=take(data, "workload", str),
+        gradient_bytes=take(data, "gradient_bytes", int),
+        rows=tuple(map(_read_row, take(data, "rows", list))),
     )
 
 
 def _read_row(data: object) -> Row:
-    samples = _take(data, "samples_ms", list)
+    samples = take(data, "samples_ms", list)
     if not all(type(ms) in (int, float) for ms in samples):
         raise ValueError("'samples_ms' must be a list of numbers")
     return Row(
-        recipe=_take(data, "recipe", str),
+        recipe=take(data, "recipe", str),
         samples_ms=tuple(map(float, samples)),
-        bytes_per_step=_take(data, "bytes_per_step", int, None),
-        bucket_mb=_take(data, "bucket_mb", float, int, None),
-        num_messages=_take(data, "num_messages", int, None),
-        wait_ms=_take(data, "wait_ms", float, int, None),
-        work_ms=_take(data, "work_ms", float, int, None),
-        gradient_error=_take(data, "gradient_error", float, int, None),
+        bytes_per_step=take(data, "bytes_per_step", int, None),
+        bucket_mb=take(data, "bucket_mb", float, int, None),
+        num_messages=take(data, "num_messages", int, None),
+        wait_ms=take(data, "wait_ms", float, int, None),
+        work_ms=take(data, "work_ms", float, int, None),
+        gradient_error=take(data, "gradient_error", float, int, None),
     )
 
 
-def _take(data: object, key: str, *kinds: type | None) -> Any:
+def take(data: object, key: str, *kinds: type | None) -> Any:
     """``data[key]`` if it is of one of the kinds; None stands for null."""
     if not isinstance(data, dict):
         raise ValueError(f"an object with {key!r} was expected, not {json.dumps(data)[:40]}")

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 
 import gradwire
 from gradwire.headroom.contest import rows_of
-from gradwire.headroom.measure import conditions, ring_bytes, slowest_ms
-from gradwire.headroom.records import ALLREDUCE, Record, Row
+from gradwire.headroom.measure import conditions, slowest_ms
+from gradwire.headroom.records import ALLREDUCE, Record, Row, ring_bytes
 from gradwire.headroom.workloads import count_of
 from gradwire.lab import Lab
 from gradwire.scripts import Script

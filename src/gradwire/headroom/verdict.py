@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from gradwire.headroom.records import ALLREDUCE, Record, Row
 
@@ -18,7 +19,7 @@ _MAX_PAIRS = 100
 # What a gradient may be off, relatively, and the least part of plain DDP's bytes, for a recipe to be
 # recommended. Four bits are 0.1 off, send an eighth, and train as fp32 does; one bit and low rank do not
 # always (docs/fidelity.md), however close they come to the gradients of one batch.
-MAX_ERROR = 0.2
+_MAX_ERROR = 0.2
 _MIN_BYTES = 0.1
 
 
@@ -58,19 +59,30 @@ def give_verdict(record: Record) -> str:
     return " ".join(filter(None, said))
 
 
-def _best(record: Record) -> Row | None:
-    """Of the recipes that keep gradients and are as good as the fastest, the one that changes them least."""
-    rows = [row for row in record.recipes if _keeps_gradients(record, row)]
-    near = [row for row in rows if row.step_ms <= (1 + _AS_GOOD) * min(r.step_ms for r in rows)]
+def best_of(rows: Iterable[Row], plain_bytes: int | None) -> Row | None:
+    """Of the rows that keep gradients and are as good as the fastest, the one that changes them least.
+
+    ``plain_bytes`` is what plain DDP sends.
+    """
+    kept = [row for row in rows if keeps_gradients(row, plain_bytes)]
+    near = [row for row in kept if row.step_ms <= (1 + _AS_GOOD) * min(r.step_ms for r in kept)]
     return min(near, key=lambda row: (_error(row), -(row.bytes_per_step or 0), row.step_ms), default=None)
 
 
-def _keeps_gradients(record: Record, row: Row) -> bool:
+def keeps_gradients(row: Row, plain_bytes: int | None) -> bool:
+    """Whether a row could be recommended, if it is fast."""
     if row.recipe == ALLREDUCE:
         return True
-    plain_bytes = record.allreduce.bytes_per_step or 0
-    sends_enough = row.bytes_per_step is None or row.bytes_per_step >= _MIN_BYTES * plain_bytes
-    return sends_enough and (row.gradient_error or 0.0) <= MAX_ERROR
+    sends_enough = row.bytes_per_step is None or row.bytes_per_step >= _MIN_BYTES * (plain_bytes or 0)
+    return sends_enough and (row.gradient_error or 0.0) <= _MAX_ERROR
+
+
+def _best(record: Record) -> Row | None:
+    return best_of(record.recipes, record.allreduce.bytes_per_step)
+
+
+def _keeps_gradients(record: Record, row: Row) -> bool:
+    return keeps_gradients(row, record.allreduce.bytes_per_step)
 
 
 def _error(row: Row) -> float:

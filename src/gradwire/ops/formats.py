@@ -16,6 +16,8 @@ KINDS: dict[str, int] = {"int8": 0, "int4": 1, "sign": 2, "fp8": 3}
 _BITS = {"int8": 8, "int4": 4, "sign": 1, "fp8": 8}
 # The code that the largest magnitude of a block is given; `sign` has none, its scale is a mean.
 LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+# Between the largest codes.
+_STEPS = {"int8": 1, "int4": 1, "fp8": 32}
 # Below the smallest normal number a scale's inverse would overflow.
 MIN_SCALE = 2.0**-126
 _SCALE_BYTES = 2
@@ -46,6 +48,15 @@ class BlockFormat:
     @property
     def values_per_byte(self) -> int:
         return 8 // _BITS[self.kind]
+
+    @property
+    def max_error(self) -> float:
+        """The largest error of a value, relative to the largest magnitude of its block."""
+        if self.kind == "sign":
+            return 1.0  # a value's distance from the mean magnitude
+        # A scale is rounded up to bf16, by 2^-7 at most; codes to the next step, or, by chance, to either.
+        step = (1 + 2.0**-7) * _STEPS[self.kind] / LIMITS[self.kind]
+        return step if self.stochastic else step / 2
 
     def num_blocks(self, numel: int) -> int:
         return -(-numel // self.block)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.headroom.records import ALLREDUCE, Machine
+from gradwire.headroom.saving import take
 from gradwire.planner.cost import Costs
 from gradwire.planner.messages import measure_messages
 from gradwire.stats import BucketStats
@@ -54,17 +55,30 @@ class Calibration:
     def from_json(cls, text: str) -> Calibration:
         """What `to_json` wrote. Raises ValueError for anything else, and for what other versions wrote."""
         try:
-            data = json.loads(text)
-            version = data.pop("calibration_version")
+            try:
+                data = json.loads(text)
+            except ValueError as error:
+                raise ValueError(f"it is no JSON: {error}") from None
+            version = take(data, "calibration_version", int)
             if version != _SCHEMA_VERSION:
                 raise ValueError(
-                    f"another gradwire wrote it: its version is {version}, not {_SCHEMA_VERSION}; remove it, "
-                    "and it is measured anew"
+                    f"another gradwire wrote it: its version is {version}, not {_SCHEMA_VERSION}"
                 )
-            costs = {name: Costs(**figures) for name, figures in data.pop("costs").items()}
-            return cls(costs=costs, **data)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            figures = take(data, "costs", dict)
+            return cls(
+                machine=take(data, "machine", str),
+                torch_version=take(data, "torch_version", str),
+                costs={name: _read_costs(figures, name) for name in figures},
+                num_cores=take(data, "num_cores", int),
+                load_average=take(data, "load_average", float, int, None),
+            )
+        except ValueError as error:
             raise ValueError(f"not a calibration of this gradwire: {error}") from None
+
+
+def _read_costs(figures: dict[str, object], name: str) -> Costs:
+    of_one = take(figures, name, dict)
+    return Costs(**{field.name: take(of_one, field.name, float, int) for field in dataclasses.fields(Costs)})
 
 
 def calibrate(

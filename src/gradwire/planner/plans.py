@@ -32,7 +32,10 @@ def predict(
     if recipe == NOOP:
         return Prediction(compute_s, compute_s, 0, 0)
     if recipe not in calibration.costs:
-        raise ValueError(f"the calibration has no {recipe!r}; it has {', '.join(calibration.costs)}")
+        has = ", ".join(calibration.costs)
+        raise ValueError(
+            f"the calibration has no {recipe!r}; it has {has}: measure one that has all you plan"
+        )
     costs = calibration.costs[recipe]
     wire = wire_of(recipe, shapes, cluster, costs.rounds_per_bucket, bucket_mb)
     return predict_step(compute_s, wire, costs, cluster)

@@ -16,6 +16,7 @@ from gradwire.recipes.plain import (
     powersgd,
     sign,
 )
+from gradwire.recipes.spelling import is_factory
 
 __all__ = [
     "RECIPES",
@@ -29,6 +30,7 @@ __all__ = [
     "fp32",
     "int4",
     "int8",
+    "is_factory",
     "noop",
     "placed",
     "powersgd",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gradwire.exchanges import Route, Schedule, Selector
 from gradwire.recipes.plain import RECIPES, Recipe
+from gradwire.recipes.spelling import Misspelt, no_recipe
 from gradwire.specs import parse_options
 
 
@@ -113,7 +113,7 @@ def recipe(spec: str | Recipe) -> Recipe:
     """The recipe that ``spec`` names: ``"bf16"``, or with options ``"fp16:reduction=sum"``.
 
     Several options are separated by commas: ``"int4:block=64,feedback=false"``. Raises ValueError for a
-    name or an option that does not exist, or a value that does not fit.
+    name or an option that does not exist, or a value that does not fit, and TypeError for what is no text.
 
     >>> print(recipe("fp16:reduction=sum"))
     fp16:reduction=sum
@@ -125,13 +125,24 @@ def recipe(spec: str | Recipe) -> Recipe:
     if isinstance(spec, Recipe):
         return spec
     if not isinstance(spec, str):
-        raise TypeError(f"a recipe is a name or a Recipe, not {type(spec).__name__}")
+        raise no_recipe(spec)
+    try:
+        return _parse(spec)
+    except Misspelt as error:
+        raise error.explain(spec, _parse) from None
+
+
+def _parse(spec: str) -> Recipe:
+    """The recipe of a text; raises `Misspelt` for a part of it that is none."""
+    opened, closed = spec.count("("), spec.count(")")
+    if opened != closed:
+        raise Misspelt(f"recipe {spec!r} has {opened} '(' and {closed} ')'", spec)
     for kind, parse in {"schedule(": _parse_schedule, "route(": _parse_route}.items():
         if spec.startswith(kind) and spec.endswith(")"):
             return parse(_items(spec[len(kind) : -1]))
     name, _, options = spec.partition(":")
     if name not in RECIPES:
-        raise ValueError(f"there is no recipe {name!r}{_suggestion(name)} Recipes: {', '.join(RECIPES)}")
+        raise Misspelt(f"there is no recipe {name!r}", spec)
     return RECIPES[name](**parse_options(RECIPES[name], options))
 
 
@@ -147,28 +158,23 @@ def _items(text: str) -> list[str]:
 
 
 def _parse_schedule(items: list[str]) -> Recipe:
-    stages: dict[int, str | Recipe] = {}
+    stages: dict[int, Recipe] = {}
     for item in items:
         start, equals, each = (part.strip() for part in item.partition("="))
         if not (equals and start.isdigit()):
             raise ValueError(f"a schedule's stage is step=recipe, as in 1000=int8, not {item!r}")
         if int(start) in stages:
             raise ValueError(f"a schedule has one recipe from step {start} on, not two")
-        stages[int(start)] = each
+        stages[int(start)] = _parse(each)
     return schedule(stages)
 
 
 def _parse_route(items: list[str]) -> Recipe:
-    routes: dict[str, str | Recipe] = {}
+    routes: dict[str, Recipe] = {}
     for item in items:
         # At the first '=' that is no part of '<=' or '>='.
         key, *rest = (part.strip() for part in re.split("(?<![<>])=", item, maxsplit=1))
         if not rest or key in routes:
             raise ValueError(f"a route is pattern=recipe, each pattern once, not {item!r}")
-        routes[key] = rest[0]
+        routes[key] = _parse(rest[0])
     return route(routes)
-
-
-def _suggestion(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), RECIPES, n=2, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else "."

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.testing.invariants import Subject, check_invariants
+from gradwire.testing.promises import Expect, Promise, promise_of
 from gradwire.testing.ranks import RanksFailed, run_ranks, send_message, time_limit
 
 
@@ -115,11 +116,11 @@ def check_hook(
     hook: str | Recipe | Callable[..., Any],
     state_factory: Callable[[dist.ProcessGroup], Any] = the_group,
     *,
-    tolerance: float = 1e-5,
+    tolerance: float | None = None,
     world_size: int = 2,
-    floor: float = 0.01,
-    feedback: bool = False,
-    expect: Literal["mean", "sum", "local"] = "mean",
+    floor: float | None = None,
+    feedback: bool | None = None,
+    expect: Expect | None = None,
     via: Literal["ddp", "attach"] = "ddp",
     device: Literal["cpu", "cuda"] = "cpu",
     cases: Sequence[Case] | None = None,
@@ -136,17 +137,22 @@ def check_hook(
         hook: a hook function that can be imported, or a recipe of gradwire's.
         state_factory: makes the hook's state from the model's process group; an importable function.
         tolerance: largest error of a parameter's gradient, relative to its largest value, or to
-            ``floor`` times the model's largest, where that is more.
+            ``floor`` times the model's largest, where that is more. By default 1e-5; for a recipe what
+            follows from its encoding.
         world_size: number of ranks.
-        floor: a hundredth by default; 1 for encodings that share a scale among parameters.
+        floor: a hundredth by default; 1 for encodings that share a scale among parameters, as recipes do.
         feedback: for hooks that send later what they leave out: compare sums over all steps so far, not
-            single steps, with errors relative to ``floor`` times the largest gradient of any step.
-        expect: what the hook should make of the ranks' gradients; ``"local"`` for hooks that do not
-            communicate.
+            single steps, with errors relative to ``floor`` times the largest gradient of any step. By
+            default False; for a recipe what it does.
+        expect: what the hook should make of the ranks' gradients, ``"mean"`` by default, ``"sum"``, or
+            ``"local"`` for hooks that do not communicate; a recipe says so itself.
         via: register a hook with DDP itself, or through `gradwire.attach`. Recipes are always attached.
         device: ``"cuda"`` runs the model on the GPUs of this machine, over NCCL; ranks may share one.
         cases: which cases; by default `cases()`.
         case_timeout: seconds after which a case counts as hung.
+
+    Raises ValueError if there is no such recipe, and without a tolerance for one whose errors depend on the
+    gradients (low rank, ``sign`` with feedback).
 
     Example::
 
@@ -155,7 +161,23 @@ def check_hook(
     """
     if isinstance(hook, str):
         hook = parse_recipe(hook)
-    subject = Subject(hook, state_factory, tolerance, expect, via, device, floor, feedback)
+    promise = promise_of(hook, world_size) if isinstance(hook, Recipe) else Promise()
+    tolerance = promise.tolerance if tolerance is None else tolerance
+    if tolerance is None:
+        raise ValueError(
+            f"what {hook} leaves out depends on the gradients, so that no tolerance follows from it: give "
+            "one, tolerance=...; docs/testing.md has those that gradwire's own tests take"
+        )
+    subject = Subject(
+        hook,
+        state_factory,
+        tolerance,
+        promise.expect if expect is None else expect,
+        via,
+        device,
+        promise.floor if floor is None else floor,
+        promise.feedback if feedback is None else feedback,
+    )
     todo = list(_default_cases() if cases is None else cases)
     results: list[CaseResult] = []
     while len(results) < len(todo):

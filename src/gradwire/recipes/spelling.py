@@ -1,0 +1,100 @@
+"""What somebody may have meant who gave something else than a recipe."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from gradwire.recipes.plain import RECIPES
+
+_COMPOSED = {"schedule": "schedule(0=fp32; 1000=int8)", "route": "route(ndim<2=fp32; *=int4)"}
+_POSSIBLE = f"Recipes: {', '.join(RECIPES)}; and of these, {' and '.join(_COMPOSED.values())}"
+
+
+class Misspelt(ValueError):
+    """Text, or a part of it, that is no recipe."""
+
+    def __init__(self, what: str, part: str) -> None:
+        super().__init__(what)
+        self.part = part
+
+    def explain(self, spec: str, parse: Callable[[str], object]) -> ValueError:
+        """The error for a user who gave ``spec``, with the nearest texts that ``parse`` takes."""
+
+        def parses(text: str) -> bool:
+            try:
+                parse(text)
+            except ValueError:
+                return False
+            return True
+
+        near = filter(parses, (*_respelled(spec), *_respelled(self.part)))
+        return ValueError(f"{self}{_did_you_mean(near) or '.'} {_POSSIBLE}")
+
+
+def is_factory(given: object) -> bool:
+    """Whether it makes recipes, when it is called."""
+    return callable(given) and getattr(given, "__module__", "").startswith(f"{__package__}.")
+
+
+def no_recipe(given: object) -> TypeError:
+    """The error for a user who gave neither text nor a recipe."""
+    if given is None:
+        shown = "None"
+    elif callable(given):
+        shown = f"{'a class' if isinstance(given, type) else 'a function'}, {_name_of(given)}"
+    else:
+        value = str(given) if isinstance(given, enum.Enum) else reprlib.repr(given)
+        shown = f"{type(given).__name__}, {value}"
+    what = "a recipe is text, such as 'int4' or 'int4:block=64', or a gradwire.Recipe"
+    return TypeError(f"{what}, not {shown}{_hint(given)}")
+
+
+def _hint(given: object) -> str:
+    if given is None:
+        return "; 'fp32' averages as DDP does by itself"
+    if isinstance(given, Mapping):
+        makers = [
+            m for m, kind in (("schedule", int), ("route", str)) if all(isinstance(k, kind) for k in given)
+        ]
+        calls = " or ".join(f"gradwire.{maker}({reprlib.repr(given)})" for maker in makers)
+        return f"; a recipe by step or by parameter is {calls}" if calls else ""
+    if isinstance(given, enum.Enum):
+        near = _did_you_mean(_near(given.name)) or ";"
+        return f"{near} register_ddp_comm_hook of gradwire.ddp_comm_hooks takes its DDPCommHookType"
+    if isinstance(given, torch.dtype):
+        return _did_you_mean(_near(str(given).removeprefix("torch.")))
+    return f"; call it: {_name_of(given)}(...)" if is_factory(given) else ""
+
+
+def _name_of(given: object) -> str:
+    return str(getattr(given, "__name__", type(given).__name__))
+
+
+def _did_you_mean(near: Iterator[str] | list[str]) -> str:
+    texts = list(dict.fromkeys(near))[:2]
+    return f"; did you mean {' or '.join(map(repr, texts))}?" if texts else ""
+
+
+def _respelled(spec: str) -> Iterator[str]:
+    """Texts that are near: another word, and colons, semicolons and parentheses where they belong."""
+    word, rest = re.fullmatch(r"\s*(\w*)\s*(.*)", spec, re.DOTALL).groups()  # type: ignore[union-attr]
+    inside = (rest[1:] if rest[:1] in {*":([{"} else rest).rstrip(")]} ")
+    inside += ")" * (inside.count("(") - inside.count(")"))
+    for name in _near(word):
+        if name in _COMPOSED:
+            yield f"{name}({inside})"
+            yield f"{name}({inside.replace(',', ';')})"
+        else:
+            yield f"{name}:{inside}" if inside else name
+
+
+def _near(word: str) -> list[str]:
+    plain, names = word.lower().replace("_", ""), [*RECIPES, *_COMPOSED]
+    longer = [name for name in names if plain.startswith(name)]
+    return longer or difflib.get_close_matches(plain, names, n=2, cutoff=0.5)
