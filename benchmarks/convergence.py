@@ -156,6 +156,14 @@ def chosen_recipes(names: list[str]) -> list[str]:
     return known
 
 
+def chosen_runs(path: Path, recipes: list[str] | None) -> list[Run]:
+    """Those of some recipes, or all; ValueError if one of the recipes has none."""
+    runs = read(path)
+    if missing := sorted({*(recipes or [])} - {run.recipe for run in runs}):
+        raise ValueError(f"{path} has no runs of {', '.join(missing)}")
+    return [run for run in runs if recipes is None or run.recipe in recipes]
+
+
 def file_name(name: str, optimizer: str) -> str:
     """The CSV file of a setting: its name, and that of the optimizer if it is not the example's."""
     return f"{name}.csv" if optimizer == "adamw" else f"{name}-{optimizer}.csv"
@@ -170,7 +178,7 @@ def run_all(options: argparse.Namespace, setting: Setting) -> int:
     if device.type == "cpu":
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses where cores are busy
     deadline = time.monotonic() + 60 * options.minutes
-    recipes = chosen_recipes(options.recipes)
+    recipes = chosen_recipes(options.recipes or RECIPES)
     wanted = [(recipe, seed) for seed in options.seeds for recipe in recipes]
     missing = [pair for pair in wanted if pair not in {(run.recipe, run.seed) for run in runs}]
     texts = tuple(text.to(device) for text in corpus())
@@ -206,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--setting", choices=SETTINGS, default="small")
-    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--recipes", nargs="+", help="which to train, or to draw; by default many, or all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--out", type=Path, default=Path("convergence"), help="the folder of the CSV file")
     parser.add_argument("--minutes", type=float, default=1e6, help="how long to run, at most")
@@ -225,7 +233,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.table:
             print(table(read(options.table)))
         if options.plot:
-            options.plot[1].write_text(draw(read(options.plot[0]), options.link))
+            source, drawing = options.plot
+            drawing.write_text(draw(chosen_runs(source, options.recipes), options.link))
     except ValueError as reason:
         parser.error(str(reason))
     if options.table or options.plot:

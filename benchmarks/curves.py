@@ -172,6 +172,7 @@ def _gap(gaps: Sequence[float]) -> str:
 
 
 PANEL, HEIGHT, LEFT, TOP, GAP = 300, 250, 52, 62, 46
+KEYS_PER_LINE = 3
 INK = "#24292f"
 COLOURS = [
     "#24292f", "#8da9c4", "#3d5a80", "#2a9d8f", "#e07a5f", "#f2a65a", "#9b5de5", "#bc4749", "#6a994e",
@@ -192,7 +193,7 @@ def draw(runs: Sequence[Run], link: str) -> str:
     }
     is_log = {name: i > 0 for i, name in enumerate(axes)}
     width = LEFT + len(axes) * (PANEL + GAP)
-    height = TOP + HEIGHT + 64 + 18 * math.ceil(len(recipes) / 5)
+    height = TOP + HEIGHT + 64 + 18 * math.ceil(len(recipes) / KEYS_PER_LINE)
     title = f"Held-out loss, nats a byte: {runs[0].num_parameters / 1e6:.1f} M parameters, {setting}"
     panels = [
         _panel(recipes, name, x_of, is_log[name], LEFT + i * (PANEL + GAP))
@@ -200,7 +201,8 @@ def draw(runs: Sequence[Run], link: str) -> str:
     ]
     keys = []
     for i, recipe in enumerate(recipes):
-        x, y = LEFT + 200 * (i % 5), TOP + HEIGHT + 58 + 18 * (i // 5)
+        x = LEFT + width // KEYS_PER_LINE * (i % KEYS_PER_LINE)
+        y = TOP + HEIGHT + 58 + 18 * (i // KEYS_PER_LINE)
         keys.append(
             f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{COLOURS[i % len(COLOURS)]}"/>'
             f'<text x="{x + 20}" y="{y}">{escape(recipe)}</text>'

@@ -176,6 +176,12 @@ def test_the_table_and_the_plot_show_every_recipe(benchmark, folder, tmp_path, c
     said = capsys.readouterr().out
     assert re.search(r"\| `int8` \| .* \| 4\.0x \| .* \| [+-]\d\.\d\d % \(.*\) \| 1 \|", said)
     assert plot.read_text().count("<polyline") == 3 * 2
+    assert benchmark("--recipes", "int8", "--plot", folder / "small.csv", plot) == 0
+    assert plot.read_text().count("<polyline") == 3
+    assert "fp32" not in plot.read_text()
+    with pytest.raises(SystemExit, match="2"):
+        benchmark("--recipes", "int5", "--plot", folder / "small.csv", plot)
+    assert "has no runs of int5" in capsys.readouterr().err
 
 
 def test_where_fp32_rises_again_the_lowest_loss_is_shown_too(benchmark, folder, tmp_path, capsys):
