@@ -36,12 +36,10 @@ FAST = [module for module in (cpu, cuda) if module is not None]
 
 
 def layout_of(*shapes, stride=None, dtype=torch.float32):
-    slots, offset = [], 0
-    for i, shape in enumerate(shapes):
-        own = stride or torch.empty(shape, device="meta").stride()
-        slots.append(Slot(f"p{i}", offset, torch.Size(shape), own))
-        offset += math.prod(shape)
-    return BucketLayout(0, dtype, tuple(slots))
+    strides = [stride or torch.empty(shape, device="meta").stride() for shape in shapes]
+    own = zip(shapes, strides, strict=True)
+    slots = [Slot(f"p{i}", 0, torch.Size(shape), stride) for i, (shape, stride) in enumerate(own)]
+    return BucketLayout.packed(0, dtype, slots)
 
 
 # --- kernels ---
@@ -302,7 +300,7 @@ def job_laws(rank):
         def note(step, wire, model, kept=kept, recipe=recipe, rank=rank):
             kept.update(memory_of(wire))
             (layout,) = wire.layout()
-            promised = recipe.exchange.bucket_bytes(layout, rank, world_size, step)
+            promised = sum(recipe.exchange.link_bytes(layout, world_size, step)[rank])
             extra = (
                 8 * (world_size - 1) if recipe.exchange.whole else 0
             )  # votes for parameters without gradients

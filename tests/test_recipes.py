@@ -118,7 +118,11 @@ def test_a_reduction_that_there_is_not_is_refused():
         gradwire.fp32(reduction="max")
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS if "local_size" not in r.spec], ids=lambda row: row.spec)
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if 3 in row.world_sizes and not row.exchange.sees_parameters],
+    ids=lambda row: row.spec,
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("numel", [0, 1, 63, 1000, 25_000_003])
 def test_no_rank_sends_much_more_than_twice_its_share(row, world_size, numel):

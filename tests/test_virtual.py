@@ -61,14 +61,6 @@ def job_averages(rank, specs):
         group.close()
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_virtual_ranks_end_with_the_bits_bytes_and_residuals_of_real_ones(world_size, one_thread):
     rows = [row for row in ROWS if row.exchange.communicates and world_size in row.world_sizes]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,15 @@ class BucketLayout:
     index: int
     dtype: torch.dtype
     slots: tuple[Slot, ...]
+
+    @classmethod
+    def packed(cls, index: int, dtype: torch.dtype, slots: Iterable[Slot]) -> BucketLayout:
+        """These parameters one after the other, wherever they lay before."""
+        moved, offset = [], 0
+        for slot in slots:
+            moved.append(replace(slot, offset=offset))
+            offset += slot.numel
+        return cls(index, dtype, tuple(moved))
 
     @property
     def numel(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.exchanges import Exchange, LowRank, Route, Schedule, Selector
+from gradwire.exchanges import Exchange, Route, Selector
 from gradwire.layout import BucketLayout
 from gradwire.recipes import Recipe
 
@@ -57,11 +57,11 @@ def make_plan(
         for exchange, part, _ in router.split(layout):
             routed[part.index % len(texts)].append((exchange, part))
 
-    def bytes_from(start: int) -> list[int]:
-        return [sum(_bytes(*each, start, step, rank, world_size) for each in parts) for parts in routed]
+    def bytes_in(step: int) -> list[int]:
+        return [sum(sum(e.link_bytes(p, world_size, step)[rank]) for e, p in parts) for parts in routed]
 
-    starts = _starts(router) if step is None else [step]
-    figures = zip(texts, routed, max(map(bytes_from, starts), key=sum), strict=True)
+    steps = router.starts if step is None else [step]
+    figures = zip(texts, routed, max(map(bytes_in, steps), key=sum), strict=True)
     return WirePlan(
         tuple(
             PlannedRoute(
@@ -73,20 +73,3 @@ def make_plan(
             for text, parts, num_bytes in figures
         )
     )
-
-
-def _starts(router: Route) -> list[int]:
-    """The first step of every stage."""
-    schedules = [exchange for _, exchange in router.routes if isinstance(exchange, Schedule)]
-    return sorted({0, *(start for each in schedules for start, _ in each.stages)})
-
-
-def _bytes(
-    exchange: Exchange, layout: BucketLayout, start: int, step: int | None, rank: int, world_size: int
-) -> int:
-    """What one part of a bucket takes in the stage that ``start`` is in."""
-    if isinstance(exchange, Schedule):
-        exchange = exchange.at(start)
-    if isinstance(exchange, LowRank):  # depends on shapes, and on the step: by default one that compresses
-        return exchange.bucket_bytes(layout, rank, world_size, step)
-    return exchange.wire_bytes(layout.numel, layout.dtype, rank, world_size)

@@ -7,13 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradwire.codecs import Raw
+from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
+from gradwire.exchanges.links import Links
+from gradwire.exchanges.reals import as_real, real_values
 from gradwire.exchanges.rounds import Rounds, sum_rounds
-from gradwire.exchanges.shots import Shots, Sum, average_alone, bounds_of
+from gradwire.exchanges.shots import Shots, Sum, average_alone, bounds_of, two_shot_bytes
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
+from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 from gradwire.transport import Subgroup
 
@@ -32,6 +35,8 @@ class Hierarchical:
     local_size: int
 
     communicates = True
+    sees_parameters = False
+    starts = (0,)
 
     @property
     def kernels(self) -> frozenset[Family]:
@@ -40,6 +45,11 @@ class Hierarchical:
     def __post_init__(self) -> None:
         if self.local_size < 2:
             raise ValueError(f"a node has at least two ranks, not {self.local_size}")
+
+    @property
+    def codec(self) -> Codec:
+        """What travels between nodes."""
+        return self.between.codec
 
     @property
     def feedback(self) -> torch.dtype | None:
@@ -51,17 +61,14 @@ class Hierarchical:
 
     def _rounds(self, flat: Tensor, context: Context) -> Rounds:
         group = context.group
-        if group.size % self.local_size:
-            raise ValueError(f"{group.size} ranks cannot be nodes of {self.local_size}")
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).view(-1)
+        self._num_nodes(group.size)
+        flat = as_real(flat)
         yield from take_over_residuals(flat, context, self.feedback)
         residual = self.between.residual(flat, context)
         if group.size == 1:
             average_alone(flat, residual, context)
             return
-        # Sums over a node are sent again, so they are fp32 at least.
-        wide = self.between.codec.works_in or torch.promote_types(flat.dtype, torch.float32)
+        wide = self._wide(flat.dtype)
         values = flat if flat.dtype == wide else context.scratch.like("node", flat, wide).copy_(flat)
         mask = yield from self.between.mask_of_skipped(values, context)
         with skipped_parameters(mask, values, residual):
@@ -85,19 +92,24 @@ class Hierarchical:
             self.between.average(values[start:end], kept, replace(context, group=across))
         shots.gather()
 
-    def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
-        return sum(self.link_bytes(numel, dtype, rank, world_size))
+    def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
+        num_nodes, (numel, dtype) = self._num_nodes(world_size), real_values(layout)
+        wide = self._wide(dtype)
+        within = two_shot_bytes(Raw(wide), numel, self.local_size)
+        codec, parts = self.codec.resolve(wide), bounds_of(numel, self.local_size)
+        across = [two_shot_bytes(codec, end - start, num_nodes) for start, end in parts]
+        ranks = [divmod(rank, self.local_size) for rank in range(world_size)]
+        return [Links(within[index], across[index][node]) for node, index in ranks]
 
-    def link_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> tuple[int, int]:
-        """The bytes that ``rank`` sends to ranks of its own node, and to other nodes."""
-        if world_size == 1:
-            return 0, 0
-        if dtype.is_complex:
-            numel, dtype = 2 * numel, dtype.to_real()
-        wide = self.between.codec.works_in or torch.promote_types(dtype, torch.float32)
-        node, index = divmod(rank, self.local_size)
-        sizes = [end - start for start, end in bounds_of(numel, self.local_size)]
-        within = sum(sizes) - sizes[index] + (self.local_size - 1) * sizes[index]
-        num_nodes = world_size // self.local_size
-        across = self.between.wire_bytes(sizes[index], wide, node, num_nodes)
-        return within * wide.itemsize, across
+    def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
+        return Links(2, 2 if self._num_nodes(world_size) > 1 else 0)
+
+    def _num_nodes(self, world_size: int) -> int:
+        num_nodes, rest = divmod(world_size, self.local_size)
+        if rest:
+            raise ValueError(f"{world_size} ranks cannot be nodes of {self.local_size}")
+        return num_nodes
+
+    def _wide(self, dtype: torch.dtype) -> torch.dtype:
+        """What is sent within a node: sums are sent again, so they are fp32 at least."""
+        return self.codec.works_in or torch.promote_types(dtype, torch.float32)

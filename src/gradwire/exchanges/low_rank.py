@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
-from gradwire.codecs import Codec
+from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
+from gradwire.exchanges.links import Links
 from gradwire.exchanges.matrices import Plan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
 from gradwire.exchanges.plain import PLAIN
 from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
 from gradwire.exchanges.shots import Sum, seeds_of, two_shot_bytes
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
-from gradwire.layout import BucketLayout, Slot
+from gradwire.layout import BucketLayout
 from gradwire.ops.batches import OTHER, Side
 
 
@@ -67,6 +68,14 @@ class LowRank:
         own: frozenset[ops.Family] = frozenset({"casts", "low_rank"})
         return own if self.factors is None else own | self.factors.kernels
 
+    @property
+    def sees_parameters(self) -> bool:
+        return not self.whole
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return (0, self.start) if self.start else (0,)
+
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("start", 0), ("min_compression_rate", 0)):
             if not getattr(self, name) >= least:
@@ -82,7 +91,7 @@ class LowRank:
 
     def _codec(self, dtype: torch.dtype) -> Codec | None:
         """What factors of a bucket of this dtype travel as."""
-        if self.factors is None or torch.promote_types(dtype, torch.float32) != torch.float32:
+        if self.factors is None or _work(dtype) != torch.float32:
             return None
         return self.factors.resolve(torch.float32)
 
@@ -95,8 +104,7 @@ class LowRank:
         if context.group.size == 1 or self._is_plain(context.layout, context.step):
             yield from PLAIN.rounds(flat, context)
             return
-        # At least fp32: whatever the bucket is, products and residuals are not rounded to 16 bits.
-        work = torch.promote_types(flat.dtype, torch.float32)
+        work = _work(flat.dtype)
         compressed = replace(context, layout=plan.sums)
         if self.feedback:
             yield from take_over_residuals(flat, compressed, work)
@@ -114,62 +122,48 @@ class LowRank:
         """How much a bucket has in the messages of `rounds`."""
         if self._is_plain(layout, step):
             return PLAIN.shared_bytes(layout, step)
-        codec, work = self._codec(layout.dtype), torch.promote_types(layout.dtype, torch.float32)
-        summed = self._num_summed(self.plan(layout), step)
-        return sum(
-            exact * work.itemsize + (factor * work.itemsize if codec is None else codec.wire_bytes(factor))
-            for factor, exact in summed
-        )
+        work = _work(layout.dtype)
+        return sum((codec or Raw(work)).wire_bytes(numel) for codec, numel in self._sums(layout, step))
 
-    def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
-        """For a bucket that holds one vector; what others send depends on shapes: see `bucket_bytes`."""
-        vector = Slot("", 0, torch.Size([numel]), (1,))
-        return self.bucket_bytes(BucketLayout(0, dtype, (vector,)), rank, world_size)
-
-    def bucket_bytes(self, layout: BucketLayout, rank: int, world_size: int, step: int | None = None) -> int:
-        """The exact number of bytes this rank sends for a bucket, by default in a step that compresses."""
-        if world_size == 1:
-            return 0
+    def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         if self._is_plain(layout, step):
-            return PLAIN.wire_bytes(layout.numel, layout.dtype, rank, world_size)
-        codec, work = self._codec(layout.dtype), torch.promote_types(layout.dtype, torch.float32)
-        summed = self._num_summed(self.plan(layout), step or 0)
-        if codec is None:
-            return sum(sum_bytes(factor + exact, work, rank, world_size) for factor, exact in summed)
-        return sum(
-            two_shot_bytes(codec, factor, rank, world_size) + sum_bytes(exact, work, rank, world_size)
-            for factor, exact in summed
-        )
+            return PLAIN.link_bytes(layout, world_size, step)
+        work = _work(layout.dtype)
+        sums = [
+            sum_bytes(numel, work, world_size) if codec is None else two_shot_bytes(codec, numel, world_size)
+            for codec, numel in self._sums(layout, step)
+        ]
+        return [Links(0, sum(sent)) for sent in zip(*sums, strict=True)]
 
-    def bucket_rounds(self, layout: BucketLayout, world_size: int, step: int | None = None) -> int:
-        """How many messages this rank sends to each other rank, by default in a step that compresses."""
+    def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
         if self._is_plain(layout, step):
-            return 2
-        codec, work = self._codec(layout.dtype), torch.promote_types(layout.dtype, torch.float32)
-        num_rounds = 0
-        for factor, exact in self._num_summed(self.plan(layout), step or 0):
-            together = exact if codec is not None else factor + exact
-            if together:
-                num_rounds += 1 if one_round_pays(together * work.itemsize, world_size) else 2
-            num_rounds += 2 * (codec is not None)
-        return num_rounds
+            return PLAIN.link_rounds(layout, world_size, step)
+        size, sums = _work(layout.dtype).itemsize, self._sums(layout, step)
+        once = [codec is None and one_round_pays(numel * size, world_size) for codec, numel in sums]
+        return Links(0, sum(1 if each else 2 for each in once))
 
-    def _is_plain(self, layout: BucketLayout, step: int | None) -> bool:
-        """Whether nothing of a bucket is compressed; ``step`` None stands for one that compresses."""
-        too_early = step is not None and step < self.start
-        return too_early or layout.dtype.is_complex or not self.plan(layout).batches
+    def _is_plain(self, layout: BucketLayout, step: int) -> bool:
+        """Whether nothing of a bucket is compressed."""
+        return step < self.start or layout.dtype.is_complex or not self.plan(layout).batches
 
-    def _num_summed(self, plan: Plan, step: int) -> list[tuple[int, int]]:
-        """Of each round of a step that compresses, how many values of factors it sums, and of others."""
-        extra = plan.num_matrices + plan.num_plain
-        if self.num_rounds == 2:
-            return [(plan.left.numel, extra), (plan.right.numel, 0)]
-        found = plan.left if self._found(step) == "left" else plan.right
-        return [(found.numel, extra)]
+    def _sums(self, layout: BucketLayout, step: int) -> list[tuple[Codec | None, int]]:
+        """Of each sum over ranks in a step that compresses, what it travels as, and of how many values."""
+        plan, codec = self.plan(layout), self._codec(layout.dtype)
+        left, right, rest = plan.left.numel, plan.right.numel, plan.num_matrices + plan.num_plain
+        factors = [left, right] if self.num_rounds == 2 else [left if self._found(step) == "left" else right]
+        if codec is not None:
+            return [(None, rest), *((codec, factor) for factor in factors)]
+        factors[0] += rest
+        return [(None, factor) for factor in factors]
 
     def _found(self, step: int) -> Side:
         """With one round, the side that this step finds."""
         return "left" if step % 2 else "right"
+
+
+def _work(dtype: torch.dtype) -> torch.dtype:
+    """At least fp32: whatever the bucket is, products and residuals are not rounded to 16 bits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class _Averaging:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.links import Links
+from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 
 
@@ -17,10 +18,15 @@ class Noop:
     """Leave every rank its own gradients: what a step would cost if communication were free."""
 
     communicates = False
+    sees_parameters = False
+    starts = (0,)
     kernels: ClassVar[frozenset[Family]] = frozenset()
 
     def run(self, flat: Tensor, context: Context) -> None:
         """Do nothing."""
 
-    def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
-        return 0
+    def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
+        return [Links(0, 0)] * world_size
+
+    def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
+        return Links(0, 0)

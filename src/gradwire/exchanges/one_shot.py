@@ -39,12 +39,12 @@ def sum_values(values: Tensor, context: Context) -> None:
     Raw(values.dtype).reduce(arriving, values, group.rank, context.scale, own, None, Seed(0, 0))
 
 
-def sum_bytes(numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
-    """The exact number of bytes this rank sends in `sum_values`."""
+def sum_bytes(numel: int, dtype: torch.dtype, world_size: int) -> list[int]:
+    """The exact bytes that each rank sends in `sum_values`."""
     num_bytes = numel * dtype.itemsize
     if one_round_pays(num_bytes, world_size):
-        return (world_size - 1) * num_bytes
-    return two_shot_bytes(Raw(dtype), numel, rank, world_size)
+        return [(world_size - 1) * num_bytes] * world_size
+    return two_shot_bytes(Raw(dtype), numel, world_size)
 
 
 def one_round_pays(num_bytes: int, world_size: int) -> bool:

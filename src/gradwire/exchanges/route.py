@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.links import Links
 from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
 from gradwire.exchanges.selector import Selector
 from gradwire.layout import BucketLayout, Slot
@@ -32,6 +32,8 @@ class Route:
 
     routes: tuple[tuple[Selector, Exchange], ...]
 
+    sees_parameters = True
+
     @property
     def communicates(self) -> bool:
         return any(exchange.communicates for _, exchange in self.routes)
@@ -39,6 +41,10 @@ class Route:
     @property
     def kernels(self) -> frozenset[Family]:
         return frozenset().union(*(exchange.kernels for _, exchange in self.routes))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(sorted({start for _, exchange in self.routes for start in exchange.starts}))
 
     def check(self, slots: Iterable[Slot]) -> None:
         """ValueError for a selector that no parameter goes by, or a parameter without one."""
@@ -86,8 +92,13 @@ class Route:
             return 0
         return sum(num_bytes or part.numel * part.dtype.itemsize for num_bytes, part in shared)
 
-    def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
-        raise ValueError("what a route sends depends on the parameters, not on their number: see Wire.plan()")
+    def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
+        parts = [exchange.link_bytes(part, world_size, step) for exchange, part, _ in self.split(layout)]
+        return [Links(*map(sum, zip(*sent, strict=True))) for sent in zip(*parts, strict=True)]
+
+    def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
+        parts = [exchange.link_rounds(part, world_size, step) for exchange, part, _ in self.split(layout)]
+        return Links(*map(sum, zip(*parts, strict=True)))
 
     def choose(self, slot: Slot) -> int:
         """The number of a parameter's route; ValueError if it has none."""

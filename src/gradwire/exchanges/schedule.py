@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.links import Links
 from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
 from gradwire.layout import BucketLayout
 from gradwire.ops import Family
@@ -32,6 +32,15 @@ class Schedule:
     def kernels(self) -> frozenset[Family]:
         return frozenset().union(*(exchange.kernels for _, exchange in self.stages))
 
+    @property
+    def sees_parameters(self) -> bool:
+        return any(exchange.sees_parameters for _, exchange in self.stages)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        inner = {start for _, exchange in self.stages for start in exchange.starts}
+        return tuple(sorted(inner.union(start for start, _ in self.stages)))
+
     def run(self, flat: Tensor, context: Context) -> None:
         sum_rounds([self.rounds(flat, context)], context)
 
@@ -47,6 +56,8 @@ class Schedule:
         """The exchange of a step."""
         return next(each for start, each in reversed(self.stages) if start <= step)
 
-    def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
-        """The bytes of the stage that sends most."""
-        return max(each.wire_bytes(numel, dtype, rank, world_size) for _, each in self.stages)
+    def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
+        return self.at(step).link_bytes(layout, world_size, step)
+
+    def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
+        return self.at(step).link_rounds(layout, world_size, step)

@@ -145,10 +145,11 @@ def average_alone(flat: Tensor, residual: Tensor | None, context: Context) -> No
     flat.mul_(context.scale)
 
 
-def two_shot_bytes(codec: Codec, numel: int, rank: int, world_size: int) -> int:
-    """The exact number of bytes this rank sends for the sum of ``numel`` values that share no message."""
+def two_shot_bytes(codec: Codec, numel: int, world_size: int) -> list[int]:
+    """The exact bytes that each rank sends for the sum of ``numel`` values that share no message."""
     sizes = [codec.wire_bytes(end - start) for start, end in bounds_of(numel, world_size)]
-    return sum(sizes) - sizes[rank] + (world_size - 1) * sizes[rank]
+    total = sum(sizes)
+    return [total - own + (world_size - 1) * own for own in sizes]
 
 
 def _peers(group: Group) -> list[int]:

@@ -11,6 +11,8 @@ from torch import Tensor
 from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
+from gradwire.exchanges.links import Links
+from gradwire.exchanges.reals import as_real, real_values
 from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
 from gradwire.exchanges.shots import Shots, Sum, average_alone, seeds_of, two_shot_bytes
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
@@ -43,6 +45,8 @@ class TwoShot:
     """Where stochastic rounding starts."""
 
     communicates = True
+    sees_parameters = False
+    starts = (0,)
 
     @property
     def kernels(self) -> frozenset[Family]:
@@ -59,8 +63,7 @@ class TwoShot:
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
         """`run`, but for the sum over ranks."""
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).view(-1)
+        flat = as_real(flat)
         yield from take_over_residuals(flat, context, self.feedback)
         codec, group = self.codec.resolve(flat.dtype), context.group
         residual = self.residual(flat, context)
@@ -82,7 +85,7 @@ class TwoShot:
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         """How much a bucket has in the messages of `rounds`: nothing if its backend may add it up."""
-        numel, dtype = _real(layout.numel, layout.dtype)
+        numel, dtype = real_values(layout)
         codec = self.codec.resolve(dtype)
         return 0 if _is_exact(codec, dtype) else codec.wire_bytes(numel)
 
@@ -106,18 +109,14 @@ class TwoShot:
         codec = self.codec.resolve(values.dtype)
         return Sum(values, codec, residual, seeds_of(codec, self.seed, context))
 
-    def wire_bytes(self, numel: int, dtype: torch.dtype, rank: int, world_size: int) -> int:
-        if world_size == 1:
-            return 0
-        numel, dtype = _real(numel, dtype)
-        return two_shot_bytes(self.codec.resolve(dtype), numel, rank, world_size)
+    def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
+        numel, dtype = real_values(layout)
+        return [Links(0, sent) for sent in two_shot_bytes(self.codec.resolve(dtype), numel, world_size)]
+
+    def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
+        return Links(0, 2)
 
 
 def _is_exact(codec: Codec, dtype: torch.dtype) -> bool:
     """Whether what is sent is what is added up, so that a backend may do it in an order of its own."""
     return codec.in_place and dtype in (torch.float32, torch.float64)
-
-
-def _real(numel: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """A complex number counts as two."""
-    return (2 * numel, dtype.to_real()) if dtype.is_complex else (numel, dtype)

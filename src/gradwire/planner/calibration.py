@@ -145,7 +145,6 @@ def _measure(
                     bucket_ms=max(0.0, small.cpu_ms - idle[_SMALL] - rounds * message_ms),
                     message_ms=message_ms,
                     round_ms=small.wait_ms / rounds,
-                    rounds_per_bucket=rounds,
                 )
             )
         if rank == 0:
@@ -214,7 +213,6 @@ def _ring_costs(num_steps: dict[tuple[int, int], int]) -> Costs:
         bucket_ms=0.0,
         message_ms=small_cpu_ms / rounds,
         round_ms=max(0.0, small_ms - small_cpu_ms) / rounds,
-        rounds_per_bucket=rounds,
     )
 
 

@@ -90,8 +90,6 @@ class Costs:
     """CPU: a message sent and another received, with next to nothing in them, among many at once."""
     round_ms: float
     """Waiting for messages with next to nothing in them, where links have no latency."""
-    rounds_per_bucket: float
-    """Messages to each peer."""
 
 
 @dataclass(frozen=True)

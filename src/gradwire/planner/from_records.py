@@ -44,7 +44,7 @@ class Forecast:
     """Step times of a record's recipes elsewhere, for the buckets and the compute time that it had.
 
     A record does not know the shapes of its model, so those of a transformer of that size stand in; what
-    that is off for the bytes where they were counted, it is taken to be off elsewhere.
+    that is off for bytes and messages where they were counted, it is taken to be off elsewhere.
     """
 
     record: Record
@@ -57,8 +57,7 @@ class Forecast:
 
     def step_ms(self, row: Row, cluster: Cluster) -> float:
         """How long a step of this row's recipe takes there."""
-        costs = self._costs(row)
-        wire = self._wire(row, cluster, costs)
+        wire, costs = self._wire(row, cluster), self._costs(row)
         return 1e3 * predict_step(self.record.noop.step_ms / 1e3, wire, costs, cluster).step_s
 
     @cached_property
@@ -69,16 +68,21 @@ class Forecast:
     def _num_buckets(self) -> int:
         return len(ddp_buckets(self._shapes, self.record.bucket_mb))
 
-    def _wire(self, row: Row, cluster: Cluster, costs: Costs) -> Wire:
+    def _wire(self, row: Row, cluster: Cluster) -> Wire:
         there, here = (
-            wire_of(row.recipe, self._shapes, where, costs.rounds_per_bucket, self.record.bucket_mb)
+            wire_of(row.recipe, self._shapes, where, self.record.bucket_mb)
             for where in (cluster, Cluster(self.record.world_size))
         )
         assert row.bytes_per_step is not None
         counted = row.bytes_per_step / sum(bucket.worker_bytes for bucket in here.buckets)
+        met = (row.num_messages or 0) / sum(bucket.num_messages for bucket in here.buckets) or 1.0
         buckets = tuple(
             dataclasses.replace(
-                bucket, worker_bytes=counted * bucket.worker_bytes, node_bytes=counted * bucket.node_bytes
+                bucket,
+                worker_bytes=counted * bucket.worker_bytes,
+                node_bytes=counted * bucket.node_bytes,
+                num_rounds=met * bucket.num_rounds,
+                num_messages=met * bucket.num_messages,
             )
             for bucket in there.buckets
         )
@@ -94,10 +98,7 @@ class Forecast:
             if row.wait_ms is not None:  # of buckets that wait at the same time, it is the sum
                 moving_ms = row.wait_ms / min(NUM_IN_FLIGHT, self._num_buckets)
             copy_ns = 1e6 * moving_ms / row.bytes_per_step / here.crowding
-        rounds = 2.0
-        if row.recipe != ALLREDUCE and row.num_messages:
-            rounds = row.num_messages / (record.world_size - 1) / self._num_buckets
         work = wire_of(row.recipe, self._shapes, here).work
         # A bucket's own part is in there too.
         work_ns = 1e6 * (row.work_ms or 0.0) / (values * work) / here.crowding
-        return Costs(work_ns, copy_ns, 0.0, _MESSAGE_MS, _ROUND_MS, rounds)
+        return Costs(work_ns, copy_ns, 0.0, _MESSAGE_MS, _ROUND_MS)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 import gradwire
-from gradwire.exchanges import Hierarchical, LowRank, Route, Schedule
+from gradwire.exchanges import Exchange, LowRank
 from gradwire.headroom.records import ALLREDUCE, NOOP
 from gradwire.layout import BucketLayout, Slot
 from gradwire.planner.calibration import Calibration
@@ -37,17 +37,10 @@ def predict(
             f"the calibration has no {recipe!r}; it has {has}: measure one that has all you plan"
         )
     costs = calibration.costs[recipe]
-    wire = wire_of(recipe, shapes, cluster, costs.rounds_per_bucket, bucket_mb)
-    return predict_step(compute_s, wire, costs, cluster)
+    return predict_step(compute_s, wire_of(recipe, shapes, cluster, bucket_mb), costs, cluster)
 
 
-def wire_of(
-    recipe: str,
-    shapes: Sequence[Shape],
-    cluster: Cluster,
-    rounds_per_bucket: float = 2,
-    bucket_mb: float | None = None,
-) -> Wire:
+def wire_of(recipe: str, shapes: Sequence[Shape], cluster: Cluster, bucket_mb: float | None = None) -> Wire:
     """What workers send for fp32 parameters of these shapes; ``allreduce`` is plain DDP.
 
     >>> wire = wire_of("bf16", [(1000, 1000)], Cluster(num_nodes=2))
@@ -56,43 +49,24 @@ def wire_of(
     """
     n, num_local = cluster.num_workers, cluster.workers_per_node
     cut = [tuple(bucket) for bucket in ddp_buckets(shapes, bucket_mb)]
-    layouts = [_layout(bucket) for bucket in cut]
     if n == 1:
         return Wire(())
     if recipe == ALLREDUCE:
-        return Wire(tuple(_ring_bucket(layout.numel, cluster) for layout in layouts))
-    # Cached below: most buckets of a large model are alike, and thousands of workers take long to count.
+        return Wire(tuple(_ring_bucket(sum(map(math.prod, bucket)), cluster) for bucket in cut))
     # Placed as `attach` does, where nodes have several workers.
-    exchange = gradwire.recipe(recipe).placed(num_local if cluster.num_nodes > 1 else 1).exchange
-    if isinstance(exchange, Hierarchical):
-        link_bytes = functools.cache(lambda numel: exchange.link_bytes(numel, torch.float32, 0, n))
-        within = (link_bytes(layout.numel) for layout in layouts)
-        num_messages = 2 * (num_local - 1) + 2 * (cluster.num_nodes - 1)
-        buckets = tuple(
-            Bucket(layout.numel, sum(sent), sent[1] * num_local, 4, num_messages)
-            for layout, sent in zip(layouts, within, strict=True)
-        )
-        work = _two_shot_work(cluster.num_nodes) / num_local
-        return Wire(buckets, work, messages_meet=cluster.num_nodes > 2)
-    leaving = num_local * (n - num_local) / (n - 1)
-    if isinstance(exchange, LowRank):
-        low_rank = functools.cache(lambda bucket: _low_rank_figures(exchange, _layout(bucket), n))
-        figures = [low_rank(bucket) for bucket in cut]
-        work = 1.0  # every worker does all of it
-    else:
-        wire_bytes = functools.cache(lambda numel: exchange.wire_bytes(numel, torch.float32, 0, n))
-        figures = [(wire_bytes(layout.numel), rounds_per_bucket) for layout in layouts]
-        work = _two_shot_work(n)
-    buckets = tuple(
-        Bucket(layout.numel, num_bytes, num_bytes * leaving, num_rounds, num_rounds * (n - 1))
-        for layout, (num_bytes, num_rounds) in zip(layouts, figures, strict=True)
-    )
-    return Wire(buckets, work, messages_meet=n > 2)
+    placed = gradwire.recipe(recipe).placed(num_local if cluster.num_nodes > 1 else 1)
+    exchange, num_together = placed.exchange, placed.local_size or 1
+    # Most buckets of a large model are alike, and thousands of workers take long to count.
+    bucket_of = functools.cache(lambda bucket: _bucket(exchange, _layout(bucket), cluster, num_together))
+    num_apart = n // num_together
+    # Of low rank, every worker does all of it.
+    work = 1.0 if isinstance(exchange, LowRank) else _two_shot_work(num_apart) / num_together
+    return Wire(tuple(map(bucket_of, cut)), work, messages_meet=num_apart > 2)
 
 
 def can_be_planned(recipe: gradwire.Recipe) -> bool:
     """Whether a recipe does the same in every step, to every parameter."""
-    return not isinstance(recipe.exchange, Route | Schedule)
+    return not recipe.parts
 
 
 def shapes_of(model: torch.nn.Module) -> list[Shape]:
@@ -108,25 +82,29 @@ def _ring_bucket(num_values: int, cluster: Cluster) -> Bucket:
     return Bucket(num_values, num_bytes, leaving, 2 * (n - 1), 2 * (n - 1))
 
 
+def _bucket(exchange: Exchange, layout: BucketLayout, cluster: Cluster, num_together: int) -> Bucket:
+    """What the busiest worker sends; ``num_together`` are a node to the exchange."""
+    n, num_local = cluster.num_workers, cluster.workers_per_node
+    # Of what goes to nodes of the exchange's, some may stay in one of the cluster's.
+    leaving = num_local * (n - num_local) / max(1, n - num_together)
+    figures, first = [], exchange.starts[-1]
+    for step in (first, first + 1):  # the mean of both, as sides of low rank take turns
+        within, across = max(exchange.link_bytes(layout, n, step), key=sum)
+        rounds = exchange.link_rounds(layout, n, step)
+        num_messages = rounds.within * (num_together - 1) + rounds.across * (n // num_together - 1)
+        figures.append((within + across, across * leaving, sum(rounds), num_messages))
+    return Bucket(layout.numel, *(sum(both) / 2 for both in zip(*figures, strict=True)))
+
+
 def _two_shot_work(n: int) -> float:
     """What each of n workers does, over what each of two does."""
     # Of the values (n - 1)/n are encoded for others, as many added up and decoded, and 1/n encoded again.
     return (3 * n - 2) / (2 * n)
 
 
-def _low_rank_figures(exchange: LowRank, layout: BucketLayout, n: int) -> tuple[float, float]:
-    """Bytes and rounds of a step; the mean of two, where the sides take turns."""
-    steps = (exchange.start, exchange.start + 1)
-    # The last rank has the longest chunk, others may have none of so few values.
-    num_bytes = sum(exchange.bucket_bytes(layout, n - 1, n, step) for step in steps) / 2
-    num_rounds = sum(exchange.bucket_rounds(layout, n, step) for step in steps) / 2
-    return num_bytes, num_rounds
-
-
 def _layout(shapes: Sequence[Shape]) -> BucketLayout:
-    slots, offset = [], 0
-    for number, shape in enumerate(shapes):
-        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        slots.append(Slot(str(number), offset, torch.Size(shape), strides))
-        offset += math.prod(shape)
-    return BucketLayout(0, torch.float32, tuple(slots))
+    slots = [
+        Slot(str(number), 0, torch.Size(shape), torch.empty(shape, device="meta").stride())
+        for number, shape in enumerate(shapes)
+    ]
+    return BucketLayout.packed(0, torch.float32, slots)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from gradwire.codecs import Blocks, Cast, Codec, Raw
-from gradwire.exchanges import Exchange, Hierarchical, LowRank, Noop, Selector, TwoShot
+from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Noop, Selector, TwoShot
+from gradwire.layout import BucketLayout, Slot
 from gradwire.specs import parse_options, spec_of
 
 Reduction = Literal["mean", "sum"]
@@ -89,29 +90,40 @@ class Recipe:
 
     def link_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
-    ) -> tuple[int, int]:
-        """The exact bytes that ``rank`` sends within its node, and through its network card.
+    ) -> Links:
+        """`wire_bytes`, those to ranks of its own node and those through its network card.
+
+        A recipe in one level knows of no nodes: all of its bytes count as the card's.
 
         >>> int8(local_size=8).link_bytes(1 << 20, world_size=16)
-        (7340032, 132096)
+        Links(within=7340032, across=132096)
         >>> int8().link_bytes(1 << 20, world_size=16)
-        (0, 1981440)
+        Links(within=0, across=1981440)
         """
-        if isinstance(self.exchange, Hierarchical):
-            return self.exchange.link_bytes(numel, dtype, rank, world_size)
-        return 0, self.wire_bytes(numel, dtype, rank=rank, world_size=world_size)
+        if self.exchange.sees_parameters:
+            raise ValueError(
+                f"what {self} sends depends on the parameters in a bucket, not on how many values it has: "
+                "attach it to a model, and see wire.plan()"
+            )
+        values = Slot("values", 0, torch.Size([numel]), (1,))
+        layout = BucketLayout.packed(0, dtype, [values])
+        sent = [self.exchange.link_bytes(layout, world_size, step)[rank] for step in self.exchange.starts]
+        return max(sent, key=sum)
 
     def wire_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
     ) -> int:
-        """The exact number of bytes that ``rank`` sends for a bucket of ``numel`` values.
+        """The exact number of bytes that ``rank`` sends for a bucket of ``numel`` values, in each step.
+
+        Of a schedule, in the stage that sends most. Raises ValueError for a recipe that sends more for some
+        parameters than for others: a route, and low rank, which goes by shapes; `Wire.plan` tells theirs.
 
         >>> fp32().wire_bytes(1024, world_size=2)
         4096
         >>> bf16().wire_bytes(1024, world_size=2)
         2048
         """
-        return self.exchange.wire_bytes(numel, dtype, rank, world_size)
+        return sum(self.link_bytes(numel, dtype, rank=rank, world_size=world_size))
 
 
 def noop() -> Recipe:

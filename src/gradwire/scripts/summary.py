@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.filesize import decimal
 
 import gradwire
+from gradwire.plan import make_plan
 from gradwire.scripts.attaching import Attachment, Attachments
 
 
@@ -25,12 +26,8 @@ def _describe(attachment: Attachment) -> str:
     wire, stats = attachment.wire, attachment.wire.stats()
     sent = stats.bytes_sent or 0
     text = f"{stats.num_steps} steps, {decimal(sent)} sent by rank {attachment.rank}"
-    uncompressed = stats.num_steps * sum(
-        gradwire.fp32().wire_bytes(
-            bucket.numel, bucket.dtype, rank=attachment.rank, world_size=attachment.world_size
-        )
-        for bucket in wire.layout()
-    )
+    plain = make_plan(gradwire.fp32(), wire.layout(), attachment.rank, attachment.world_size)
+    uncompressed = stats.num_steps * plain.bytes_sent
     if uncompressed:
         saved = uncompressed - sent
         text += f" instead of {decimal(uncompressed)} ({saved / uncompressed:.0%} saved)"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradwire.codecs import Cast, Codec, Raw
-from gradwire.exchanges import Exchange, Hierarchical, Noop, TwoShot
+from gradwire.exchanges import Exchange
 from gradwire.recipes import Recipe
 
 Expect = Literal["mean", "sum", "local"]
@@ -59,16 +59,15 @@ def _bound(exchange: Exchange, world_size: int) -> float | None:
 
 
 def _max_error(exchange: Exchange) -> float | None:
+    if not exchange.communicates:
+        return 0.0
     codec = _codec(exchange)
-    if codec is not None:
-        return codec.max_error
-    return 0.0 if isinstance(exchange, Noop) else None
+    return None if codec is None else codec.max_error
 
 
 def _codec(exchange: Exchange) -> Codec | None:
-    if isinstance(exchange, Hierarchical):
-        exchange = exchange.between
-    return exchange.codec if isinstance(exchange, TwoShot) else None
+    """What all of a bucket travels as, if it does as one thing."""
+    return getattr(exchange, "codec", None)
 
 
 def _keeps(exchange: Exchange) -> bool:
