@@ -93,11 +93,8 @@ def test_an_unknown_parameter_is_an_error():
 
 
 def layout_of(index, *slots):
-    placed, offset = [], 0
-    for name, shape, stride in slots:
-        placed.append(Slot(name, offset, torch.Size(shape), stride))
-        offset += torch.Size(shape).numel()
-    return BucketLayout(index, torch.float32, tuple(placed))
+    placed = [Slot(name, 0, torch.Size(shape), stride) for name, shape, stride in slots]
+    return BucketLayout.packed(index, torch.float32, placed)
 
 
 A, B, C = ("a", (2, 3), (3, 1)), ("b", (4,), (1,)), ("c", (), ())

@@ -24,12 +24,11 @@ NUM_STEPS = 3
 def layouts():
     made = []
     for index, shapes in enumerate(SHAPES):
-        slots, offset = [], 0
-        for shape in map(torch.Size, shapes):
-            strides = torch.empty(shape, device="meta").stride()
-            slots.append(Slot(f"p{index}.{offset}", offset, shape, strides))
-            offset += shape.numel()
-        made.append(BucketLayout(index, torch.float32, tuple(slots)))
+        slots = [
+            Slot(f"p{index}.{number}", 0, torch.Size(shape), torch.empty(shape, device="meta").stride())
+            for number, shape in enumerate(shapes)
+        ]
+        made.append(BucketLayout.packed(index, torch.float32, slots))
     return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,7 +91,7 @@ class Layouts:
         if known is not None and known[0] == identity:
             return known[1]
         dtype = bucket.buffer().dtype
-        layout = BucketLayout(index, dtype, self._slots(parameters, as_real=not dtype.is_complex))
+        layout = BucketLayout.packed(index, dtype, self._slots(parameters, as_real=not dtype.is_complex))
         self._layouts[index] = identity, layout
         return layout
 
@@ -103,22 +103,19 @@ class Layouts:
         """One bucket for each dtype, for want of what DDP has not told yet."""
         dtypes = dict.fromkeys(map(_real, parameters))
         return tuple(
-            BucketLayout(
+            BucketLayout.packed(
                 index, dtype, self._slots([p for p in parameters if _real(p) == dtype], as_real=True)
             )
             for index, dtype in enumerate(dtypes)
         )
 
-    def _slots(self, parameters: list[Tensor], *, as_real: bool) -> tuple[Slot, ...]:
+    def _slots(self, parameters: list[Tensor], *, as_real: bool) -> Iterator[Slot]:
         """With ``as_real``, complex parameters have a last dimension of two, as DDP hands them out."""
-        slots, offset = [], 0
         for parameter in parameters:
             shape, stride = parameter.shape, _bucket_stride(parameter)
             if as_real and parameter.is_complex():
                 shape, stride = torch.Size([*shape, 2]), (*(2 * step for step in stride), 1)
-            slots.append(Slot(self._name(parameter), offset, shape, stride))
-            offset += shape.numel()
-        return tuple(slots)
+            yield Slot(self._name(parameter), 0, shape, stride)
 
     def _name(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:

@@ -14,7 +14,6 @@ has seen the rebuilt buckets again, cannot know them, and changes its layout lat
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -138,9 +137,7 @@ def _begin(arrivals: list[_Arrival], grouping: Grouping, submit: Submit, fail: F
     _require_same_parameters(slots.keys(), grouping)
     exchanged = []
     for index, (dtype, names) in enumerate(grouping):
-        offsets = itertools.accumulate((slots[name].numel for name in names), initial=0)
-        own = tuple(replace(slots[n], offset=o) for n, o in zip(names, offsets, strict=False))
-        layout = BucketLayout(index, getattr(torch, dtype), own)
+        layout = BucketLayout.packed(index, getattr(torch, dtype), (slots[name] for name in names))
         place = replace(arrivals[0].place, bucket=index)
         if names[0] in sparse:
             flat = sparse[names[0]].flat

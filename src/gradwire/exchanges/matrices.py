@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -116,16 +115,10 @@ def _others(layout: BucketLayout, matrices: list[Matrix]) -> list[str]:
 def _packed(layout: BucketLayout, names: list[str]) -> BucketLayout:
     """These parameters, one after the other."""
     slots = {slot.name: slot for slot in layout.slots}
-    offsets = itertools.accumulate((slots[name].numel for name in names), initial=0)
-    moved = [replace(slots[name], offset=offset) for name, offset in zip(names, offsets, strict=False)]
-    return replace(layout, slots=tuple(moved))
+    return BucketLayout.packed(layout.index, layout.dtype, (slots[name] for name in names))
 
 
 def _factors(layout: BucketLayout, batches: list[Batch], length_of: Callable[[Matrix], int]) -> BucketLayout:
-    slots, offset = [], 0
-    for batch in batches:
-        for matrix in batch.matrices:
-            shape = torch.Size([batch.rank, length_of(matrix)])
-            slots.append(Slot(matrix.name, offset, shape, (shape[1], 1)))
-            offset += shape.numel()
-    return replace(layout, slots=tuple(slots))
+    sizes = [(m.name, batch.rank, length_of(m)) for batch in batches for m in batch.matrices]
+    slots = [Slot(name, 0, torch.Size([rank, length]), (length, 1)) for name, rank, length in sizes]
+    return BucketLayout.packed(layout.index, layout.dtype, slots)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -116,9 +115,7 @@ def _split(route: Route, layout: BucketLayout) -> tuple[Part, ...]:
     for number, (_, exchange) in enumerate(route.routes):
         own = tuple(slot for slot in layout.slots if route.choose(slot) == number)
         if own:
-            offsets = itertools.accumulate((slot.numel for slot in own), initial=0)
-            slots = tuple(replace(slot, offset=o) for slot, o in zip(own, offsets, strict=False))
             # An index of its own: seeds of stochastic rounding must differ from part to part.
             index = layout.index * len(route.routes) + number
-            parts.append((exchange, BucketLayout(index, layout.dtype, slots), own))
+            parts.append((exchange, BucketLayout.packed(index, layout.dtype, own), own))
     return tuple(parts)
