@@ -23,6 +23,7 @@ def record(world_size=2, num_samples=24, **step_ms):
         interleaved=True,
         bucket_mb=None,
         workload=str(Workload()),
+        num_parameters=Workload().num_parameters,
         gradient_bytes=4 * Workload().num_parameters,
         rows=tuple(rows),
     )

@@ -380,7 +380,7 @@ class Dropout(torch.nn.Module):
 
 
 def with_dropout():
-    return Dropout(), torch.randn(2, 8), lambda output: output.square().mean()
+    return Dropout().double(), torch.randn(2, 8).double(), lambda output: output.square().mean()
 
 
 def measure_in_a_group_of_ones_own(rank):
@@ -392,6 +392,8 @@ def test_ranks_that_are_there_already_measure_together_and_the_first_has_the_rec
     measured, nothing = run_ranks(measure_in_a_group_of_ones_own, 2)
     assert nothing is None
     assert (measured.world_size, measured.interleaved) == (2, True)
+    assert (measured.num_parameters, measured.gradient_bytes) == (6808, 8 * 6808)
+    assert "with_dropout, 6.81k parameters" in measured.workload
     # Each row sees the same dropout, so errors are those of the averaging.
     assert {row.recipe: row.gradient_error for row in measured.rows}["fp32"] < 1e-6
 
@@ -452,6 +454,7 @@ def test_a_script_is_measured_as_it_is_and_ended_at_the_same_step(tmp_path, capf
     assert [row.recipe for row in measured.rows] == ["allreduce", "noop"]
     assert {len(row.samples_ms) for row in measured.rows} == {2}
     assert [row.bytes_per_step for row in measured.rows] == [4 * 15050, 0]
+    assert (measured.num_parameters, measured.gradient_bytes) == (15050, 4 * 15050)
     assert (measured.world_size, measured.backend, measured.interleaved) == (2, "gloo", False)
 
 

@@ -17,6 +17,13 @@ def test_a_record_comes_back_from_json_as_it_was():
     assert read_records(write_records([before])) == [before]
 
 
+def test_a_record_from_before_parameters_were_counted_is_of_fp32_ones():
+    before = record(allreduce=100, noop=70)
+    data = json.loads(write_records([before]))
+    assert data.pop("num_parameters") == before.gradient_bytes // 4
+    assert read_records(json.dumps(data)) == [before]
+
+
 def test_json_has_the_figures_a_reader_wants():
     row = json.loads(write_records([record(allreduce=100, noop=70)]))["rows"][0]
     assert row["recipe"] == "allreduce"
@@ -38,6 +45,7 @@ def change(key, value):
         (change("world_size", True), "'world_size' must be int, not true"),
         (change("world_size", 0), "world size must be at least 1"),
         (change("gradient_bytes", 0), "there must be gradients to average, not 0 bytes"),
+        (change("num_parameters", 0), "bytes of 0 parameters"),
         (change("link", "fast"), "such as 100mbit, not 'fast'"),
         (lambda data: data["machine"].update(num_cores=0), "at least one core, not 0"),
         (change("machine", None), "'machine' must be dict, not null"),

@@ -89,6 +89,19 @@ def test_a_prediction_goes_through_what_was_measured():
     assert forecast.step_ms(bf16, Cluster(8, bits_per_s=1e8)) > 1.7 * here
 
 
+def test_gradients_of_two_bytes_make_half_as_many_buckets_of_as_many_values():
+    found = measured()
+    rows = tuple(dataclasses.replace(row, bucket_mb=5.0) for row in found.rows)
+    found = dataclasses.replace(found, bucket_mb=5.0, rows=rows)
+    half = dataclasses.replace(found, gradient_bytes=found.gradient_bytes // 2)
+    wires = [Forecast(each)._wire(each.rows[2], Cluster(2)) for each in (found, half)]
+    for wire in wires:
+        assert sum(bucket.num_values for bucket in wire.buckets) == found.num_parameters
+        assert sum(bucket.worker_bytes for bucket in wire.buckets) == pytest.approx(1_000_000)
+        assert sum(bucket.num_messages for bucket in wire.buckets) == pytest.approx(8)
+    assert len(wires[1].buckets) == pytest.approx(len(wires[0].buckets) / 2, rel=0.2)
+
+
 def test_the_page_needs_nothing_from_elsewhere():
     tags = Page(render_page([measured()])).tags
     assert not [attributes for _, attributes in tags if "src" in attributes or "href" in attributes]

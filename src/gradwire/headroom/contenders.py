@@ -109,6 +109,7 @@ class _Arena:
             num_threads=torch.get_num_threads(),
             backend=dist.get_backend(self._group),
             device=torch.cuda.get_device_name(self._device) if is_cuda else self._device.type,
+            num_parameters=sum(p.numel() for p in rows[0].model.parameters() if p.requires_grad),
             gradient_bytes=gradient_bytes(rows[0].model),
         )
 

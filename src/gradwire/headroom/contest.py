@@ -90,4 +90,5 @@ class Outcome:
     num_threads: int
     backend: str
     device: str
+    num_parameters: int
     gradient_bytes: int

@@ -86,7 +86,7 @@ def to_record(contest: Contest, outcomes: list[Outcome], *, lab: Lab | None, one
     first = outcomes[0]
     described = str(contest.workload)
     if not isinstance(contest.workload, Workload):
-        described += f", {count_of(first.gradient_bytes / 4)} parameters"
+        described += f", {count_of(first.num_parameters)} parameters"
     rows = [_row([o.rows[i] for o in outcomes], first.gradient_bytes) for i in range(len(first.rows))]
     noop_last = sorted(rows, key=lambda row: row.recipe == str(gradwire.noop()))
     return Record(
@@ -98,6 +98,7 @@ def to_record(contest: Contest, outcomes: list[Outcome], *, lab: Lab | None, one
         interleaved=True,
         bucket_mb=contest.bucket_mb,
         workload=described,
+        num_parameters=first.num_parameters,
         gradient_bytes=first.gradient_bytes,
         rows=tuple(noop_last),
     )

@@ -118,14 +118,19 @@ class Record:
     bucket_mb: float | None
     """Of the rows that are compared with; other rows may differ."""
     workload: str
+    num_parameters: int
+    """That are trained; a complex one may count as two."""
     gradient_bytes: int
     rows: tuple[Row, ...]
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"the world size must be at least 1, not {self.world_size}")
-        if self.gradient_bytes < 1:
-            raise ValueError(f"there must be gradients to average, not {self.gradient_bytes} bytes")
+        if self.gradient_bytes < 1 or self.num_parameters < 1:
+            raise ValueError(
+                f"there must be gradients to average, not {self.gradient_bytes} bytes of "
+                f"{self.num_parameters} parameters"
+            )
         if self.link is not None:
             parse_rate(self.link)
         names = [self.label(row) for row in self.rows]

@@ -38,7 +38,7 @@ def read_records(text: str) -> list[Record]:
         items = data if isinstance(data, list) and data else [data]
         versions = [take(item, "schema_version", int) for item in items]
         if set(versions) == {SCHEMA_VERSION}:
-            return [_read_record(item) for item in items]
+            return [_read_record(_completed(item)) for item in items]
     except ValueError as error:  # JSONDecodeError is one
         raise ValueError(f"not a headroom record: {error}") from None
     raise ValueError(
@@ -46,6 +46,13 @@ def read_records(text: str) -> list[Record]:
         f"{SCHEMA_VERSION}: read it with the gradwire that wrote it, "
         f"{items[0].get('gradwire_version', 'unknown')}"
     )
+
+
+def _completed(data: dict[str, Any]) -> dict[str, Any]:
+    """A record as it is written now: earlier ones took every parameter for an fp32 one."""
+    if "num_parameters" in data:
+        return data
+    return {**data, "num_parameters": take(data, "gradient_bytes", int) // 4}
 
 
 def _read_record(data: object) -> Record:
@@ -66,6 +73,7 @@ def _read_record(data: object) -> Record:
         interleaved=take(data, "interleaved", bool),
         bucket_mb=take(data, "bucket_mb", float, int, None),
         workload=take(data, "workload", str),
+        num_parameters=take(data, "num_parameters", int),
         gradient_bytes=take(data, "gradient_bytes", int),
         rows=tuple(map(_read_row, take(data, "rows", list))),
     )

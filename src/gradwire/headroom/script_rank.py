@@ -107,6 +107,7 @@ def _describe(attachments: Attachments) -> dict[str, Any]:
         "num_messages": count("num_messages"),
         "wait_ms": total("wait_ms"),
         "work_ms": total("work_ms"),
+        "num_parameters": sum(layout.numel for layout in layouts),
         "gradient_bytes": sum(layout.numel * layout.dtype.itemsize for layout in layouts),
     }
 

@@ -86,7 +86,7 @@ def measure_script(
     if not found:
         return None
     world_size, first = len(found[0]), found[0][0]
-    gradient_bytes = found[-1][0]["gradient_bytes"]
+    num_parameters, gradient_bytes = (found[-1][0][key] for key in ("num_parameters", "gradient_bytes"))
     rows = []
     for recipe, ranks in zip(compared, found, strict=True):
         times = [rank["times_s"][_NUM_WARM_UP_STEPS:] for rank in ranks]
@@ -106,7 +106,8 @@ def measure_script(
         device=first["device"],
         interleaved=False,
         bucket_mb=None,
-        workload=f"{script}, {count_of(gradient_bytes / 4)} parameters",
+        workload=f"{script}, {count_of(num_parameters)} parameters",
+        num_parameters=num_parameters,
         gradient_bytes=gradient_bytes,
         rows=tuple(rows),
     )

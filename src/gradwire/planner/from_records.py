@@ -62,15 +62,20 @@ class Forecast:
 
     @cached_property
     def _shapes(self) -> list[Shape]:
-        return typical_shapes(self.record.gradient_bytes // 4)
+        return typical_shapes(self.record.num_parameters)
+
+    @property
+    def _cut(self) -> tuple[float | None, float]:
+        """How DDP made buckets of it: their size in MB, and the bytes of a value."""
+        return self.record.bucket_mb, self.record.gradient_bytes / self.record.num_parameters
 
     @cached_property
     def _num_buckets(self) -> int:
-        return len(ddp_buckets(self._shapes, self.record.bucket_mb))
+        return len(ddp_buckets(self._shapes, *self._cut))
 
     def _wire(self, row: Row, cluster: Cluster) -> Wire:
         there, here = (
-            wire_of(row.recipe, self._shapes, where, self.record.bucket_mb)
+            wire_of(row.recipe, self._shapes, where, *self._cut)
             for where in (cluster, Cluster(self.record.world_size))
         )
         assert row.bytes_per_step is not None
@@ -91,7 +96,6 @@ class Forecast:
     def _costs(self, row: Row) -> Costs:
         record = self.record
         here = Cluster(record.world_size, cores_per_worker=cores_per_worker(record))
-        values = record.gradient_bytes / 4
         copy_ns = _COPY_NS_PER_BYTE
         if record.link is None and row.bytes_per_step:
             _, moving_ms, _ = record.split_ms(row)
@@ -100,5 +104,5 @@ class Forecast:
             copy_ns = 1e6 * moving_ms / row.bytes_per_step / here.crowding
         work = wire_of(row.recipe, self._shapes, here).work
         # A bucket's own part is in there too.
-        work_ns = 1e6 * (row.work_ms or 0.0) / (values * work) / here.crowding
+        work_ns = 1e6 * (row.work_ms or 0.0) / (record.num_parameters * work) / here.crowding
         return Costs(work_ns, copy_ns, 0.0, _MESSAGE_MS, _ROUND_MS)

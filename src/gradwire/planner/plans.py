@@ -40,15 +40,23 @@ def predict(
     return predict_step(compute_s, wire_of(recipe, shapes, cluster, bucket_mb), costs, cluster)
 
 
-def wire_of(recipe: str, shapes: Sequence[Shape], cluster: Cluster, bucket_mb: float | None = None) -> Wire:
+def wire_of(
+    recipe: str,
+    shapes: Sequence[Shape],
+    cluster: Cluster,
+    bucket_mb: float | None = None,
+    bytes_per_value: float = 4,
+) -> Wire:
     """What workers send for fp32 parameters of these shapes; ``allreduce`` is plain DDP.
+
+    Buckets are cut as if gradients had ``bytes_per_value``.
 
     >>> wire = wire_of("bf16", [(1000, 1000)], Cluster(num_nodes=2))
     >>> [round(bucket.node_bytes) for bucket in wire.buckets]
     [2000000]
     """
     n, num_local = cluster.num_workers, cluster.workers_per_node
-    cut = [tuple(bucket) for bucket in ddp_buckets(shapes, bucket_mb)]
+    cut = [tuple(bucket) for bucket in ddp_buckets(shapes, bucket_mb, bytes_per_value)]
     if n == 1:
         return Wire(())
     if recipe == ALLREDUCE:

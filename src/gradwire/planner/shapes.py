@@ -11,7 +11,6 @@ Shape = tuple[int, ...]
 _DEFAULT_BUCKET_MB = 25.0
 # DDP's own first bucket, unless a size is asked for: it is small, so that communication starts early.
 _FIRST_BUCKET_MB = 1.0
-_BYTES_PER_VALUE = 4
 
 
 def typical_shapes(num_parameters: int) -> list[Shape]:
@@ -35,10 +34,13 @@ def typical_shapes(num_parameters: int) -> list[Shape]:
     return shapes + ([(rows, width)] if rows else []) + ([(rest,)] if rest else [])
 
 
-def ddp_buckets(shapes: Sequence[Shape], bucket_mb: float | None = None) -> list[list[Shape]]:
-    """The shapes of each bucket of fp32 gradients, in the order in which a backward pass has them ready.
+def ddp_buckets(
+    shapes: Sequence[Shape], bucket_mb: float | None = None, bytes_per_value: float = 4
+) -> list[list[Shape]]:
+    """The shapes of each bucket of gradients, in the order in which a backward pass has them ready.
 
-    A bucket is closed by the parameter that fills it. ``bucket_mb`` is DDP's ``bucket_cap_mb``.
+    A bucket is closed by the parameter that fills it. ``bucket_mb`` is DDP's ``bucket_cap_mb``; values are
+    fp32 unless they have other ``bytes_per_value``.
 
     >>> ddp_buckets([(512, 512), (8,), (512, 512)], bucket_mb=1)
     [[(512, 512)], [(8,), (512, 512)]]
@@ -46,7 +48,7 @@ def ddp_buckets(shapes: Sequence[Shape], bucket_mb: float | None = None) -> list
     limit_mb = bucket_mb or _FIRST_BUCKET_MB
     buckets: list[list[Shape]] = [[]]
     for shape in reversed(shapes):
-        if sum(map(math.prod, buckets[-1])) * _BYTES_PER_VALUE >= limit_mb * 2**20:
+        if sum(map(math.prod, buckets[-1])) * bytes_per_value >= limit_mb * 2**20:
             buckets.append([])
             limit_mb = bucket_mb or _DEFAULT_BUCKET_MB
         buckets[-1].append(shape)
