@@ -156,11 +156,11 @@ class GlooGroup:
         self.waits_for: int | None = None
         """The rank whose message this one is waiting for, if it is waiting."""
         self._round = 0
-        # What goes to lower ranks, and what goes to higher; torch's stubs leave out most of this class.
-        self._ways: tuple[Any, ...] = tuple(
-            ProcessGroupGloo(PrefixStore(f"{prefix}/{way}", store), rank, size, timeout)
-            for way in ("down", "up")
-        )
+        # What goes to lower ranks and what goes to higher, by one device and so one thread; torch's stubs
+        # leave out most of this class.
+        down: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/down", store), rank, size, timeout)
+        up: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/up", store), rank, size, down.options)
+        self._ways: tuple[Any, ...] = down, up
 
     def way(self, sender: int, receiver: int) -> Any:
         """The connections by which one rank sends to another."""
