@@ -169,6 +169,8 @@ def test_clusters_that_cannot_be_are_refused():
     for wrong in ({"num_nodes": 0}, {"num_nodes": 1, "bits_per_s": 0}, {"num_nodes": 1, "latency_s": -1}):
         with pytest.raises(ValueError, match="cluster|rate|latency"):
             Cluster(**wrong)
+    with pytest.raises(ValueError, match="2 ranks cannot be nodes of 8"):
+        wire_of("int8:local_size=8", SHAPES, Cluster(2))
     with pytest.raises(ValueError, match="the calibration has no 'bf17'"):
         predict("bf17", SHAPES, 0.1, Cluster(2), SPEEDS)
 

@@ -66,10 +66,10 @@ def wire_of(
     exchange, num_together = placed.exchange, placed.local_size or 1
     # Most buckets of a large model are alike, and thousands of workers take long to count.
     bucket_of = functools.cache(lambda bucket: _bucket(exchange, _layout(bucket), cluster, num_together))
-    num_apart = n // num_together
+    buckets, num_apart = tuple(map(bucket_of, cut)), n // num_together
     # Of low rank, every worker does all of it.
     work = 1.0 if isinstance(exchange, LowRank) else _two_shot_work(num_apart) / num_together
-    return Wire(tuple(map(bucket_of, cut)), work, messages_meet=num_apart > 2)
+    return Wire(buckets, work, messages_meet=num_apart > 2)
 
 
 def can_be_planned(recipe: gradwire.Recipe) -> bool:

@@ -115,8 +115,9 @@ class Recipe:
     ) -> int:
         """The exact number of bytes that ``rank`` sends for a bucket of ``numel`` values, in each step.
 
-        Of a schedule, in the stage that sends most. Raises ValueError for a recipe that sends more for some
-        parameters than for others: a route, and low rank, which goes by shapes; `Wire.plan` tells theirs.
+        Where stages of a run differ, in the one that sends most; without votes on parameters that may be
+        unused. Raises ValueError where it matters of which parameters the values are, in a route and for
+        low rank, which goes by shapes: `Wire.plan` tells theirs.
 
         >>> fp32().wire_bytes(1024, world_size=2)
         4096
