@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.models import tables_of, with_tables_apart
+from gradwire.fitting import tables_of, with_tables_apart
 from gradwire.recipes import apart, placed
 from gradwire.testing import VirtualRanks, run_ranks
 

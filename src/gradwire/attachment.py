@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.execution import backend_name, open_lane, timeout_of
+from gradwire.fitting import fit
 from gradwire.guard import Guard
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
 from gradwire.mixed_precision import has_events
-from gradwire.models import claim_of, device_of, fit, num_transient, unwrap
+from gradwire.models import claim_of, device_of, num_transient, unwrap
 from gradwire.ops import warm_up
 from gradwire.options import Options
 from gradwire.policy import NonfinitePolicy, OnNonfinite

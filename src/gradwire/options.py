@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
 
+from gradwire.fitting import require_averaging
 from gradwire.loss_scale import LossScale
 from gradwire.measuring import Meter
-from gradwire.models import require_averaging
 from gradwire.policy import OnNonfinite, check_mode
 from gradwire.recipes import Recipe
 from gradwire.telemetry import Telemetry

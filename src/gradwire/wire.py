@@ -16,9 +16,10 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.errors import WireError
 from gradwire.execution import open_lane
+from gradwire.fitting import fit, require_averaging
 from gradwire.hook_runner import hook_name
 from gradwire.layout import BucketLayout, Layouts
-from gradwire.models import claim_of, device_of, fit, in_buckets, require_averaging, trained
+from gradwire.models import claim_of, device_of, in_buckets, trained
 from gradwire.ops import warm_up
 from gradwire.plan import WirePlan, make_plan
 from gradwire.recipes import Recipe

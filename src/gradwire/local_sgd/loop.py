@@ -15,10 +15,11 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
+from gradwire.fitting import fit
 from gradwire.layout import Layouts, canonical_name
 from gradwire.local_sgd.buckets import ParameterBucket, make_buckets
 from gradwire.local_sgd.outer import Outer
-from gradwire.models import claim_of, device_of, fit, unwrap
+from gradwire.models import claim_of, device_of, unwrap
 from gradwire.ops import warm_up
 from gradwire.recipes import Recipe, noop
 from gradwire.recipes import recipe as parse_recipe
