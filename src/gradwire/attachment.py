@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.execution import backend_name, open_lane, timeout_of
-from gradwire.fitting import fit
+from gradwire.fitting import common_node_size, fit, own_node_size
 from gradwire.guard import Guard
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
@@ -26,7 +26,7 @@ from gradwire.models import claim_of, device_of, num_transient, unwrap
 from gradwire.ops import warm_up
 from gradwire.options import Options
 from gradwire.policy import NonfinitePolicy, OnNonfinite
-from gradwire.recipes import Recipe, is_factory
+from gradwire.recipes import Recipe, is_factory, placed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
 from gradwire.slot import Slot, divides_by_active, free_slot
@@ -100,6 +100,7 @@ def attach(
     meeting = next_meeting(group)
     timeout = timeout or timeout_of(group)
     device = device_of(ddp)
+    node_size = own_node_size(group)
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     try:
         options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
@@ -114,7 +115,7 @@ def attach(
             raise ValueError(f"verify_every= with a hook on {device.type} needs NCCL")
         file = None if telemetry is None or disabled else telemetry.open_file(group.rank())
         if not disabled and isinstance(chosen, Recipe):
-            warm_up(device, chosen.exchange.kernels)
+            warm_up(device, placed(chosen, node_size).exchange.kernels)
     except Exception as error:
         agree(group, meeting, error, timeout)
         raise
@@ -123,7 +124,9 @@ def attach(
         **options.claim(),
         **claim_of(ddp, chosen),
     }
-    agree(group, meeting, claim, timeout)
+    node_sizes = agree(group, meeting, claim, timeout, own=str(node_size))
+    if isinstance(chosen, Recipe):
+        chosen = placed(chosen, common_node_size(node_sizes))
     layouts = Layouts(ddp.module)
     if disabled:
         name = chosen if isinstance(chosen, Recipe) else hook_name(chosen)

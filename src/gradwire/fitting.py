@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch.distributed as dist
 from torch import nn
@@ -12,14 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.exchanges import Route
 from gradwire.layout import Layouts, canonical_name
 from gradwire.models import trained
-from gradwire.recipes import Recipe, apart, placed
+from gradwire.recipes import Recipe, apart
+
+# What torchrun and Open MPI tell a rank: how many ranks its node has, and which of them it is.
+_LAUNCHERS = (
+    ("LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+)
 
 
 def fit(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
-    """``recipe`` as this model and its ranks take it; ValueError if they cannot."""
+    """``recipe`` as this model takes it, not yet placed on nodes; ValueError if it or its ranks cannot."""
     group = ddp.process_group
     parameters = trained(ddp)
-    fitted = placed(with_tables_apart(recipe, ddp.module, parameters), _local_size(group))
+    fitted = with_tables_apart(recipe, ddp.module, parameters)
     for each in fitted.plain():
         if group.size() % (each.local_size or 1):
             raise ValueError(f"recipe {each}: {group.size()} ranks cannot be nodes of {each.local_size}")
@@ -55,12 +61,26 @@ def require_averaging(recipe: Recipe, why: str) -> None:
         raise ValueError(f"{recipe} leaves every rank its own gradients, so {why}")
 
 
-def _local_size(group: dist.ProcessGroup) -> int:
-    """How many ranks a node has, if the launcher says so and all ranks of the world are in the group."""
-    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or "1"
-    size, world_size = int(said), group.size()
-    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", world_size // size))
-    is_even = num_nodes > 1 and size * num_nodes == world_size == dist.get_world_size()
-    # Ranks of a node must be neighbours.
-    is_in_place = int(os.environ.get("LOCAL_RANK", group.rank() % size)) == group.rank() % size
-    return size if is_even and is_in_place else 1
+def own_node_size(group: dist.ProcessGroup) -> int:
+    """How many ranks this one's node has, if its launcher says so and it sits where neighbours would.
+
+    1 if not, and where some ranks of the world are not in the group.
+    """
+    size, rank = group.size(), group.rank()
+    for names in _LAUNCHERS:
+        said = [os.environ.get(name, "") for name in names]
+        if all(text.isdecimal() for text in said):
+            local_size, local_rank = map(int, said)
+            is_even = 0 < local_size < size == dist.get_world_size() and size % local_size == 0
+            return local_size if is_even and local_rank == rank % local_size else 1
+    return 1
+
+
+def common_node_size(own: Iterable[str]) -> int:
+    """The size of every node, from what each rank says of its own; 1, for one level, where they differ.
+
+    >>> common_node_size(["2", "2", "2", "2"]), common_node_size(["2", "1", "1", "2"])
+    (2, 1)
+    """
+    sizes = set(own)
+    return int(sizes.pop()) if len(sizes) == 1 else 1

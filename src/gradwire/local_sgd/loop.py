@@ -15,13 +15,13 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
-from gradwire.fitting import fit
+from gradwire.fitting import common_node_size, fit, own_node_size
 from gradwire.layout import Layouts, canonical_name
 from gradwire.local_sgd.buckets import ParameterBucket, make_buckets
 from gradwire.local_sgd.outer import Outer
 from gradwire.models import claim_of, device_of, unwrap
 from gradwire.ops import warm_up
-from gradwire.recipes import Recipe, noop
+from gradwire.recipes import Recipe, noop, placed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner
 from gradwire.stats import WireStats
@@ -75,24 +75,27 @@ class LocalSGD:
         self._group: dist.ProcessGroup = ddp.process_group
         self._timeout = timeout or timeout_of(self._group)
         self._layouts = Layouts(ddp.module)
-        meeting = next_meeting(self._group)
+        meeting, node_size = next_meeting(self._group), own_node_size(self._group)
         try:
             _check_counts(period, warmup_steps)
             self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
-            self.recipe = fit(_averaging(recipe), ddp)
-            self._gradient_recipe = self.recipe if gradient_recipe is None else parse_recipe(gradient_recipe)
+            chosen = fit(_averaging(recipe), ddp)
+            self._gradient_recipe = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
             self._parameters()
-            warm_up(device_of(ddp), self.recipe.exchange.kernels)
+            warm_up(device_of(ddp), placed(chosen, node_size).exchange.kernels)
         except Exception as error:
             agree(self._group, meeting, error, self._timeout, "gradwire.LocalSGD")
             raise
         options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
-        claim = {**options, **claim_of(ddp, self.recipe)}
-        agree(self._group, meeting, claim, self._timeout, "gradwire.LocalSGD")
+        claim = {**options, **claim_of(ddp, chosen)}
+        own = str(node_size)
+        node_sizes = agree(self._group, meeting, claim, self._timeout, "gradwire.LocalSGD", own)
+        self.recipe = placed(chosen, common_node_size(node_sizes))
 
         self._num_steps = self._num_averages = 0
         self._buckets: list[ParameterBucket] = []
-        self._wire = attach(ddp, self._wanted_recipe(), timeout=self._timeout)
+        self._asked = self._wanted_recipe()
+        self._wire = attach(ddp, self._asked, timeout=self._timeout)
         self._disabled = not self._wire.attached  # GRADWIRE_DISABLE leaves all to DDP
         lane = open_lane(self._group, device_of(ddp), meeting)
         self._runner = RecipeRunner(self.recipe, lane, self._layouts)
@@ -201,9 +204,10 @@ class LocalSGD:
 
     def _use_wire(self) -> None:
         """Average gradients during warm-up, and not after it."""
-        if not self._disabled and self._wire.recipe != fit(self._wanted_recipe(), self._ddp):
+        if not self._disabled and self._asked != self._wanted_recipe():
             self._wire.detach()
-            self._wire = attach(self._ddp, self._wanted_recipe(), timeout=self._timeout)
+            self._asked = self._wanted_recipe()
+            self._wire = attach(self._ddp, self._asked, timeout=self._timeout)
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
