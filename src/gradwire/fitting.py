@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -42,17 +43,41 @@ def with_tables_apart(recipe: Recipe, module: nn.Module, trained: Collection[str
 
 
 def tables_of(module: nn.Module) -> list[str]:
-    """The parameters over a vocabulary: embedding tables, and what has their shape or their length.
+    """The parameters over a vocabulary: embeddings, and the layers that predict what they stand for.
 
-    Such are the weight and the bias of the layer that predicts what an embedding stands for. In one step
-    most of their gradient is next to nothing, where a batch has no such word, and the rest is large, which
-    neither the mean magnitude of a block nor a few directions tell: see docs/fidelity.md.
+    In one step most of their gradient is next to nothing, where a batch has no such word, and the rest is
+    large, which neither the mean magnitude of a block nor a few directions tell: see docs/fidelity.md.
     """
     kinds = (nn.Embedding, nn.EmbeddingBag)
     # Sparse gradients are not compressed.
-    tables = [m.weight for m in module.modules() if isinstance(m, kinds) and not m.sparse]
-    shapes = {table.shape for table in tables} | {table.shape[:1] for table in tables}
-    return [canonical_name(name) for name, p in module.named_parameters() if p.shape in shapes]
+    tables = [m for m in module.modules() if isinstance(m, kinds) and not m.sparse]
+    chosen = {id(p) for m in (*tables, *_heads(module, tables)) for p in m.parameters()}
+    return [canonical_name(name) for name, p in module.named_parameters() if id(p) in chosen]
+
+
+def _heads(module: nn.Module, tables: Sequence[nn.Embedding | nn.EmbeddingBag]) -> list[nn.Linear]:
+    """The layers that predict what ``tables`` stand for: with as many outputs as one of them has rows.
+
+    Layers within the model may have as many, above all as there are places in a text: then something else
+    takes that many inputs, or they are more than the tables. Of those, a head is one whose weight is a
+    table's own, or the model's last layer if it has a table's shape.
+    """
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    num_tables = Counter(table.num_embeddings for table in tables)
+    num_layers = Counter(layer.out_features for layer in layers)
+    taken = {size for p in module.parameters() for size in p.shape[1:]}
+    within = {size for size in num_tables if size in taken or num_layers[size] > num_tables[size]}
+
+    def is_head(layer: nn.Linear) -> bool:
+        if layer.out_features not in within:
+            return layer.out_features in num_tables
+        is_last = layer is layers[-1]
+        return any(
+            layer.weight is table.weight or (is_last and layer.weight.shape == table.weight.shape)
+            for table in tables
+        )
+
+    return [layer for layer in layers if is_head(layer)]
 
 
 def require_averaging(recipe: Recipe, why: str) -> None:
