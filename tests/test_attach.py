@@ -18,8 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire import execution
 from gradwire.agreement import next_meeting
-from gradwire.ddp_comm_hooks import default_hooks
+from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.testing import run_ranks
 from tests.test_bridge import backward, gradients, small_model
 
@@ -95,6 +96,86 @@ def job_disagreement(rank):
 
 def test_ranks_that_attach_different_things_are_all_told_so():
     run_ranks(job_disagreement, 3)
+
+
+def is_open(path):
+    return str(path) in {
+        os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
+    }
+
+
+def job_without_a_trace(rank, folder):
+    """What `attach` does to model, state and disk, it does when all ranks agree, or not at all."""
+    model, told = small_model(), []
+    first = gradwire.attach(model, "bf16")
+    first.give_way(lambda: told.append("gave way"))
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    path = folder / f"{rank}.jsonl"
+    telemetry = gradwire.Telemetry(jsonl=str(folder / "{rank}.jsonl"))
+    hook = powerSGD_hook.powerSGD_hook
+
+    def attach(model, what=hook, **options):
+        return gradwire.attach(model, what, state=state, telemetry=telemetry, **options)
+
+    def assert_untouched():
+        assert not is_open(path)
+        assert not path.exists()
+        assert (state.process_group, state._has_names) == (None, False)
+
+    # One rank cannot; then no rank has, and the wire that would have given way goes on.
+    with pytest.raises((TypeError, RuntimeError), match="takes no state"):
+        attach(model, "int4" if rank else hook)
+    assert_untouched()
+    assert first.attached
+    backward(model)
+    with pytest.raises(ValueError, match="verify_every is"):
+        attach(model, verify_every=rank)
+    assert_untouched()
+    assert (first.attached, told) == (True, [])
+
+    # All agree, and something fails after that.
+    other, num_threads = small_model(), sum(t.name.startswith("gradwire") for t in threading.enumerate())
+    other.register_comm_hook = None  # cannot be called
+    with pytest.raises(TypeError, match="not callable"):
+        attach(other)
+    assert sum(t.name.startswith("gradwire") for t in threading.enumerate()) == num_threads, "its guard ends"
+    assert not is_open(path)
+    assert (state.process_group, state._has_names) == (None, False)
+    del other.register_comm_hook
+
+    attach(model)
+    assert (first.attached, told) == (False, ["gave way"])
+    assert (state.process_group, state._has_names) == (model.process_group, True)
+    assert is_open(path)
+    backward(model)
+    with pytest.raises(ValueError, match="powerSGD_hook is attached to this model already"):
+        attach(model)
+    with gradwire.attach(other, "fp32"):  # its slot is free
+        backward(other)
+
+
+def test_an_attach_that_fails_leaves_everything_as_it_was(tmp_path):
+    run_ranks(job_without_a_trace, 2, args=(tmp_path,))
+
+
+def job_half_open(rank):
+    opened, fails_at = [], 1
+    open_gloo = execution.open_gloo
+
+    def fragile(group, prefix):
+        if len(opened) == fails_at:
+            raise RuntimeError("no more sockets")
+        opened.append(open_gloo(group, prefix))
+        return opened[-1]
+
+    execution.open_gloo = fragile
+    with pytest.raises(RuntimeError, match="no more sockets"):
+        gradwire.attach(small_model(), "bf16")
+    assert [group._group for group in opened] == [None], "closed"
+
+
+def test_a_lane_that_opens_half_way_closes_again():
+    run_ranks(job_half_open, 2)
 
 
 def job_missing(rank):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import weakref
 from datetime import timedelta
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from gradwire.fitting import common_node_size, fit, own_node_size
 from gradwire.guard import Guard
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
+from gradwire.measuring import Meter
 from gradwire.mixed_precision import has_events
 from gradwire.models import claim_of, device_of, num_transient, unwrap
 from gradwire.ops import warm_up
@@ -29,7 +32,7 @@ from gradwire.policy import NonfinitePolicy, OnNonfinite
 from gradwire.recipes import Recipe, is_factory, placed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
-from gradwire.slot import Slot, divides_by_active, free_slot
+from gradwire.slot import divides_by_active, free_slot
 from gradwire.telemetry import Recorder, Telemetry
 from gradwire.transport import NcclGroup
 from gradwire.verification import Verification
@@ -42,6 +45,10 @@ _TORCH_HOME = "torch.distributed.algorithms.ddp_comm_hooks."
 _TORCH_GROUP_HOOKS = {f"{_TORCH_HOME}{name}_hooks" for name in ("default", "quantization")}
 # Where states are from that may have one.
 _HOMES = (_TORCH_HOME, "gradwire.ddp_comm_hooks.")
+
+
+class _ForGroup(Protocol):
+    process_group: dist.ProcessGroup | None
 
 
 def attach(
@@ -104,17 +111,12 @@ def attach(
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     try:
         options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
-        slot, chosen, state = _prepare(ddp, recipe, state)
-        options.check(chosen)
-        if (
-            verify_every
-            and not isinstance(chosen, Recipe)
-            and device.type != "cpu"
-            and not _is_nccl(group, device)
-        ):
-            raise ValueError(f"verify_every= with a hook on {device.type} needs NCCL")
-        file = None if telemetry is None or disabled else telemetry.open_file(group.rank())
-        if not disabled and isinstance(chosen, Recipe):
+        chosen, state = _choose(ddp, recipe, state)
+        options.check(chosen, device, is_nccl=_is_nccl(group, device))
+        slot = free_slot(ddp)
+        if telemetry is not None and not disabled:
+            telemetry.check_file(group.rank())
+        if isinstance(chosen, Recipe) and not disabled:
             warm_up(device, placed(chosen, node_size).exchange.kernels)
     except Exception as error:
         agree(group, meeting, error, timeout)
@@ -132,35 +134,23 @@ def attach(
         name = chosen if isinstance(chosen, Recipe) else hook_name(chosen)
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", name)
         return Wire(slot, None, chosen, layouts, timeout)
-    if hasattr(chosen, "gradwire_prepare"):
-        chosen.gradwire_prepare(ddp)
     meter = options.meter()
-    runner: Runner
-    if isinstance(chosen, Recipe):
-        lane = open_lane(group, device, meeting) if chosen.exchange.communicates else None
-        # Nothing behind the model's hook may hold the model.
-        by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        runner = RecipeRunner(
-            chosen,
-            lane,
-            layouts,
-            by_active,
-            may_skip=ddp.find_unused_parameters or ddp.static_graph,
-            num_transient=num_transient(ddp),
-            loss_scale=options.loss_scale(),
-            meter=meter,
-            may_wait=ddp.mixed_precision is None,  # whose own hook waits for each bucket
-        )
-    else:
-        # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
-        guard = Guard(group, meeting) if device.type == "cpu" else None
-        peers = NcclGroup(group) if _is_nccl(group, device) else None
-        runner = HookRunner(chosen, state, guard, layouts, peers)
-    policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
-    verification = Verification(verify_every, ddp) if verify_every else None
-    recorder = None if telemetry is None else Recorder(telemetry, group.rank(), layouts, meter, file)
-    bridge = Bridge(runner, group.rank(), policy, verification, recorder)
-    slot.take(bridge)
+    with contextlib.ExitStack() as undo:
+        runner = _open_runner(ddp, chosen, state, meeting, layouts, options, meter)
+        undo.callback(runner.close)
+        recorder = None
+        if telemetry is not None:
+            file = telemetry.open_file(group.rank())
+            recorder = Recorder(telemetry, group.rank(), layouts, meter, file)
+            undo.callback(recorder.close)
+        policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
+        verification = Verification(verify_every, ddp) if verify_every else None
+        bridge = Bridge(runner, group.rank(), policy, verification, recorder)
+        slot.take(bridge)
+        undo.callback(slot.leave, bridge)
+        # What cannot be undone comes last.
+        _bind(ddp, chosen, state)
+        undo.pop_all()
     if recorder is not None:
         recorder.tell("attach", 0, recipe=runner.name, world_size=group.size(), device=str(device))
     return Wire(slot, bridge, chosen, layouts, timeout)
@@ -170,10 +160,10 @@ def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cuda" and backend_name(group, device) == "nccl"
 
 
-def _prepare(
+def _choose(
     ddp: DistributedDataParallel, recipe: str | Recipe | Hook, state: object
-) -> tuple[Slot, Recipe | Hook, object]:
-    """Check all that this rank can check alone."""
+) -> tuple[Recipe | Hook, object]:
+    """What to attach and its state; raises for all that this rank can see alone, and changes nothing."""
     chosen: Recipe | Hook
     # What makes recipes, and any class, can be called as well, but returns no future.
     if isinstance(recipe, str | Recipe | type) or not callable(recipe) or is_factory(recipe):
@@ -197,9 +187,11 @@ def _prepare(
             "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
             "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
         )
-    _give_group(state, ddp.process_group)
-    if hasattr(state, "gradwire_bind"):
-        state.gradwire_bind(ddp)
+    if _is_for_a_group(state) and state.process_group not in (None, ddp.process_group):
+        raise ValueError(
+            f"this {type(state).__name__} has a process group that is not the model's own; make it with "
+            "process_group=None"
+        )
     if not hasattr(chosen, "gradwire_prepare") and any(
         hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()
     ):
@@ -212,23 +204,54 @@ def _prepare(
             "this model was made with mixed_precision=, whose forward pass needs an accelerator's events; "
             "on CPU leave it out and use torch.autocast"
         )
-    return free_slot(ddp), chosen, state
+    return chosen, state
 
 
-def _give_group(state: object, group: dist.ProcessGroup) -> None:
-    """Give a state of ours or torch's the model's own process group; ValueError if it has another.
+def _open_runner(
+    ddp: DistributedDataParallel,
+    chosen: Recipe | Hook,
+    state: object,
+    meeting: str,
+    layouts: Layouts,
+    options: Options,
+    meter: Meter | None,
+) -> Runner:
+    """What averages the model's buckets; collective."""
+    group, device = ddp.process_group, device_of(ddp)
+    if not isinstance(chosen, Recipe):
+        # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
+        guard = Guard(group, meeting) if device.type == "cpu" else None
+        peers = NcclGroup(group) if _is_nccl(group, device) else None
+        return HookRunner(chosen, state, guard, layouts, peers)
+    return RecipeRunner(
+        chosen,
+        open_lane(group, device, meeting) if chosen.exchange.communicates else None,
+        layouts,
+        # Nothing behind the model's hook may hold the model.
+        functools.partial(divides_by_active, weakref.ref(ddp)),
+        may_skip=ddp.find_unused_parameters or ddp.static_graph,
+        num_transient=num_transient(ddp),
+        loss_scale=options.loss_scale(),
+        meter=meter,
+        may_wait=ddp.mixed_precision is None,  # whose own hook waits for each bucket
+    )
 
-    Without one, its hook would take the world, whatever the model's group is.
-    """
+
+def _bind(ddp: DistributedDataParallel, chosen: Recipe | Hook, state: object) -> None:
+    """Tell the hook and its state, ours or torch's, which model and which process group they are for."""
+    if _is_for_a_group(state):
+        # Without one, its hook would take the world, whatever the model's group is.
+        state.process_group = ddp.process_group
+    if hasattr(state, "gradwire_bind"):
+        state.gradwire_bind(ddp)
+    if hasattr(chosen, "gradwire_prepare"):
+        chosen.gradwire_prepare(ddp)
+
+
+def _is_for_a_group(state: Any) -> TypeGuard[_ForGroup]:
+    """Whether this is a state of ours or torch's that has a process group."""
     is_known = any(kind.__module__.startswith(_HOMES) for kind in type(state).__mro__)
-    if not is_known or not hasattr(state, "process_group"):
-        return
-    if state.process_group not in (None, group):
-        raise ValueError(
-            f"this {type(state).__name__} has a process group that is not the model's own; make it with "
-            "process_group=None"
-        )
-    state.process_group = group
+    return is_known and hasattr(state, "process_group")
 
 
 def _takes_group(hook: Hook) -> bool:

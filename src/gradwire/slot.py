@@ -40,7 +40,7 @@ class Slot:
         return self._ddp() is ddp
 
     def take(self, bridge: Bridge) -> None:
-        """Put ``bridge`` behind the closure, and register that if it is not yet."""
+        """Put ``bridge`` behind the closure, registered if it is not yet; what is there gives way."""
         if not self._registered:
             ddp = self.model
 
@@ -56,7 +56,14 @@ class Slot:
             # pickles of the model.
             ddp._comm_hooks.clear()
             self._registered = True
+        if self.give_way is not None:
+            self.give_way()
         self.bridge = bridge
+
+    def leave(self, bridge: Bridge) -> None:
+        """Return to plain averaging, unless another bridge has the slot by now."""
+        if self.bridge is bridge:
+            self.bridge = None
 
     def _run(self, bucket: GradBucket) -> Future[Tensor]:
         return self.bridge.run(bucket) if self.bridge is not None else self._average_plainly(bucket)
@@ -85,7 +92,7 @@ _slots: weakref.WeakKeyDictionary[DistributedDataParallel, Slot] = weakref.WeakK
 
 
 def free_slot(ddp: DistributedDataParallel) -> Slot:
-    """The model's slot; ValueError if something stands in it already."""
+    """The model's slot; ValueError if something stands in it that does not give way."""
     slot = _slots.get(ddp)
     if slot is None:
         if ddp._comm_hooks and ddp.mixed_precision is None:
@@ -94,9 +101,7 @@ def free_slot(ddp: DistributedDataParallel) -> Slot:
                 "its life; register that hook through gradwire.attach(model, hook, state=...) instead"
             )
         slot = _slots[ddp] = Slot(ddp)
-    if slot.give_way is not None:
-        slot.give_way()
-    if slot.bridge is not None:
+    if slot.bridge is not None and slot.give_way is None:
         raise ValueError(
             f"{slot.bridge.runner.name} is attached to this model already; call detach() on its wire first"
         )

@@ -238,8 +238,7 @@ class Wire:
         `attach` works again afterwards. Call it on every rank, between steps.
         """
         if self._bridge is not None:
-            if self.attached:
-                self._slot.bridge = None
+            self._slot.leave(self._bridge)
             self._bridge.runner.close()
             self._tell("detach")
             if self._bridge.recorder is not None:
