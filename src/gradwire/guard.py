@@ -94,10 +94,16 @@ class _Core:
 
     def add(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
         with self._changed:
-            patience = min(_GRACE_S, self.timeout_s) if self._broken else self.timeout_s
-            self._pending[future] = time.monotonic() + patience, place, give_up
-            self._changed.notify()
-        future.add_done_callback(self._remove)
+            # A failure while the hook was called has given up all there was then, and this was not there.
+            has_failed = self.failure.error is not None
+            if not has_failed:
+                patience = min(_GRACE_S, self.timeout_s) if self._broken else self.timeout_s
+                self._pending[future] = time.monotonic() + patience, place, give_up
+                self._changed.notify()
+        if has_failed:
+            give_up()
+        else:
+            future.add_done_callback(self._remove)
 
     def _remove(self, future: Future[Tensor]) -> None:
         with self._changed:

@@ -1,0 +1,37 @@
+"""What becomes of a hook's future that nobody completes."""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from gradwire.errors import Place, WireError
+from gradwire.guard import Guard
+from gradwire.hook_runner import HookRunner
+from gradwire.testing import run_ranks
+
+PLACE = Place(0, 3, 2, "open")
+
+
+def check_a_failure_during_the_call(rank):
+    guard = Guard(dist.group.WORLD, "during")
+
+    def hook(state, bucket):
+        guard.fail(WireError("the ring has broken"))
+        return Future()
+
+    gradient = torch.ones(3)
+    runner = HookRunner(hook, None, guard)
+    future = runner.start(SimpleNamespace(buffer=lambda: gradient), PLACE, shadow=False)
+    assert future.done(), "nobody else would end the waiting before the timeout"
+    assert future.value() is gradient
+    runner.close()
+
+
+def job_guard(rank):
+    check_a_failure_during_the_call(rank)
+
+
+def test_a_wait_ends_with_the_failure_even_one_of_a_moment_before():
+    run_ranks(job_guard, 2, timeout=60)
