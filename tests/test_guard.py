@@ -1,5 +1,6 @@
 """What becomes of a hook's future that nobody completes."""
 
+import time
 from types import SimpleNamespace
 
 import torch
@@ -29,9 +30,27 @@ def check_a_failure_during_the_call(rank):
     runner.close()
 
 
+def check_the_wait_after_a_peer_has_left(rank):
+    guard = Guard(dist.group.WORLD, "left")
+    before = time.monotonic()
+    guard.watch(Future(), PLACE, lambda: None)
+    after = time.monotonic()
+    dist.barrier()
+    if rank == 0:
+        core, deadline = guard._core, time.monotonic() + 30
+        while not core._broken:
+            assert time.monotonic() < deadline, "the ring has not noticed"
+            time.sleep(0.01)
+        progress = core.look()
+        assert progress.place == PLACE
+        assert before <= progress.since <= after, "a shorter patience is no longer wait"
+    guard.close()
+
+
 def job_guard(rank):
     check_a_failure_during_the_call(rank)
+    check_the_wait_after_a_peer_has_left(rank)
 
 
-def test_a_wait_ends_with_the_failure_even_one_of_a_moment_before():
+def test_a_wait_ends_with_the_failure_and_is_told_from_its_beginning():
     run_ranks(job_guard, 2, timeout=60)
