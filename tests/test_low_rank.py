@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gradwire
+from gradwire.codecs import Blocks
 from gradwire.exchanges import Context, LowRank, Scratch
 from gradwire.exchanges.matrices import plan_of
 from gradwire.exchanges.one_shot import one_round_pays
@@ -228,6 +229,10 @@ def test_one_matrix_for_all_is_nearly_square_and_leaves_out_next_to_nothing(nume
         ({"min_compression_rate": -0.5}, "min_compression_rate must be at least 0"),
         ({"min_compression_rate": math.nan}, "min_compression_rate must be at least 0, not nan"),
         ({"num_rounds": 1, "warm_start": False}, "needs its warm start"),
+        (
+            {"factors": Blocks("int8", 64, stochastic=True)},
+            "factors are rounded to the nearest value, unlike",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_made(options, message):
