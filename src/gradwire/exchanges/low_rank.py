@@ -206,7 +206,7 @@ class _Averaging:
         options, dtype, device = self._options, self._sums.dtype, self._sums.device
         if options.warm_start:
             basis = self._remembered(side)
-            key = self._plan, side, dtype, device, options.seed
+            key = self._layout(side), dtype, device, options.seed
             spare = self._context.memory.once(key, lambda: self._draw(side, 0))
         else:
             basis, spare = self._draw(side, self._context.step), None
