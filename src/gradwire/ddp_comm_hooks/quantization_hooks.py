@@ -1,7 +1,7 @@
 """8-bit averaging with one affine range per message, or per so many values of it.
 
 The ranges are torch's, what travels is not: torch's hooks gather every rank's gradients on every rank, so
-their bytes grow with the number of ranks; ours send about twice the bucket, however many ranks there are.
+their bytes grow with the number of ranks; ours send about two bytes for each value, however many there are.
 
 DDP inspects the annotations of a hook, so this module keeps them as objects.
 """

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper, kernel
-from gradwire.ops.cpu.lines import F4, I8, U2
+from gradwire.ops.cpu.lines import F4, I8, LINE, U2, load, store, stream
 from gradwire.ops.cpu.scalars import f32_to_half, half_to_f32, larger
-from gradwire.ops.cpu.vectors import fence, part, span, streams_to, write
+from gradwire.ops.cpu.vectors import fence, part, prefetch, span, streams_to, write
 
 # Partial sums of this many values, 8 KiB, stay in the first-level cache beside what is added to them.
 _TILE = 2048
+# Memory is read this many values ahead: a processor that reads ahead by itself stops at the end of each page.
+_AHEAD = 1024
 
 
 @helper
@@ -56,15 +58,33 @@ def _pair_singles(values: Any, scale: Any, own: Any, own_scale: Any) -> None:
         own[i] = own[i] * own_scale + values[i] * scale
 
 
-@kernel((U2[::1], F4, F4[::1], F4, numba.boolean, F4, F4, U2[::1]))
-def _pair_halves(
-    values: Any, scale: Any, own: Any, own_scale: Any, is_bf16: Any, up: Any, down: Any, encoded: Any
+@helper
+def _pair_as(
+    is_bf16: Any, values: Any, scale: Any, own: Any, own_scale: Any, up: Any, down: Any, encoded: Any
 ) -> None:
-    for i in range(own.size):
+    num_whole = own.size // LINE * LINE
+    for i in range(0, num_whole, LINE):
+        prefetch(own, i + _AHEAD)
+        prefetch(values, i + _AHEAD)
+        total = load(own, i) * own_scale + half_to_f32(load(values, i), is_bf16) * scale
+        half = f32_to_half(total * up, is_bf16)
+        store(encoded, i, half)
+        store(own, i, half_to_f32(half, is_bf16) * down)
+    for i in range(num_whole, own.size):
         total = own[i] * own_scale + half_to_f32(values[i], is_bf16) * scale
         half = f32_to_half(total * up, is_bf16)
         encoded[i] = half
         own[i] = half_to_f32(half, is_bf16) * down
+
+
+@kernel((U2[::1], F4, F4[::1], F4, numba.boolean, F4, F4, U2[::1]))
+def _pair_halves(
+    values: Any, scale: Any, own: Any, own_scale: Any, is_bf16: Any, up: Any, down: Any, encoded: Any
+) -> None:
+    if is_bf16:
+        _pair_as(True, values, scale, own, own_scale, up, down, encoded)
+    else:
+        _pair_as(False, values, scale, own, own_scale, up, down, encoded)
 
 
 @kernel(
@@ -105,21 +125,46 @@ def _reduce(
             _encode_sum(x, is_bf16, up, down, tile, part(encoded, start, size))
 
 
-@kernel((F4[::1], F4, U2[::1], numba.boolean))
-def _encode(values: Any, scale: Any, out: Any, is_bf16: Any) -> None:
-    for i in range(values.size):
+@helper
+def _encode_as(is_bf16: Any, values: Any, scale: Any, out: Any) -> None:
+    num_whole = values.size // LINE * LINE
+    for i in range(0, num_whole, LINE):
+        prefetch(values, i + _AHEAD)
+        store(out, i, f32_to_half(load(values, i) * scale, is_bf16))
+    for i in range(num_whole, values.size):
         out[i] = f32_to_half(values[i] * scale, is_bf16)
 
 
-@kernel((U2[::1], F4, F4[::1], numba.boolean, numba.boolean, F4[::1]))
-def _decode(values: Any, scale: Any, out: Any, is_bf16: Any, streams: Any, y: Any) -> None:
-    for start in range(0, out.size, _TILE):
-        size = min(_TILE, out.size - start)
-        halves = part(values, start, size)
-        for i in range(size):
-            y[i] = half_to_f32(halves[i], is_bf16) * scale
-        write(y, part(out, start, size), size, streams)
-    fence()
+@kernel((F4[::1], F4, U2[::1], numba.boolean))
+def _encode(values: Any, scale: Any, out: Any, is_bf16: Any) -> None:
+    if is_bf16:
+        _encode_as(True, values, scale, out)
+    else:
+        _encode_as(False, values, scale, out)
+
+
+@helper
+def _decode_as(is_bf16: Any, values: Any, scale: Any, out: Any, streams: Any) -> None:
+    num_whole = out.size // LINE * LINE
+    if streams:
+        for i in range(0, num_whole, LINE):
+            prefetch(values, i + _AHEAD)
+            stream(out, i, half_to_f32(load(values, i), is_bf16) * scale)
+        fence()
+    else:
+        for i in range(0, num_whole, LINE):
+            prefetch(values, i + _AHEAD)
+            store(out, i, half_to_f32(load(values, i), is_bf16) * scale)
+    for i in range(num_whole, out.size):
+        out[i] = half_to_f32(values[i], is_bf16) * scale
+
+
+@kernel((U2[::1], F4, F4[::1], numba.boolean, numba.boolean))
+def _decode(values: Any, scale: Any, out: Any, is_bf16: Any, streams: Any) -> None:
+    if is_bf16:
+        _decode_as(True, values, scale, out, streams)
+    else:
+        _decode_as(False, values, scale, out, streams)
 
 
 @kernel((F4[::1],))
@@ -178,8 +223,8 @@ def encode(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
 
 
 def decode(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
-    factor, y = np.float32(float(scale)), np.empty(_TILE, np.float32)
-    _decode(_bits(values), factor, out.numpy(), values.dtype == torch.bfloat16, streams_to(out), y)
+    factor = np.float32(float(scale))
+    _decode(_bits(values), factor, out.numpy(), values.dtype == torch.bfloat16, streams_to(out))
 
 
 def absmax(values: Tensor) -> Tensor:
