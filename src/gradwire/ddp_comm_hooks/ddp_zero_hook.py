@@ -158,9 +158,9 @@ def _initialize(zero: Any, owners: dict[torch.Tensor, int]) -> None:
 
 def _send_parameters(shares: list[list[torch.Tensor]], group: Group) -> None:
     """Give every rank what each rank has stepped: ``shares[r]`` are the parameters of rank r."""
-    if group.size == 1:
+    first = next((p for share in shares for p in share), None)
+    if group.size == 1 or first is None:  # ZeRO may have a part of the model alone
         return
-    first = next(p for share in shares for p in share)
     flats = [first.new_empty(sum(p.numel() for p in share)) for share in shares]
     for parameter, part in _parts(shares[group.rank], flats[group.rank]):
         part.copy_(parameter.detach())

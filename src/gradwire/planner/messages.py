@@ -1,8 +1,8 @@
 """Measures what messages between two ranks cost, whatever is in them.
 
 Gloo's thread spins while another thread holds the lock of a connection that has something for it. Here all
-messages of a rank go by one connection, where those to as many peers have one each: so what counts is the least CPU
-time of a few attempts, with the least of that spinning. Medians were two to five times as much.
+messages of a rank go by one connection, where those to as many peers have one each: so what counts is the
+least CPU time of a few attempts, with the least of that spinning. Medians were two to five times as much.
 """
 
 from __future__ import annotations
