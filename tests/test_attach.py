@@ -21,6 +21,7 @@ import gradwire
 from gradwire import execution
 from gradwire.agreement import next_meeting
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
+from gradwire.options import Options
 from gradwire.testing import run_ranks
 from gradwire.transport import ClosedGroup, gather
 from tests.test_bridge import backward, gradients, small_model
@@ -78,6 +79,14 @@ def job_refusals(rank):
 
 def test_what_cannot_work_is_refused_with_the_reason():
     run_ranks(job_refusals, 2)
+
+
+def test_hooks_are_compared_over_ranks_where_that_has_a_way():
+    options = Options(verify_every=5)
+    for where, is_nccl in (("cpu", False), ("cuda", True)):
+        options.check(torch_hooks.allreduce_hook, torch.device(where), is_nccl=is_nccl)
+    with pytest.raises(ValueError, match="verify_every= with a hook on cuda needs NCCL"):
+        options.check(torch_hooks.allreduce_hook, torch.device("cuda"), is_nccl=False)
 
 
 def job_disagreement(rank):
