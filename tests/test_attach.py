@@ -1,6 +1,7 @@
 """`attach` and the wire it returns."""
 
 import copy
+import functools
 import itertools
 import logging
 import os
@@ -9,6 +10,7 @@ import re
 import threading
 import time
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ import gradwire
 from gradwire import execution
 from gradwire.agreement import next_meeting
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
+from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from gradwire.options import Options
 from gradwire.testing import run_ranks
 from gradwire.transport import ClosedGroup, gather
@@ -71,6 +74,17 @@ def job_refusals(rank):
     ):
         gradwire.attach(taken, "bf16")
 
+    taken = small_model()
+    taken._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    with pytest.raises(ValueError, match="has a hook of DDP's own already, .*FP16_COMPRESS"):
+        gradwire.attach(taken, "bf16")
+    with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, not 5"):
+        gradwire.attach(model, "bf16", timeout=5)
+    frozen = small_model()
+    frozen.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of this model requires a gradient any more"):
+        gradwire.attach(frozen, "bf16")
+
     python_reducer = small_model()
     python_reducer._use_python_reducer = True
     with pytest.raises(ValueError, match="Python reducer"):
@@ -87,6 +101,40 @@ def test_hooks_are_compared_over_ranks_where_that_has_a_way():
         options.check(torch_hooks.allreduce_hook, torch.device(where), is_nccl=is_nccl)
     with pytest.raises(ValueError, match="verify_every= with a hook on cuda needs NCCL"):
         options.check(torch_hooks.allreduce_hook, torch.device("cuda"), is_nccl=False)
+
+
+def job_around_ours(rank):
+    """Hooks that look like ours, and are what somebody has made of them."""
+    calls = []
+
+    @functools.wraps(noop_hook)
+    def averaging(state, bucket):
+        calls.append("wrapped")
+        return torch_hooks.allreduce_hook(state, bucket)
+
+    class Proxy:
+        def __call__(self, state, bucket):
+            calls.append("proxy")
+            return torch_hooks.allreduce_hook(state, bucket)
+
+        def __getattr__(self, name):
+            return getattr(default_hooks.fp16_compress_hook, name)
+
+    # A Mock has every attribute one asks it for.
+    mock = Mock(side_effect=torch_hooks.allreduce_hook)
+    for hook in (averaging, Proxy(), mock):
+        model = small_model()
+        plain = small_model()
+        with gradwire.attach(model, hook, state=model.process_group):
+            backward(model)
+        backward(plain)
+        assert torch.equal(gradients(model), gradients(plain)), hook
+    assert set(calls) == {"wrapped", "proxy"}
+    assert mock.called
+
+
+def test_a_hook_that_was_made_of_ours_is_called_and_not_taken_for_it():
+    run_ranks(job_around_ours, 2)
 
 
 def job_disagreement(rank):

@@ -28,6 +28,7 @@ from gradwire.mixed_precision import has_events
 from gradwire.models import claim_of, device_of, num_transient, unwrap
 from gradwire.ops import warm_up
 from gradwire.options import Options
+from gradwire.own_hooks import known
 from gradwire.policy import NonfinitePolicy, OnNonfinite
 from gradwire.recipes import Recipe, is_factory, placed
 from gradwire.recipes import recipe as parse_recipe
@@ -105,11 +106,13 @@ def attach(
     ddp = unwrap(model)
     group = ddp.process_group
     meeting = next_meeting(group)
-    timeout = timeout or timeout_of(group)
-    device = device_of(ddp)
     node_size = own_node_size(group)
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
+    limit = timeout if isinstance(timeout, timedelta) else timeout_of(group)
     try:
+        if not isinstance(timeout, timedelta | None):
+            raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+        device = device_of(ddp)
         options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
         chosen, state = _choose(ddp, recipe, state)
         options.check(chosen, device, is_nccl=_is_nccl(group, device))
@@ -119,21 +122,21 @@ def attach(
         if isinstance(chosen, Recipe) and not disabled:
             warm_up(device, placed(chosen, node_size).exchange.kernels)
     except Exception as error:
-        agree(group, meeting, error, timeout)
+        agree(group, meeting, error, limit)
         raise
     claim = {
         "GRADWIRE_DISABLE": "set" if disabled else "not set",
         **options.claim(),
         **claim_of(ddp, chosen),
     }
-    node_sizes = agree(group, meeting, claim, timeout, own=str(node_size))
+    node_sizes = agree(group, meeting, claim, limit, own=str(node_size))
     if isinstance(chosen, Recipe):
         chosen = placed(chosen, common_node_size(node_sizes))
     layouts = Layouts(ddp.module)
     if disabled:
         name = chosen if isinstance(chosen, Recipe) else hook_name(chosen)
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", name)
-        return Wire(slot, None, chosen, layouts, timeout)
+        return Wire(slot, None, chosen, layouts, limit)
     meter = options.meter()
     with contextlib.ExitStack() as undo:
         runner = _open_runner(ddp, chosen, state, meeting, layouts, options, meter)
@@ -153,7 +156,7 @@ def attach(
         undo.pop_all()
     if recorder is not None:
         recorder.tell("attach", 0, recipe=runner.name, world_size=group.size(), device=str(device))
-    return Wire(slot, bridge, chosen, layouts, timeout)
+    return Wire(slot, bridge, chosen, layouts, limit)
 
 
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -169,7 +172,7 @@ def _choose(
     if isinstance(recipe, str | Recipe | type) or not callable(recipe) or is_factory(recipe):
         chosen = parse_recipe(recipe)  # type: ignore[arg-type]
     else:
-        chosen = getattr(recipe, "gradwire_recipe", recipe)
+        chosen = known(recipe).recipe or recipe
     if isinstance(state, dist.ProcessGroup) and state is not ddp.process_group:
         raise ValueError(
             "the state is a process group, but not the model's own; gradients of a model are averaged "
@@ -192,7 +195,7 @@ def _choose(
             f"this {type(state).__name__} has a process group that is not the model's own; make it with "
             "process_group=None"
         )
-    if not hasattr(chosen, "gradwire_prepare") and any(
+    if known(chosen).prepare is None and any(
         hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()
     ):
         raise ValueError(
@@ -242,20 +245,24 @@ def _bind(ddp: DistributedDataParallel, chosen: Recipe | Hook, state: object) ->
     if _is_for_a_group(state):
         # Without one, its hook would take the world, whatever the model's group is.
         state.process_group = ddp.process_group
-    if hasattr(state, "gradwire_bind"):
+    if _is_known(state) and hasattr(state, "gradwire_bind"):
         state.gradwire_bind(ddp)
-    if hasattr(chosen, "gradwire_prepare"):
-        chosen.gradwire_prepare(ddp)
+    if (prepare := known(chosen).prepare) is not None:
+        prepare(ddp)
 
 
 def _is_for_a_group(state: Any) -> TypeGuard[_ForGroup]:
     """Whether this is a state of ours or torch's that has a process group."""
-    is_known = any(kind.__module__.startswith(_HOMES) for kind in type(state).__mro__)
-    return is_known and hasattr(state, "process_group")
+    return _is_known(state) and hasattr(state, "process_group")
+
+
+def _is_known(state: object) -> bool:
+    """Whether its class is ours or torch's, or made from one of these."""
+    return any(kind.__module__.startswith(_HOMES) for kind in type(state).__mro__)
 
 
 def _takes_group(hook: Hook) -> bool:
     """Whether the hook is one of ours or torch's whose state is a process group, wrapped or not."""
-    while isinstance(hook, functools.partial) or hasattr(hook, "gradwire_wraps"):
-        hook = hook.func if isinstance(hook, functools.partial) else hook.gradwire_wraps
-    return hasattr(hook, "gradwire_recipe") or getattr(hook, "__module__", "") in _TORCH_GROUP_HOOKS
+    while (inner := hook.func if isinstance(hook, functools.partial) else known(hook).wraps) is not None:
+        hook = inner
+    return known(hook).recipe is not None or getattr(hook, "__module__", "") in _TORCH_GROUP_HOOKS

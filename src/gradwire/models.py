@@ -29,9 +29,12 @@ def unwrap(model: nn.Module) -> DistributedDataParallel:
 
 
 def device_of(ddp: DistributedDataParallel) -> torch.device:
-    """Where the model's gradients are."""
-    device: torch.device = next(p.device for p in ddp.module.parameters() if p.requires_grad)
-    return device
+    """Where the model's gradients are; ValueError if it has none."""
+    for parameter in ddp.module.parameters():
+        if parameter.requires_grad:
+            device: torch.device = parameter.device
+            return device
+    raise ValueError("no parameter of this model requires a gradient any more: there is nothing to average")
 
 
 def trained(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:

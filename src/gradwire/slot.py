@@ -100,6 +100,12 @@ def free_slot(ddp: DistributedDataParallel) -> Slot:
                 f"the model has a hook already, {hook_name(ddp._comm_hooks[0][0])}, and DDP takes one in "
                 "its life; register that hook through gradwire.attach(model, hook, state=...) instead"
             )
+        builtin = ddp._get_ddp_logging_data().get("comm_hook")
+        if builtin and ddp.mixed_precision is None:
+            raise ValueError(
+                f"the model has a hook of DDP's own already, {builtin}, and DDP takes one in its life; leave "
+                "_register_builtin_comm_hook out, and attach 'fp32' or 'fp16'"
+            )
         slot = _slots[ddp] = Slot(ddp)
     if slot.bridge is not None and slot.give_way is None:
         raise ValueError(

@@ -21,6 +21,7 @@ from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.execution import open_lane, open_local_lane
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
+from gradwire.own_hooks import Known, make_known
 from gradwire.recipes import fp32
 from gradwire.runners import RecipeRunner, Runner
 from gradwire.stepping import SteppingRunner
@@ -62,7 +63,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: upstream._OptimizerHookSta
             bridges.append(_stepping_bridge(inner, bucket, rank, step))
         return bridges[0].run(bucket)
 
-    hook_then_optimizer.gradwire_wraps = hook  # type: ignore[attr-defined]
+    make_known(hook_then_optimizer, Known(wraps=hook))
     hook_then_optimizer.__qualname__ = f"_hook_then_optimizer({hook_name(hook)})"
     return hook_then_optimizer
 
@@ -101,7 +102,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
             bridges.append(_stepping_bridge(inner, bucket, group.rank(), step, drop_gradients))
         return bridges[0].run(bucket)
 
-    apply_optim_in_backward.gradwire_prepare = _take_over  # type: ignore[attr-defined]
+    make_known(apply_optim_in_backward, Known(prepare=_take_over))
     return apply_optim_in_backward
 
 
