@@ -1,6 +1,7 @@
 """`attach` and the wire it returns."""
 
 import copy
+import functools
 import itertools
 import logging
 import os
@@ -9,6 +10,7 @@ import re
 import threading
 import time
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,9 +20,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire import execution
 from gradwire.agreement import next_meeting
-from gradwire.ddp_comm_hooks import default_hooks
+from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
+from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
+from gradwire.options import Options
 from gradwire.testing import run_ranks
+from gradwire.transport import ClosedGroup, gather
 from tests.test_bridge import backward, gradients, small_model
 
 
@@ -68,6 +74,17 @@ def job_refusals(rank):
     ):
         gradwire.attach(taken, "bf16")
 
+    taken = small_model()
+    taken._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    with pytest.raises(ValueError, match="has a hook of DDP's own already, .*FP16_COMPRESS"):
+        gradwire.attach(taken, "bf16")
+    with pytest.raises(TypeError, match=r"timeout must be a datetime.timedelta, not 5"):
+        gradwire.attach(model, "bf16", timeout=5)
+    frozen = small_model()
+    frozen.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of this model requires a gradient any more"):
+        gradwire.attach(frozen, "bf16")
+
     python_reducer = small_model()
     python_reducer._use_python_reducer = True
     with pytest.raises(ValueError, match="Python reducer"):
@@ -76,6 +93,48 @@ def job_refusals(rank):
 
 def test_what_cannot_work_is_refused_with_the_reason():
     run_ranks(job_refusals, 2)
+
+
+def test_hooks_are_compared_over_ranks_where_that_has_a_way():
+    options = Options(verify_every=5)
+    for where, is_nccl in (("cpu", False), ("cuda", True)):
+        options.check(torch_hooks.allreduce_hook, torch.device(where), is_nccl=is_nccl)
+    with pytest.raises(ValueError, match="verify_every= with a hook on cuda needs NCCL"):
+        options.check(torch_hooks.allreduce_hook, torch.device("cuda"), is_nccl=False)
+
+
+def job_around_ours(rank):
+    """Hooks that look like ours, and are what somebody has made of them."""
+    calls = []
+
+    @functools.wraps(noop_hook)
+    def averaging(state, bucket):
+        calls.append("wrapped")
+        return torch_hooks.allreduce_hook(state, bucket)
+
+    class Proxy:
+        def __call__(self, state, bucket):
+            calls.append("proxy")
+            return torch_hooks.allreduce_hook(state, bucket)
+
+        def __getattr__(self, name):
+            return getattr(default_hooks.fp16_compress_hook, name)
+
+    # A Mock has every attribute one asks it for.
+    mock = Mock(side_effect=torch_hooks.allreduce_hook)
+    for hook in (averaging, Proxy(), mock):
+        model = small_model()
+        plain = small_model()
+        with gradwire.attach(model, hook, state=model.process_group):
+            backward(model)
+        backward(plain)
+        assert torch.equal(gradients(model), gradients(plain)), hook
+    assert set(calls) == {"wrapped", "proxy"}
+    assert mock.called
+
+
+def test_a_hook_that_was_made_of_ours_is_called_and_not_taken_for_it():
+    run_ranks(job_around_ours, 2)
 
 
 def job_disagreement(rank):
@@ -95,6 +154,88 @@ def job_disagreement(rank):
 
 def test_ranks_that_attach_different_things_are_all_told_so():
     run_ranks(job_disagreement, 3)
+
+
+def is_open(path):
+    return str(path) in {
+        os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")
+    }
+
+
+def job_without_a_trace(rank, folder):
+    """What `attach` does to model, state and disk, it does when all ranks agree, or not at all."""
+    model, told = small_model(), []
+    first = gradwire.attach(model, "bf16")
+    first.give_way(lambda: told.append("gave way"))
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
+    path = folder / f"{rank}.jsonl"
+    telemetry = gradwire.Telemetry(jsonl=str(folder / "{rank}.jsonl"))
+    hook = powerSGD_hook.powerSGD_hook
+
+    def attach(model, what=hook, **options):
+        return gradwire.attach(model, what, state=state, telemetry=telemetry, **options)
+
+    def assert_untouched():
+        assert not is_open(path)
+        assert not path.exists()
+        assert (state.process_group, state._has_names) == (None, False)
+
+    # One rank cannot; then no rank has, and the wire that would have given way goes on.
+    with pytest.raises((TypeError, RuntimeError), match="takes no state"):
+        attach(model, "int4" if rank else hook)
+    assert_untouched()
+    assert first.attached
+    backward(model)
+    with pytest.raises(ValueError, match="verify_every is"):
+        attach(model, verify_every=rank)
+    assert_untouched()
+    assert (first.attached, told) == (True, [])
+
+    # All agree, and something fails after that.
+    other, num_threads = small_model(), sum(t.name.startswith("gradwire") for t in threading.enumerate())
+    other.register_comm_hook = None  # cannot be called
+    with pytest.raises(TypeError, match="not callable"):
+        attach(other)
+    assert sum(t.name.startswith("gradwire") for t in threading.enumerate()) == num_threads, "its guard ends"
+    assert not is_open(path)
+    assert (state.process_group, state._has_names) == (None, False)
+    del other.register_comm_hook
+
+    attach(model)
+    assert (first.attached, told) == (False, ["gave way"])
+    assert (state.process_group, state._has_names) == (model.process_group, True)
+    assert is_open(path)
+    backward(model)
+    with pytest.raises(ValueError, match="powerSGD_hook is attached to this model already"):
+        attach(model)
+    with gradwire.attach(other, "fp32"):  # its slot is free
+        backward(other)
+
+
+def test_an_attach_that_fails_leaves_everything_as_it_was(tmp_path):
+    run_ranks(job_without_a_trace, 2, args=(tmp_path,))
+
+
+def job_half_open(rank):
+    opened, fails_at = [], 1
+    open_gloo = execution.open_gloo
+
+    def fragile(group, prefix):
+        if len(opened) == fails_at:
+            raise RuntimeError("no more sockets")
+        opened.append(open_gloo(group, prefix))
+        return opened[-1]
+
+    execution.open_gloo = fragile
+    with pytest.raises(RuntimeError, match="no more sockets"):
+        gradwire.attach(small_model(), "bf16")
+    (group,) = opened
+    with pytest.raises(ClosedGroup, match="this rank has closed the group"):
+        gather([torch.zeros(1), torch.zeros(1)], group)
+
+
+def test_a_lane_that_opens_half_way_closes_again():
+    run_ranks(job_half_open, 2)
 
 
 def job_missing(rank):

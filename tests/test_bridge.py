@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp_comm_hooks import default_hooks
+from gradwire.hook_runner import hook_name
 from gradwire.testing import run_ranks
 from tests import annotated_hooks
 
@@ -61,6 +62,13 @@ def bare_future(state: object, bucket: dist.GradBucket) -> Future:
     return torch_hooks.allreduce_hook(state, bucket)
 
 
+def made_by_exec():
+    """A function without a module, as those are that other code generates."""
+    names = {"average": torch_hooks.allreduce_hook}
+    exec("def generated(state, bucket): return average(state, bucket)", names)
+    return names["generated"]
+
+
 FORMS = {
     "function": torch_hooks.allreduce_hook,
     "partial": functools.partial(with_factor, 1),
@@ -70,6 +78,7 @@ FORMS = {
     "a bare Future annotation": bare_future,
     "string annotations": annotated_hooks.with_string_annotations,
     "lambda": lambda state, bucket: torch_hooks.allreduce_hook(state, bucket),
+    "a function of no module": made_by_exec(),
 }
 
 
@@ -85,6 +94,12 @@ def job_forms(rank):
 
 def test_every_form_of_hook_can_be_attached():
     run_ranks(job_forms, 2)
+
+
+def test_a_hook_is_named_by_its_module_if_it_has_one():
+    assert hook_name(FORMS["partial"]) == "tests.test_bridge.with_factor"
+    assert hook_name(FORMS["callable object"]) == "tests.test_bridge.CallableObject"
+    assert hook_name(FORMS["a function of no module"]) == "generated"
 
 
 # --- bad returns ---

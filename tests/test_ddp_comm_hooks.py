@@ -3,8 +3,11 @@
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 import types
-import warnings
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torch_local_sgd
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power_sgd
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -107,10 +110,27 @@ def test_members_are_torchs_first_and_in_its_order_and_callable():
     assert all(isinstance(member, DDPCommHookType) for member in DDPCommHookType)
 
 
+IMPORTING = """
+import importlib, sys, warnings
+
+theirs, ours = sys.argv[1].split(), sys.argv[2].split()
+for name in theirs:  # whose own warnings are torch's business
+    importlib.import_module(name)
+warnings.simplefilter("error")
+for name in ours:
+    importlib.import_module(name)
+"""
+
+
 def test_importing_raises_no_warning():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        importlib.reload(our_package)
+    def all_of(package):
+        names = [f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)]
+        return " ".join([package.__name__, *names])
+
+    theirs = f"{all_of(torch_package)} torch.distributed.optim"
+    command = [sys.executable, "-c", IMPORTING, theirs, all_of(our_package)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 # --- upstream's own tolerances: two ranks, a 40 x 20 parameter ---
@@ -166,6 +186,14 @@ class NoStep:
         pass
 
 
+class BadStep(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ArithmeticError("no step today")
+
+    def step_param(self, parameter, gradient):
+        self.step()
+
+
 def hooks_that_would_take_the_world():
     """States without a group, and hooks around others; each would average over the world if left alone."""
     stepping = optimizer_overlap_hooks._OptimizerHookState(NoStep())
@@ -205,6 +233,21 @@ def job_groups(rank):
     gradwire.attach(model, ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, model, zero))
     backward(model)
     assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=1e-7)
+
+    # A place names the rank in the model's group, as it does with recipes.
+    stepping = optimizer_overlap_hooks._OptimizerHookState(BadStep(plain.parameters()))
+    for state in (group, SimpleNamespace(process_group=group)):
+        model = small_model(process_group=group)
+        hook = optimizer_overlap_hooks._hook_then_optimizer(debugging_hooks.noop_hook, stepping)
+        model.register_comm_hook(state, hook)
+        with pytest.raises(ArithmeticError, match=f"^rank {group.rank()}, step 0, bucket 0"):
+            backward(model)
+    model = small_model(process_group=group)
+    _apply_optimizer_in_backward(BadStep, model.module.parameters(), {"lr": 0.1})
+    hook = optimizer_overlap_hooks._apply_optim_in_backward_hook(gradient_is_bucket_view=False)
+    gradwire.attach(model, hook, state=weakref.ref(model))
+    with pytest.raises(gradwire.WireError, match="^rank [01], step 0, bucket 0.*no step today"):
+        backward(model)
 
     world = small_model()
     backward(world)

@@ -1,5 +1,6 @@
 """Nothing is lost: what ranks put in equals what came out and what they hold back."""
 
+import contextlib
 import copy
 import os
 
@@ -13,6 +14,7 @@ import gradwire
 from gradwire import recipes
 from gradwire.codecs import Raw
 from gradwire.exchanges import TwoShot
+from gradwire.fitting import own_node_size
 from gradwire.testing import run_ranks
 
 FP32_ROUNDING = 2.0**-20  # of the largest sum, over a dozen steps of a few roundings each
@@ -146,29 +148,73 @@ def test_two_levels_send_a_nodes_share_through_its_card():
 # --- nodes, as the launcher tells of them ---
 
 
-def job_launched(rank, environment):
-    os.environ.update({**environment, "LOCAL_RANK": str(rank % int(environment["LOCAL_WORLD_SIZE"]))})
+@contextlib.contextmanager
+def launched(sizes, local_ranks, names=("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
+    """What a launcher says to this rank, which may be nothing."""
+    before = dict(os.environ)
+    os.environ.pop("LOCAL_RANK")
+    said = dict(zip(names, (sizes[dist.get_rank()], local_ranks[dist.get_rank()]), strict=True))
+    os.environ.update({name: str(value) for name, value in said.items() if value is not None})
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+BY_SLOT, BY_NODE = [0, 1, 0, 1], [0, 0, 1, 1]
+MPIRUN = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
+def names_of_all(rank):
+    """What recipes become, by each way to a wire."""
     model = DistributedDataParallel(nn.Linear(300, 3))
+    specs = ("int8", "int8:local_size=1", "fp32", "route(bias=fp32; *=schedule(0=int8; 9=fp32))")
     names = []
-    for spec in ("int8", "int8:local_size=1", "fp32", "route(bias=fp32; *=schedule(0=int8; 9=fp32))"):
-        with gradwire.attach(model, spec) as wire:
+    with gradwire.attach(model, "int4") as wire:
+        for spec in specs:
+            wire.swap(spec)
             model(torch.ones(1, 300)).sum().backward()
             names.append(str(wire.recipe))
-    subgroup = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    inner = DistributedDataParallel(nn.Linear(300, 3), process_group=subgroup)
-    with gradwire.attach(inner, "int8") as wire:
-        names.append(str(wire.recipe))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradwire.LocalSGD(model, optimizer, period=1, warmup_steps=1, recipe="int8") as local:
+        names.append(str(local.recipe))
     return names
 
 
-def test_nodes_are_taken_from_the_launchers_environment():
-    two_nodes = {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
-    composed = "route(bias=fp32; *=schedule(0=int8:local_size=2; 9=fp32))"
-    names = ["int8:local_size=2", "int8:local_size=1", "fp32", composed, "int8"]
-    assert run_ranks(job_launched, 4, args=(two_nodes,)) == [names] * 4
-    one_node = {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}
-    names = ["int8", "int8:local_size=1", "fp32", composed.replace(":local_size=2", ""), "int8"]
-    assert run_ranks(job_launched, 4, args=(one_node,)) == [names] * 4
+def name_of(model):
+    with gradwire.attach(model, "int8") as wire:
+        model(torch.ones(1, 300)).sum().backward()
+        return str(wire.recipe)
+
+
+def job_launched(rank):
+    model = DistributedDataParallel(nn.Linear(300, 3))
+    deep = ["int8:local_size=2", "int8:local_size=1", "fp32"]
+    deep += ["route(bias=fp32; *=schedule(0=int8:local_size=2; 9=fp32))", "int8:local_size=2"]
+    with launched([2] * 4, BY_SLOT):
+        assert names_of_all(rank) == deep
+        subgroup = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        assert name_of(DistributedDataParallel(nn.Linear(300, 3), process_group=subgroup)) == "int8"
+    with launched([2] * 4, BY_NODE):  # ranks 0 and 3 sit where they would anyway
+        assert names_of_all(rank) == [name.replace(":local_size=2", "") for name in deep]
+    with launched([2] * 4, BY_SLOT, MPIRUN):
+        assert name_of(model) == "int8:local_size=2"
+    with launched([2] * 4, BY_NODE, MPIRUN):
+        assert name_of(model) == "int8"
+    with launched([1, 1, 2, 2], [0, 0, 0, 1]):  # one node of two ranks, which are in place
+        assert name_of(model) == "int8"
+    for sizes, local_ranks in (
+        ([4] * 4, [0, 1, 2, 3]),
+        ([3, 3, 3, 1], [0, 1, 2, 0]),
+        ([2] * 4, [None] * 4),
+        (["all"] * 4, BY_SLOT),
+        ([0] * 4, BY_SLOT),
+    ):
+        with launched(sizes, local_ranks):
+            assert own_node_size(model.process_group) == 1, (sizes, local_ranks)
+
+
+def test_nodes_are_taken_from_the_launchers_environment_if_it_puts_their_ranks_side_by_side():
+    run_ranks(job_launched, 4)
 
 
 def job_uneven(rank):

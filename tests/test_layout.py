@@ -135,6 +135,13 @@ def test_a_parameter_without_state_starts_at_zero_and_a_changed_shape_is_an_erro
         state.flat(layout_of(0, ("a", (3, 2), (2, 1))))
 
 
+def test_a_bucket_of_which_some_parameters_have_been_forgotten_keeps_the_others():
+    whole, state = layout_of(0, A, B, C), NamedState()
+    state.flat(whole).copy_(torch.arange(1.0, 12.0))
+    state.drop(layout_of(0, B))
+    assert torch.equal(state.flat(whole), torch.tensor([1.0, 2, 3, 4, 5, 6, 0, 0, 0, 0, 11]))
+
+
 def test_state_of_an_old_layout_is_freed():
     import weakref
 

@@ -1,7 +1,10 @@
 """Low-rank factors: kernels equal to the reference, what they must survive, and the exchange's laws."""
 
 import contextlib
+import gc
 import math
+import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gradwire
+from gradwire.codecs import Blocks
 from gradwire.exchanges import Context, LowRank, Scratch
 from gradwire.exchanges.matrices import plan_of
 from gradwire.exchanges.one_shot import one_round_pays
+from gradwire.exchanges.skipped import _sizes
 from gradwire.layout import BucketLayout, Slot
 from gradwire.memory import Memory
 from gradwire.ops.batches import Batch, Batches, Matrix
@@ -226,6 +231,10 @@ def test_one_matrix_for_all_is_nearly_square_and_leaves_out_next_to_nothing(nume
         ({"min_compression_rate": -0.5}, "min_compression_rate must be at least 0"),
         ({"min_compression_rate": math.nan}, "min_compression_rate must be at least 0, not nan"),
         ({"num_rounds": 1, "warm_start": False}, "needs its warm start"),
+        (
+            {"factors": Blocks("int8", 64, stochastic=True)},
+            "factors are rounded to the nearest value, unlike",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_made(options, message):
@@ -519,3 +528,33 @@ def test_a_plan_is_made_once_however_many_buckets_there_are():
     ]
     plans = [plan_of(layout, 2, 2.0, False) for layout in layouts]
     assert all(plan_of(layout, 2, 2.0, False) is plan for layout, plan in zip(layouts, plans, strict=True))
+
+
+def test_what_is_made_once_for_a_bucket_ends_with_its_layout():
+    layout, device = layout_of((64, 64), (7,), (64, 64)), torch.device("cpu")
+    plan = plan_of(layout, 4, 2.0, False)
+    assert plan is plan_of(layout, 4, 2.0, False)
+    assert plan is not plan_of(layout, 2, 2.0, False)
+    route = gradwire.recipe("route(p0=fp32; *=int8)").exchange
+    parts = route.split(layout)
+    assert parts is route.split(layout)
+    made = [plan, parts[0][1], parts[1][1], _sizes(layout, device), plan_of(layout, 4, 2.0, True)]
+    if cuda is not None:
+        made += [cuda._tiles(plan.batches, device), cuda._matrices(plan.batches, "left", 0, device)]
+    ends = [weakref.ref(each) for each in made]
+    del layout, plan, parts, made
+    gc.collect()
+    assert [end() for end in ends] == [None] * len(ends)
+
+
+def test_a_layout_that_is_made_again_in_every_step_takes_no_more_memory():
+    layout, exchange = layout_of((64, 64), (64, 64)), LowRank(2)
+
+    def job(group):
+        memory, sizes = Memory(), []
+        for step, given in enumerate(steps_of(group.rank, layout, 4)):
+            run_steps(group, exchange, replace(layout), [given], memory, first_step=step)
+            sizes.append(len(memory._made))
+        return sizes
+
+    assert run_virtual_ranks(job, 2) == [[1] * 4] * 2

@@ -140,12 +140,6 @@ def test_checkpoints_detaching_and_join():
 # --- what cannot be right ---
 
 
-def one_step(model, optimizer, rank, between):
-    optimizer.zero_grad()
-    loss = loss_of(model, rank, 0)
-    between(loss)
-
-
 def job_refusals(rank):
     make = OPTIMIZERS["SGD"]
 
@@ -165,6 +159,13 @@ def job_refusals(rank):
         gradwire.overlap_optimizer(wire, make)
     with pytest.raises(ValueError, match="takes no closure"):
         optimizer.step(lambda: 0.0)
+    with pytest.raises(ValueError, match="parameters that are not the model's"):
+        optimizer.add_param_group({"params": net().parameters()})
+    assert len(optimizer.param_groups) == 1, "what is refused is not there"
+    weights, biases = groups((other := fresh())[0].module)
+    some = gradwire.overlap_optimizer(other[1], lambda params: make([weights]))
+    some.add_param_group(biases)
+    assert len(some.param_groups) == 2
     _, wire = fresh(find_unused_parameters=True)
     with pytest.raises(ValueError, match="find_unused_parameters"):
         gradwire.overlap_optimizer(wire, make)

@@ -209,6 +209,10 @@ def job_dcp(rank, folder):
         saved = wire.state_dict()
         dcp.save({"model": model.module.state_dict(), "wire": saved}, checkpoint_id=folder)
         optimizer_state = copy.deepcopy(optimizer.state_dict())
+        for version, other in ((1, {"loss_scale": None}), (3, {"lanes": 2})):
+            kept = {key: value for key, value in saved.items() if key not in other}
+            added = {key: value for key, value in other.items() if value is not None}
+            check_other_version(wire, {**kept, **added, "version": version}, f"{folder}/{version}")
     model, optimizer, wire = make("int4")
     optimizer.load_state_dict(optimizer_state)
     template = wire.checkpoint_template(dcp.FileSystemReader(folder).read_metadata())
@@ -225,6 +229,15 @@ def job_dcp(rank, folder):
     with pytest.raises(ValueError, match="no wire's state under 'wires'"):
         wire.checkpoint_template(dcp.FileSystemReader(folder).read_metadata(), "wires")
     return {name: tensor.double() for name, tensor in mine.items()}
+
+
+def check_other_version(wire, state, folder):
+    """Its keys may be others, and what is wrong with it is its version."""
+    dcp.save({"wire": state}, checkpoint_id=folder)
+    loaded = {"wire": wire.checkpoint_template(dcp.FileSystemReader(folder).read_metadata())}
+    dcp.load(loaded, checkpoint_id=folder)
+    with pytest.raises(ValueError, match=f"this state has version {state['version']}, "):
+        wire.load_state_dict(loaded["wire"])
 
 
 def job_dcp_elsewhere(rank, folder, residuals):
@@ -370,13 +383,19 @@ def job_refusals(rank):
     def reshape(state):
         state["memory"][own]["residual:float32"]["conv.bias"] = torch.zeros(5)
 
+    def old(state):
+        state.update(version=1)
+        del state["loss_scale"]
+
     cases = {
         "misses the residual:float32 of parameter 'conv.weight'": pop,
         "has a residual:float32 of parameter 'conv.wait' that was not saved": add,
         r"parameter 'conv.bias' of rank \d has shape \(5,\), and was saved with \(6,\)": reshape,
         "it has no 'step'": lambda state: state.pop("step"),
         "it has a 'steps', which none has": lambda state: state.update(steps=3),
-        "version 99": lambda state: state.update(version=99),
+        "version 99, and this gradwire reads 2": lambda state: state.update(version=99),
+        "has version 3, ": lambda state: state.update(version=3, lanes=2),
+        "has version 1, ": old,
         f"has no '{own}'": lambda state: state["memory"].clear(),
     }
     for text, change in cases.items():

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.exchanges.selector import Selector
 from gradwire.layout import BucketLayout, Slot
 from gradwire.plan import make_plan
 from gradwire.testing import run_ranks
@@ -100,6 +101,11 @@ def test_a_route_is_a_recipe_like_any_other():
         ({"a;b": "fp32"}, "no ';'"),
         ({"depth<2": "fp32"}, "ndim or numel with a number, as in 'ndim<2', unlike 'depth<2'"),
         ({"numel<64k": "fp32"}, "unlike 'numel<64k'"),
+        ({"numel>=_1": "fp32"}, "unlike 'numel>=_1'"),
+        ({"numel>=1__0": "fp32"}, "unlike 'numel>=1__0'"),
+        ({"ndim<²": "fp32"}, "unlike 'ndim<²'"),
+        ({"(², *)": "fp32"}, "numbers and '\\*', .* unlike '\\(², \\*\\)'"),
+        ({"(_1, *)": "fp32"}, "numbers and '\\*'"),
         ({"a & ": "fp32"}, "an empty pattern"),
         ({"(3, n)": "fp32"}, "numbers and '*'"),
         ({"(3, 4": "fp32"}, "numbers and '*'"),
@@ -112,6 +118,15 @@ def test_a_route_that_cannot_be_is_refused(routes, message):
         ValueError, match=r"plain recipes, not route\(a=schedule\(0=fp32; 5=int8\); \*=fp32\)"
     ):
         gradwire.recipe("schedule(0=route(a=schedule(0=fp32; 5=int8); *=fp32); 9=fp32)")
+
+
+def test_numbers_may_have_underscores_between_their_digits():
+    slot = Slot("embed.weight", 0, torch.Size([50_257, 20]), (20, 1))
+    assert Selector("numel>=1_000_000").fits(slot)
+    assert not Selector("numel<1_005_140").fits(slot)
+    assert Selector("(50_257, *)").fits(slot)
+    assert Selector("(050257, 20)").fits(slot)
+    assert not Selector("(50_257,)").fits(slot)
 
 
 def test_a_plan_is_of_one_stage_of_all_schedules():

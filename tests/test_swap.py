@@ -7,7 +7,12 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.exchanges import Context, Scratch
+from gradwire.exchanges.handover import take_over_residuals
+from gradwire.layout import BucketLayout, Slot
+from gradwire.memory import Memory
 from gradwire.testing import run_ranks
+from gradwire.transport import Alone
 from tests.test_bridge import backward, small_model
 
 NUM_STEPS = 9
@@ -86,6 +91,24 @@ def job_swaps(rank):
 
 def test_nothing_is_lost_when_a_recipe_takes_over_from_another():
     run_ranks(job_swaps, 2)
+
+
+def test_what_is_held_back_from_complex_parameters_is_handed_over_once():
+    layout = BucketLayout(0, torch.complex64, (Slot("w", 0, torch.Size([3]), (1,)),))
+    memory, flat = Memory(), torch.ones(3, dtype=torch.complex64)
+
+    def residual(dtype=torch.float32):
+        return memory.flat("residual", layout, dtype, flat.device)
+
+    context = Context(Alone(), Scratch(), 1.0, layout, memory, may_skip=True)
+    residual().copy_(torch.arange(6.0))
+    for _ in take_over_residuals(torch.view_as_real(flat).view(-1), context, torch.bfloat16):
+        raise AssertionError("nothing to sum over ranks")
+    assert torch.equal(residual(torch.bfloat16), torch.arange(6.0)), "complex states have one dtype"
+    gradwire.fp32().exchange.run(flat, context)
+    assert torch.equal(flat, torch.tensor([1 + 1j, 3 + 3j, 5 + 5j]))
+    assert not memory.has("residual", layout, torch.float32)
+    assert memory.state_dict() == {}
 
 
 def test_a_schedule_is_a_recipe_like_any_other():

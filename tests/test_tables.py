@@ -1,12 +1,15 @@
 """Parameters over a vocabulary, which `sign` and low rank leave to another recipe."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.models import tables_of, with_tables_apart
+from gradwire.fitting import tables_of, with_tables_apart
 from gradwire.recipes import apart, placed
 from gradwire.testing import VirtualRanks, run_ranks
 
@@ -30,13 +33,71 @@ def words(step, rank):
     return torch.randint(60, (5,), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def test_tables_are_embeddings_and_what_is_as_large_as_they_are():
+def test_tables_are_embeddings_and_the_layers_that_predict_what_they_stand_for():
     assert tables_of(Words()) == ["embed.weight", "head.weight", "head.bias"]
     assert tables_of(Words(tied=True)) == ["embed.weight", "head.bias"], "a shared parameter has one name"
     assert tables_of(Words(sparse=True)) == [], "sparse gradients are not compressed"
     assert tables_of(nn.Linear(16, 60)) == []
     sign = gradwire.recipe("sign")
     assert with_tables_apart(sign, nn.Embedding(7, 3), ["weight"]) == sign, "nothing to keep apart from"
+
+
+class Decoder(nn.Module):
+    """The shapes of GPT-2: words and places, blocks of one size, and a head that may be the words' own."""
+
+    def __init__(self, num_words, length, width, *, tied=False, layer=nn.TransformerEncoderLayer):
+        super().__init__()
+        self.words, self.places = nn.Embedding(num_words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(layer(width, 1, 4 * width) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, num_words)
+        if tied:
+            self.head.weight = self.words.weight
+
+
+class Fused(nn.Module):
+    """A block whose first layers make queries, keys and values, and gates and values, at once."""
+
+    def __init__(self, width, _num_heads, hidden):
+        super().__init__()
+        self.attend, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.gate, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+
+EMBEDDINGS, HEAD = ["words.weight", "places.weight"], ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("length", [10, 16, 48, 64, 128])
+def test_layers_as_large_as_a_table_of_places_are_no_tables(length):
+    """As many places as a block's layers have inputs or outputs: 1, 3, 4 or 8 times the width."""
+    for layer in (nn.TransformerEncoderLayer, Fused):
+        assert tables_of(Decoder(60, length, 16, layer=layer)) == EMBEDDINGS + HEAD
+        assert tables_of(Decoder(60, length, 16, layer=layer, tied=True)) == EMBEDDINGS + HEAD[1:]
+
+
+def test_a_head_is_found_though_blocks_have_layers_of_its_size():
+    for num_words in (16, 64):  # bytes, with 256 for the width or for what is in a block
+        for tied in (True, False):
+            found = tables_of(Decoder(num_words, 10, 16, tied=tied))
+            assert found == EMBEDDINGS + HEAD[tied:], (num_words, tied)
+
+
+def test_every_vocabulary_has_its_own_head():
+    net = nn.Module()
+    net.source, net.target, net.kinds = nn.Embedding(50, 8), nn.Embedding(70, 8), nn.EmbeddingBag(30, 8)
+    net.recur = nn.LSTM(8, 20)  # its matrices have 80 rows
+    net.places = nn.Embedding(80, 8)
+    net.to_target, net.to_kind = nn.Linear(20, 70), nn.Linear(20, 30, bias=False)
+    net.to_score = nn.Linear(20, 1)
+    embeddings = ["source.weight", "target.weight", "kinds.weight", "places.weight"]
+    assert tables_of(net) == [*embeddings, "to_target.weight", "to_target.bias", "to_kind.weight"]
+
+
+@pytest.mark.parametrize(("width", "length"), [(96, 64), (512, 256)])
+def test_tables_of_the_published_runs(width, length):
+    lm = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "lm.py"))["LM"]
+    with torch.device("meta"):
+        net = lm(width, 2, length)
+    assert tables_of(net) == ["bytes.weight", "places.weight", "head.weight", "head.bias"]
 
 
 def test_what_goes_apart_can_be_chosen_and_is_part_of_the_recipe():

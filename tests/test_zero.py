@@ -127,13 +127,32 @@ def job_refusals(rank):
         hook_with_zero_step(default_hooks.allreduce_hook, model, other)
 
 
+def job_part_of_a_model(rank):
+    """Buckets that hold nothing of ZeRO's are averaged, and nobody steps them."""
+    model, plain = model_of(), model_of()
+    weights, plain_weights = ([p for p in each.parameters() if p.dim() == 4] for each in (model, plain))
+    zero = ZeroRedundancyOptimizer(weights, torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    inner = default_hooks.allreduce_hook
+    model.register_comm_hook(None, hook_with_zero_step_interleaved(inner, model, zero))
+    optimizer = torch.optim.SGD(plain_weights, lr=0.1)
+    for step in range(3):
+        for each in (model, plain):
+            each.zero_grad()
+            loss_of(each, rank, step).backward()
+        optimizer.step()
+        torch.testing.assert_close(flat(model), flat(plain), rtol=1e-5, atol=1e-7)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
+
+
 def job_around(rank):
     ddp_zero_hook._BUCKET_BYTES = 2000
     job_checkpoint(rank)
+    job_part_of_a_model(rank)
     job_refusals(rank)
 
 
-def test_checkpoints_are_zeros_own_and_misuse_is_refused():
+def test_checkpoints_are_zeros_own_a_part_of_a_model_will_do_and_misuse_is_refused():
     run_ranks(job_around, 2)
 
 

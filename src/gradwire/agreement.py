@@ -34,11 +34,13 @@ def agree(
     claim: Claim | Exception,
     timeout: timedelta,
     caller: str = "gradwire.attach",
-) -> None:
+    own: str = "",
+) -> list[str]:
     """Wait for every rank's claim; raise on all ranks unless all claims are the same.
 
-    An exception says that this rank cannot go on; the others then learn why. Raises RuntimeError when a
-    rank does not come in time, ValueError when claims differ.
+    Returns what each rank says of its own, which may differ. An exception for a claim says that this rank
+    cannot go on; the others then learn why. Raises RuntimeError when a rank does not come in time,
+    ValueError when claims differ.
     """
     store, rank, size = group.get_group_store(), group.rank(), group.size()
     keys = [f"{meeting}/claim/{peer}" for peer in range(size)]
@@ -47,7 +49,7 @@ def agree(
     else:
         # A digest for everyone, and the fields for those who need to know: a model has many parameters.
         store.set(f"{keys[rank]}/fields", json.dumps(claim))
-        said = _digest(claim).hex()
+        said = f"{_digest(claim).hex()} {own}"
     store.set(keys[rank], said)
     deadline = time.monotonic() + timeout.total_seconds()
     missing = []
@@ -69,9 +71,11 @@ def agree(
     if failed and rank not in failed:
         text = answers[failed[0]].removeprefix("error: ")
         raise RuntimeError(f"rank {rank}: {caller} failed on rank {failed[0]}: {text}")
-    if not failed and len(set(answers)) > 1:
+    digests, _, owns = zip(*(answer.partition(" ") for answer in answers), strict=True)
+    if not failed and len(set(digests)) > 1:
         claims = [json.loads(store.get(f"{key}/fields")) for key in keys]
         raise ValueError(f"rank {rank}: ranks call {caller} with different things: {differences(claims)}")
+    return list(owns)
 
 
 def require_same(claim: Claim, group: Group, device: torch.device) -> None:

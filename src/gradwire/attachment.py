@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import weakref
 from datetime import timedelta
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -17,18 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.execution import backend_name, open_lane, timeout_of
+from gradwire.fitting import common_node_size, fit, own_node_size
 from gradwire.guard import Guard
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
+from gradwire.measuring import Meter
 from gradwire.mixed_precision import has_events
-from gradwire.models import claim_of, device_of, fit, num_transient, unwrap
+from gradwire.models import claim_of, device_of, num_transient, unwrap
 from gradwire.ops import warm_up
 from gradwire.options import Options
+from gradwire.own_hooks import known
 from gradwire.policy import NonfinitePolicy, OnNonfinite
-from gradwire.recipes import Recipe, is_factory
+from gradwire.recipes import Recipe, is_factory, placed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
-from gradwire.slot import Slot, divides_by_active, free_slot
+from gradwire.slot import divides_by_active, free_slot
 from gradwire.telemetry import Recorder, Telemetry
 from gradwire.transport import NcclGroup
 from gradwire.verification import Verification
@@ -41,6 +46,10 @@ _TORCH_HOME = "torch.distributed.algorithms.ddp_comm_hooks."
 _TORCH_GROUP_HOOKS = {f"{_TORCH_HOME}{name}_hooks" for name in ("default", "quantization")}
 # Where states are from that may have one.
 _HOMES = (_TORCH_HOME, "gradwire.ddp_comm_hooks.")
+
+
+class _ForGroup(Protocol):
+    process_group: dist.ProcessGroup | None
 
 
 def attach(
@@ -97,85 +106,73 @@ def attach(
     ddp = unwrap(model)
     group = ddp.process_group
     meeting = next_meeting(group)
-    timeout = timeout or timeout_of(group)
-    device = device_of(ddp)
+    node_size = own_node_size(group)
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
+    limit = timeout if isinstance(timeout, timedelta) else timeout_of(group)
     try:
+        if not isinstance(timeout, timedelta | None):
+            raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+        device = device_of(ddp)
         options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
-        slot, chosen, state = _prepare(ddp, recipe, state)
-        options.check(chosen)
-        if (
-            verify_every
-            and not isinstance(chosen, Recipe)
-            and device.type != "cpu"
-            and not _is_nccl(group, device)
-        ):
-            raise ValueError(f"verify_every= with a hook on {device.type} needs NCCL")
-        file = None if telemetry is None or disabled else telemetry.open_file(group.rank())
-        if not disabled and isinstance(chosen, Recipe):
-            warm_up(device, chosen.exchange.kernels)
+        chosen, state = _choose(ddp, recipe, state)
+        options.check(chosen, device, is_nccl=_is_nccl(group, device))
+        slot = free_slot(ddp)
+        if telemetry is not None and not disabled:
+            telemetry.check_file(group.rank())
+        if isinstance(chosen, Recipe) and not disabled:
+            warm_up(device, placed(chosen, node_size).exchange.kernels)
     except Exception as error:
-        agree(group, meeting, error, timeout)
+        agree(group, meeting, error, limit)
         raise
     claim = {
         "GRADWIRE_DISABLE": "set" if disabled else "not set",
         **options.claim(),
         **claim_of(ddp, chosen),
     }
-    agree(group, meeting, claim, timeout)
+    node_sizes = agree(group, meeting, claim, limit, own=str(node_size))
+    if isinstance(chosen, Recipe):
+        chosen = placed(chosen, common_node_size(node_sizes))
     layouts = Layouts(ddp.module)
     if disabled:
         name = chosen if isinstance(chosen, Recipe) else hook_name(chosen)
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", name)
-        return Wire(slot, None, chosen, layouts, timeout)
-    if hasattr(chosen, "gradwire_prepare"):
-        chosen.gradwire_prepare(ddp)
+        return Wire(slot, None, chosen, layouts, limit)
     meter = options.meter()
-    runner: Runner
-    if isinstance(chosen, Recipe):
-        lane = open_lane(group, device, meeting) if chosen.exchange.communicates else None
-        # Nothing behind the model's hook may hold the model.
-        by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        runner = RecipeRunner(
-            chosen,
-            lane,
-            layouts,
-            by_active,
-            may_skip=ddp.find_unused_parameters or ddp.static_graph,
-            num_transient=num_transient(ddp),
-            loss_scale=options.loss_scale(),
-            meter=meter,
-            may_wait=ddp.mixed_precision is None,  # whose own hook waits for each bucket
-        )
-    else:
-        # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
-        guard = Guard(group, meeting) if device.type == "cpu" else None
-        peers = NcclGroup(group) if _is_nccl(group, device) else None
-        runner = HookRunner(chosen, state, guard, layouts, peers)
-    policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
-    verification = Verification(verify_every, ddp) if verify_every else None
-    recorder = None if telemetry is None else Recorder(telemetry, group.rank(), layouts, meter, file)
-    bridge = Bridge(runner, group.rank(), policy, verification, recorder)
-    slot.take(bridge)
+    with contextlib.ExitStack() as undo:
+        runner = _open_runner(ddp, chosen, state, meeting, layouts, options, meter)
+        undo.callback(runner.close)
+        recorder = None
+        if telemetry is not None:
+            file = telemetry.open_file(group.rank())
+            recorder = Recorder(telemetry, group.rank(), layouts, meter, file)
+            undo.callback(recorder.close)
+        policy = None if on_nonfinite == "propagate" else NonfinitePolicy(on_nonfinite, ddp)
+        verification = Verification(verify_every, ddp) if verify_every else None
+        bridge = Bridge(runner, group.rank(), policy, verification, recorder)
+        slot.take(bridge)
+        undo.callback(slot.leave, bridge)
+        # What cannot be undone comes last.
+        _bind(ddp, chosen, state)
+        undo.pop_all()
     if recorder is not None:
         recorder.tell("attach", 0, recipe=runner.name, world_size=group.size(), device=str(device))
-    return Wire(slot, bridge, chosen, layouts, timeout)
+    return Wire(slot, bridge, chosen, layouts, limit)
 
 
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cuda" and backend_name(group, device) == "nccl"
 
 
-def _prepare(
+def _choose(
     ddp: DistributedDataParallel, recipe: str | Recipe | Hook, state: object
-) -> tuple[Slot, Recipe | Hook, object]:
-    """Check all that this rank can check alone."""
+) -> tuple[Recipe | Hook, object]:
+    """What to attach and its state; raises for all that this rank can see alone, and changes nothing."""
     chosen: Recipe | Hook
     # What makes recipes, and any class, can be called as well, but returns no future.
     if isinstance(recipe, str | Recipe | type) or not callable(recipe) or is_factory(recipe):
         chosen = parse_recipe(recipe)  # type: ignore[arg-type]
     else:
-        chosen = getattr(recipe, "gradwire_recipe", recipe)
+        chosen = known(recipe).recipe or recipe
     if isinstance(state, dist.ProcessGroup) and state is not ddp.process_group:
         raise ValueError(
             "the state is a process group, but not the model's own; gradients of a model are averaged "
@@ -193,10 +190,12 @@ def _prepare(
             "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
             "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
         )
-    _give_group(state, ddp.process_group)
-    if hasattr(state, "gradwire_bind"):
-        state.gradwire_bind(ddp)
-    if not hasattr(chosen, "gradwire_prepare") and any(
+    if _is_for_a_group(state) and state.process_group not in (None, ddp.process_group):
+        raise ValueError(
+            f"this {type(state).__name__} has a process group that is not the model's own; make it with "
+            "process_group=None"
+        )
+    if known(chosen).prepare is None and any(
         hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()
     ):
         raise ValueError(
@@ -208,27 +207,62 @@ def _prepare(
             "this model was made with mixed_precision=, whose forward pass needs an accelerator's events; "
             "on CPU leave it out and use torch.autocast"
         )
-    return free_slot(ddp), chosen, state
+    return chosen, state
 
 
-def _give_group(state: object, group: dist.ProcessGroup) -> None:
-    """Give a state of ours or torch's the model's own process group; ValueError if it has another.
+def _open_runner(
+    ddp: DistributedDataParallel,
+    chosen: Recipe | Hook,
+    state: object,
+    meeting: str,
+    layouts: Layouts,
+    options: Options,
+    meter: Meter | None,
+) -> Runner:
+    """What averages the model's buckets; collective."""
+    group, device = ddp.process_group, device_of(ddp)
+    if not isinstance(chosen, Recipe):
+        # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
+        guard = Guard(group, meeting) if device.type == "cpu" else None
+        peers = NcclGroup(group) if _is_nccl(group, device) else None
+        return HookRunner(chosen, state, guard, layouts, peers)
+    return RecipeRunner(
+        chosen,
+        open_lane(group, device, meeting) if chosen.exchange.communicates else None,
+        layouts,
+        # Nothing behind the model's hook may hold the model.
+        functools.partial(divides_by_active, weakref.ref(ddp)),
+        may_skip=ddp.find_unused_parameters or ddp.static_graph,
+        num_transient=num_transient(ddp),
+        loss_scale=options.loss_scale(),
+        meter=meter,
+        may_wait=ddp.mixed_precision is None,  # whose own hook waits for each bucket
+    )
 
-    Without one, its hook would take the world, whatever the model's group is.
-    """
-    is_known = any(kind.__module__.startswith(_HOMES) for kind in type(state).__mro__)
-    if not is_known or not hasattr(state, "process_group"):
-        return
-    if state.process_group not in (None, group):
-        raise ValueError(
-            f"this {type(state).__name__} has a process group that is not the model's own; make it with "
-            "process_group=None"
-        )
-    state.process_group = group
+
+def _bind(ddp: DistributedDataParallel, chosen: Recipe | Hook, state: object) -> None:
+    """Tell the hook and its state, ours or torch's, which model and which process group they are for."""
+    if _is_for_a_group(state):
+        # Without one, its hook would take the world, whatever the model's group is.
+        state.process_group = ddp.process_group
+    if _is_known(state) and hasattr(state, "gradwire_bind"):
+        state.gradwire_bind(ddp)
+    if (prepare := known(chosen).prepare) is not None:
+        prepare(ddp)
+
+
+def _is_for_a_group(state: Any) -> TypeGuard[_ForGroup]:
+    """Whether this is a state of ours or torch's that has a process group."""
+    return _is_known(state) and hasattr(state, "process_group")
+
+
+def _is_known(state: object) -> bool:
+    """Whether its class is ours or torch's, or made from one of these."""
+    return any(kind.__module__.startswith(_HOMES) for kind in type(state).__mro__)
 
 
 def _takes_group(hook: Hook) -> bool:
     """Whether the hook is one of ours or torch's whose state is a process group, wrapped or not."""
-    while isinstance(hook, functools.partial) or hasattr(hook, "gradwire_wraps"):
-        hook = hook.func if isinstance(hook, functools.partial) else hook.gradwire_wraps
-    return hasattr(hook, "gradwire_recipe") or getattr(hook, "__module__", "") in _TORCH_GROUP_HOOKS
+    while (inner := hook.func if isinstance(hook, functools.partial) else known(hook).wraps) is not None:
+        hook = inner
+    return known(hook).recipe is not None or getattr(hook, "__module__", "") in _TORCH_GROUP_HOOKS

@@ -114,7 +114,9 @@ def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) 
         if len(owners) != world_size or owner == f"rank{rank}":
             tensors = memory.setdefault(owner, {}).setdefault(state, {})
             tensors[parameter] = torch.zeros(entry.size, dtype=entry.properties.dtype)
-    return {**dict.fromkeys(_KEYS[:-1], 0), "recipe": "", "layouts": [], "entries": [], "memory": memory}
+    blank = {**dict.fromkeys(_KEYS[:-1], 0), "recipe": "", "layouts": [], "entries": []}
+    # What a state of another version has not would be an error of torch's, before its version is known.
+    return {**{each: value for each, value in blank.items() if f"{key}.{each}" in metadata}, "memory": memory}
 
 
 def read(
@@ -213,11 +215,12 @@ def _spread(memories: Sequence[States], world_size: int, reduction: Reduction) -
 
 
 def _require_keys(state: Mapping[str, Any]) -> None:
+    # First: a state of another version has other keys.
+    if state.get("version", _VERSION) != _VERSION:
+        raise ValueError(f"this state has version {state['version']}, and this gradwire reads {_VERSION}")
     for key in _KEYS:
         if key not in state:
             raise ValueError(f"this is no state of a wire: it has no {key!r}")
     for key in state:
         if key not in _KEYS:
             raise ValueError(f"this is no state of a wire: it has a {key!r}, which none has")
-    if state["version"] != _VERSION:
-        raise ValueError(f"this state has version {state['version']}, and this gradwire reads {_VERSION}")

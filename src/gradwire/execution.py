@@ -8,6 +8,7 @@ finished its own work.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -67,8 +68,14 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str) -> La
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"gradwire averages gradients on cpu and cuda, not on {device.type}")
     failure, timeout = Failure(group, prefix), timeout_of(group)
-    groups = [open_gloo(group, f"{prefix}/{number}") for number in range(NUM_IN_FLIGHT)]
-    return WorkerLane(groups, failure, timeout, prefix)
+    with contextlib.ExitStack() as undo:
+        groups = []
+        for number in range(NUM_IN_FLIGHT):
+            groups.append(open_gloo(group, f"{prefix}/{number}"))
+            undo.callback(groups[-1].close)
+        lane = WorkerLane(groups, failure, timeout, prefix)
+        undo.pop_all()
+    return lane
 
 
 def open_local_lane(device: torch.device, name: str) -> Lane:

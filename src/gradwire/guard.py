@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
@@ -75,37 +76,54 @@ class Guard:
         self._finalizer()
 
 
+@dataclass(frozen=True)
+class _Wait:
+    """One bucket whose hook has been called."""
+
+    since: float
+    deadline: float
+    place: Place
+    give_up: Callable[[], None]
+
+
 class _Core:
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
         self.failure = Failure(group, prefix)
         self.timeout_s = timeout_of(group).total_seconds()
         self.ring = open_gloo(group, prefix)
         self._changed = threading.Condition()
-        self._pending: dict[Future[Tensor], tuple[float, Place, Callable[[], None]]] = {}
+        self._pending: dict[Future[Tensor], _Wait] = {}
         self._broken = self._closed = False
         self._last: tuple[Place | None, float] = None, time.monotonic()
 
     def look(self) -> Progress:
         with self._changed:
-            oldest = min(self._pending.values(), key=lambda entry: entry[0], default=None)
+            oldest = min(self._pending.values(), key=lambda wait: wait.since, default=None)
             if oldest is None:
                 return Progress(self._last[0], True, self._last[1])
-            return Progress(oldest[1], False, oldest[0] - self.timeout_s)
+            return Progress(oldest.place, False, oldest.since)
 
     def add(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
         with self._changed:
-            patience = min(_GRACE_S, self.timeout_s) if self._broken else self.timeout_s
-            self._pending[future] = time.monotonic() + patience, place, give_up
-            self._changed.notify()
-        future.add_done_callback(self._remove)
+            # A failure while the hook was called has given up all there was then, and this was not there.
+            has_failed = self.failure.error is not None
+            if not has_failed:
+                patience = min(_GRACE_S, self.timeout_s) if self._broken else self.timeout_s
+                now = time.monotonic()
+                self._pending[future] = _Wait(now, now + patience, place, give_up)
+                self._changed.notify()
+        if has_failed:
+            give_up()
+        else:
+            future.add_done_callback(self._remove)
 
     def _remove(self, future: Future[Tensor]) -> None:
         with self._changed:
-            entry = self._pending.pop(future, None)
-            if entry is not None:  # buckets may be done in any order
-                last = self._last[0]
-                is_later = last is None or (last.step, last.bucket) < (entry[1].step, entry[1].bucket)
-                self._last = entry[1] if is_later else last, time.monotonic()
+            wait = self._pending.pop(future, None)
+            if wait is not None:  # buckets may be done in any order
+                place, last = wait.place, self._last[0]
+                is_later = last is None or (last.step, last.bucket) < (place.step, place.bucket)
+                self._last = place if is_later else last, time.monotonic()
 
     def fail(self, error: WireError) -> None:
         self.failure.set(error)
@@ -133,8 +151,8 @@ class _Core:
             self._broken = True
             soon = time.monotonic() + min(_GRACE_S, self.timeout_s)
             self._pending = {
-                future: (min(deadline, soon), place, give_up)
-                for future, (deadline, place, give_up) in self._pending.items()
+                future: replace(wait, deadline=min(wait.deadline, soon))
+                for future, wait in self._pending.items()
             }
             self._changed.notify()
         self.ring.close()
@@ -144,33 +162,29 @@ class _Core:
             with self._changed:
                 if self._closed:
                     return
-                deadline, place = min(
-                    ((deadline, place) for deadline, place, _ in self._pending.values()),
-                    key=lambda entry: entry[0],
-                    default=(None, None),
-                )
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is None or left > 0:
-                    self._changed.wait(left)
+                first = min(self._pending.values(), key=lambda wait: wait.deadline, default=None)
+                if first is None or (left := first.deadline - time.monotonic()) > 0:
+                    self._changed.wait(None if first is None else left)
                     continue
             reason = (
                 "a peer left or died while this rank waited for it"
                 if self._broken
                 else f"the hook's future was not completed within {self.timeout_s:g} s"
             )
-            self.fail(WireError(f"{place}: {reason}. {self.who(place, timed_out=not self._broken)}"))
+            who = self.who(first.place, timed_out=not self._broken)
+            self.fail(WireError(f"{first.place}: {reason}. {who}"))
 
-    def who(self, place: Place | None, *, timed_out: bool) -> str:
+    def who(self, place: Place, *, timed_out: bool) -> str:
         """Who is furthest behind, by what each rank says; whom a hook waits for is not known."""
-        if place is not None and self.failure.board is not None:
+        if self.failure.board is not None:
             self.failure.board.post_standing(Standing(place.step, place.bucket, timed_out=timed_out))
         return self.failure.name_the_last(timed_out=timed_out)
 
     def _give_up(self) -> None:
         with self._changed:
             abandoned, self._pending = list(self._pending.values()), {}
-        for _, _, give_up in abandoned:
-            give_up()
+        for wait in abandoned:
+            wait.give_up()
 
 
 def _end(core: _Core, threads: list[threading.Thread], watch: Watch) -> None:

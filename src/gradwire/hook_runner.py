@@ -211,8 +211,11 @@ def check_result(name: str, value: object, bucket: Tensor) -> Tensor:
 
 
 def hook_name(hook: Callable[..., Any]) -> str:
-    """``module.qualname`` of a function, a partial's function or a callable object's class."""
+    """``module.qualname`` of a function, a partial's function or a callable object's class.
+
+    Of what has no module, as functions made by ``exec``, the name alone.
+    """
     while isinstance(hook, functools.partial):
         hook = hook.func
     named = hook if hasattr(hook, "__qualname__") else type(hook)
-    return f"{named.__module__}.{named.__qualname__}"
+    return ".".join(filter(None, (named.__module__, named.__qualname__)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -178,7 +179,7 @@ class NamedState:
         if (
             holder is not None
             and holder.layout == layout
-            and all(self._holders[slot.name] is holder for slot in layout.slots)
+            and all(self._holders.get(slot.name) is holder for slot in layout.slots)
         ):
             return holder.flat
         new = _Holder(layout, torch.zeros(layout.numel, dtype=self._dtype, device=device))
@@ -219,8 +220,12 @@ class _Holder:
     layout: BucketLayout
     flat: Tensor
 
+    @functools.cached_property
+    def _slots(self) -> dict[str, Slot]:
+        return {slot.name: slot for slot in self.layout.slots}
+
     def view(self, name: str) -> Tensor:
-        return next(slot for slot in self.layout.slots if slot.name == name).view(self.flat)
+        return self._slots[name].view(self.flat)
 
 
 def _same_shape(slot: Slot, old: Tensor) -> Tensor:

@@ -40,22 +40,20 @@ class Memory:
         Complex parameters have complex states, here as pairs of fp32. If shapes ``may_change``, what had
         another one is zero again; else that is an error.
         """
-        if layout.dtype.is_complex:
-            dtype = torch.complex64
         with self._lock:
-            flat = self._state(name, dtype).flat(layout, device, may_change=may_change)
+            flat = self._state(*_key(name, layout, dtype)).flat(layout, device, may_change=may_change)
         return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
     def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:
         """Whether any of a bucket's parameters has a state called ``name`` in ``dtype``."""
         with self._lock:
-            state = self._states.get((name, dtype))
+            state = self._states.get(_key(name, layout, dtype))
             return state is not None and state.has(layout)
 
     def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
         """Forget that state of a bucket's parameters."""
         with self._lock:
-            self._states[name, dtype].drop(layout)
+            self._states[_key(name, layout, dtype)].drop(layout)
 
     def rescale(self, name: str, factor: Tensor) -> None:
         """Multiply the states called ``name`` of all parameters by a number, on whatever device it is."""
@@ -92,9 +90,9 @@ class Memory:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Copies of every state, by name and parameter: ``state_dict()["residual:float32"]["fc.weight"]``."""
         return {
-            f"{name}:{_dtype_name(dtype)}": {key: view.clone() for key, view in state.named().items()}
+            f"{name}:{_dtype_name(dtype)}": {key: view.clone() for key, view in views.items()}
             for (name, dtype), state in self._states.items()
-            if state.named()
+            if (views := state.named())
         }
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
@@ -104,6 +102,11 @@ class Memory:
             name, _, dtype = key.rpartition(":")
             for parameter, values in tensors.items():
                 self._state(name, getattr(torch, dtype)).put(parameter, values.to(device))
+
+
+def _key(name: str, layout: BucketLayout, dtype: torch.dtype) -> tuple[str, torch.dtype]:
+    """Where a state of a bucket is kept: that of complex parameters is complex, whatever is asked for."""
+    return name, torch.complex64 if layout.dtype.is_complex else dtype
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 
+from gradwire.fitting import require_averaging
 from gradwire.loss_scale import LossScale
 from gradwire.measuring import Meter
-from gradwire.models import require_averaging
 from gradwire.policy import OnNonfinite, check_mode
 from gradwire.recipes import Recipe
 from gradwire.telemetry import Telemetry
@@ -37,11 +38,13 @@ class Options:
                 f"on_nonfinite={self.on_nonfinite!r} out"
             )
 
-    def check(self, chosen: Recipe | Callable[..., Any]) -> None:
-        """ValueError or TypeError unless these options go with that recipe or hook."""
+    def check(self, chosen: Recipe | Callable[..., Any], device: torch.device, *, is_nccl: bool) -> None:
+        """ValueError or TypeError unless these options go with that recipe or hook, and where it runs."""
         if not isinstance(chosen, Recipe):
             if self.grad_scaler is not None:
                 raise TypeError("grad_scaler= goes with a recipe; a hook of your own has its own memory")
+            if self.verify_every and device.type != "cpu" and not is_nccl:
+                raise ValueError(f"verify_every= with a hook on {device.type} needs NCCL")
             return
         if self.on_nonfinite != "propagate":
             require_averaging(chosen, f"ranks would not {self.on_nonfinite} together")

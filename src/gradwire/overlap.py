@@ -78,9 +78,14 @@ class OverlappedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model that have not been optimized so far."""
+        """Add parameters of the model that have not been optimized so far; ValueError for others."""
+        # What torch takes for params, iterators and named pairs too, it knows best itself.
         self.optimizer.add_param_group(param_group)
-        _check(self.optimizer, self._wire)
+        try:
+            _check(self.optimizer, self._wire)
+        except ValueError:
+            self.optimizer.param_groups.pop()
+            raise
 
     def __repr__(self) -> str:
         return f"Overlapped {self.optimizer!r}"

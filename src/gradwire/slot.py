@@ -40,7 +40,7 @@ class Slot:
         return self._ddp() is ddp
 
     def take(self, bridge: Bridge) -> None:
-        """Put ``bridge`` behind the closure, and register that if it is not yet."""
+        """Put ``bridge`` behind the closure, registered if it is not yet; what is there gives way."""
         if not self._registered:
             ddp = self.model
 
@@ -56,7 +56,14 @@ class Slot:
             # pickles of the model.
             ddp._comm_hooks.clear()
             self._registered = True
+        if self.give_way is not None:
+            self.give_way()
         self.bridge = bridge
+
+    def leave(self, bridge: Bridge) -> None:
+        """Return to plain averaging, unless another bridge has the slot by now."""
+        if self.bridge is bridge:
+            self.bridge = None
 
     def _run(self, bucket: GradBucket) -> Future[Tensor]:
         return self.bridge.run(bucket) if self.bridge is not None else self._average_plainly(bucket)
@@ -85,7 +92,7 @@ _slots: weakref.WeakKeyDictionary[DistributedDataParallel, Slot] = weakref.WeakK
 
 
 def free_slot(ddp: DistributedDataParallel) -> Slot:
-    """The model's slot; ValueError if something stands in it already."""
+    """The model's slot; ValueError if something stands in it that does not give way."""
     slot = _slots.get(ddp)
     if slot is None:
         if ddp._comm_hooks and ddp.mixed_precision is None:
@@ -93,10 +100,14 @@ def free_slot(ddp: DistributedDataParallel) -> Slot:
                 f"the model has a hook already, {hook_name(ddp._comm_hooks[0][0])}, and DDP takes one in "
                 "its life; register that hook through gradwire.attach(model, hook, state=...) instead"
             )
+        builtin = ddp._get_ddp_logging_data().get("comm_hook")
+        if builtin and ddp.mixed_precision is None:
+            raise ValueError(
+                f"the model has a hook of DDP's own already, {builtin}, and DDP takes one in its life; leave "
+                "_register_builtin_comm_hook out, and attach 'fp32' or 'fp16'"
+            )
         slot = _slots[ddp] = Slot(ddp)
-    if slot.give_way is not None:
-        slot.give_way()
-    if slot.bridge is not None:
+    if slot.bridge is not None and slot.give_way is None:
         raise ValueError(
             f"{slot.bridge.runner.name} is attached to this model already; call detach() on its wire first"
         )

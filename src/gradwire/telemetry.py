@@ -63,15 +63,25 @@ class Telemetry:
         if self.writer is not None and not callable(getattr(self.writer, "add_scalar", None)):
             raise TypeError(f"writer has no add_scalar, unlike a SummaryWriter: {type(self.writer).__name__}")
 
+    def check_file(self, rank: int) -> None:
+        """OSError if this rank's events cannot be written; leaves no file that was not there."""
+        path = self._path(rank)
+        if path is not None:
+            was_there = path.exists()
+            path.open("a").close()
+            if not was_there:
+                path.unlink()
+
     def open_file(self, rank: int) -> TextIO | None:
         """The file that this rank's events go to, if any."""
-        if self.jsonl is None:
-            return None
-        name = os.fspath(self.jsonl)
-        if rank and "{rank}" not in name:
-            return None
+        path = self._path(rank)
         # By lines: what was told before a crash is in the file.
-        return Path(name.replace("{rank}", str(rank))).open("a", buffering=1, encoding="utf-8")
+        return None if path is None else path.open("a", buffering=1, encoding="utf-8")
+
+    def _path(self, rank: int) -> Path | None:
+        name = "" if self.jsonl is None else os.fspath(self.jsonl)
+        is_own = self.jsonl is not None and (rank == 0 or "{rank}" in name)
+        return Path(name.replace("{rank}", str(rank))).resolve() if is_own else None
 
 
 class Recorder:

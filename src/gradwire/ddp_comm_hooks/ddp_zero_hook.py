@@ -26,6 +26,7 @@ from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.execution import backend_name, open_lane
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
+from gradwire.own_hooks import Known, make_known
 from gradwire.stepping import SteppingRunner, step_parameters
 from gradwire.transport import Group, gather
 
@@ -98,7 +99,7 @@ def _zero_hook(
             bridges.append(Bridge(runner, model.process_group.rank()))
         return bridges[0].run(bucket)
 
-    zero_step.gradwire_wraps = hook  # type: ignore[attr-defined]
+    make_known(zero_step, Known(wraps=hook))
     zero_step.__qualname__ = f"zero_step({hook_name(hook)})"
     return zero_step
 
@@ -158,9 +159,9 @@ def _initialize(zero: Any, owners: dict[torch.Tensor, int]) -> None:
 
 def _send_parameters(shares: list[list[torch.Tensor]], group: Group) -> None:
     """Give every rank what each rank has stepped: ``shares[r]`` are the parameters of rank r."""
-    if group.size == 1:
+    first = next((p for share in shares for p in share), None)
+    if group.size == 1 or first is None:  # ZeRO may have a part of the model alone
         return
-    first = next(p for share in shares for p in share)
     flats = [first.new_empty(sum(p.numel() for p in share)) for share in shares]
     for parameter, part in _parts(shares[group.rank], flats[group.rank]):
         part.copy_(parameter.detach())

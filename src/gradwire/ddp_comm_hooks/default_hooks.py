@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from gradwire.ddp_comm_hooks._raw import run_recipe
 from gradwire.hook_runner import hook_name, require_future
+from gradwire.own_hooks import Known, make_known
 from gradwire.recipes import Recipe, bf16, fp16, fp32
 
 __all__ = [
@@ -34,7 +35,7 @@ def _hook(recipe: Recipe, name: str, doc: str) -> Hook:
     hook.__name__ = f"gradwire_{name}"
     hook.__qualname__ = name  # what pickle looks it up by
     hook.__doc__ = doc
-    hook.gradwire_recipe = recipe  # type: ignore[attr-defined]
+    make_known(hook, Known(recipe=recipe))
     return hook
 
 
@@ -93,7 +94,7 @@ def _wrapper(hook: Hook, dtype: torch.dtype, name: str, around_allreduce: Hook) 
 
         return require_future(hook_name(hook), hook(state, bucket)).then(decompress)
 
-    compress_wrapper_hook.gradwire_wraps = hook  # type: ignore[attr-defined]
+    make_known(compress_wrapper_hook, Known(wraps=hook))
     compress_wrapper_hook.__name__ = f"gradwire_{name}"
     compress_wrapper_hook.__qualname__ = f"gradwire_{name}({hook_name(hook)})"
     return compress_wrapper_hook

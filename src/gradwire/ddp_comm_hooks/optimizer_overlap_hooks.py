@@ -21,6 +21,7 @@ from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.execution import open_lane, open_local_lane
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
+from gradwire.own_hooks import Known, make_known
 from gradwire.recipes import fp32
 from gradwire.runners import RecipeRunner, Runner
 from gradwire.stepping import SteppingRunner
@@ -56,10 +57,13 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: upstream._OptimizerHookSta
     def hook_then_optimizer(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         if not bridges:
             inner = HookRunner(hook, state, None)
-            bridges.append(_stepping_bridge(inner, bucket, step))
+            group = getattr(state, "process_group", state)
+            # A state that tells no group stands for the world, as upstream.
+            rank = group.rank() if isinstance(group, dist.ProcessGroup) else dist.get_rank()
+            bridges.append(_stepping_bridge(inner, bucket, rank, step))
         return bridges[0].run(bucket)
 
-    hook_then_optimizer.gradwire_wraps = hook  # type: ignore[attr-defined]
+    make_known(hook_then_optimizer, Known(wraps=hook))
     hook_then_optimizer.__qualname__ = f"_hook_then_optimizer({hook_name(hook)})"
     return hook_then_optimizer
 
@@ -95,10 +99,10 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
             group = ddp.process_group
             lane = open_lane(group, bucket.buffer().device, next_meeting(group))
             inner = RecipeRunner(fp32(), lane, Layouts())
-            bridges.append(_stepping_bridge(inner, bucket, step, drop_gradients))
+            bridges.append(_stepping_bridge(inner, bucket, group.rank(), step, drop_gradients))
         return bridges[0].run(bucket)
 
-    apply_optim_in_backward.gradwire_prepare = _take_over  # type: ignore[attr-defined]
+    make_known(apply_optim_in_backward, Known(prepare=_take_over))
     return apply_optim_in_backward
 
 
@@ -113,8 +117,9 @@ def _take_over(ddp: DistributedDataParallel) -> None:
 def _stepping_bridge(
     inner: Runner,
     bucket: GradBucket,
+    rank: int,
     step: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Group], None],
     after_backward: Callable[[], None] | None = None,
 ) -> Bridge:
     lane = open_local_lane(bucket.buffer().device, f"step-{inner.name}")
-    return Bridge(SteppingRunner(inner, lane, step, after_backward=after_backward), dist.get_rank())
+    return Bridge(SteppingRunner(inner, lane, step, after_backward=after_backward), rank)

@@ -16,6 +16,7 @@ from torch.futures import Future
 from gradwire.codecs import Affine
 from gradwire.ddp_comm_hooks._raw import run_recipe
 from gradwire.exchanges import TwoShot
+from gradwire.own_hooks import Known, make_known
 from gradwire.recipes import Recipe
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -42,5 +43,5 @@ def quantization_perchannel_hook(
     return run_recipe(_per_channel(bucket_size), process_group, bucket)
 
 
-quantization_pertensor_hook.gradwire_recipe = _PER_TENSOR  # type: ignore[attr-defined]
-quantization_perchannel_hook.gradwire_recipe = _per_channel(512)  # type: ignore[attr-defined]
+make_known(quantization_pertensor_hook, Known(recipe=_PER_TENSOR))
+make_known(quantization_perchannel_hook, Known(recipe=_per_channel(512)))

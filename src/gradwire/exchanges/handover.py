@@ -20,6 +20,8 @@ def take_over_residuals(flat: Tensor, context: Context, kept: torch.dtype | None
     step, whose gradient DDP will drop, keeps what it has.
     """
     memory, layout = context.memory, context.layout
+    if layout.dtype.is_complex and kept is not None:
+        return  # their states are of one dtype, whichever is kept
     for dtype in _DTYPES:
         if dtype == kept or not memory.has(_NAME, layout, dtype):
             continue
@@ -27,7 +29,7 @@ def take_over_residuals(flat: Tensor, context: Context, kept: torch.dtype | None
         if kept is not None:
             memory.flat(_NAME, layout, kept, flat.device).add_(old)
         else:
-            may_skip = context.may_skip and context.group.size > 1
+            may_skip = context.may_skip and context.group.size > 1 and not layout.dtype.is_complex
             mask = (yield from mask_of_skipped(flat, context)) if may_skip else None
             flat.add_(old if mask is None else old.masked_fill(mask, 0))
             if mask is not None:

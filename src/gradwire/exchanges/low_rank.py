@@ -19,7 +19,7 @@ from gradwire.exchanges.matrices import Plan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
 from gradwire.exchanges.plain import PLAIN
 from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
-from gradwire.exchanges.shots import Sum, seeds_of, two_shot_bytes
+from gradwire.exchanges.shots import Sum, two_shot_bytes
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
 from gradwire.layout import BucketLayout
 from gradwire.ops.batches import OTHER, Side
@@ -82,6 +82,8 @@ class LowRank:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.num_rounds == 1 and not self.warm_start:
             raise ValueError("one round starts where the step before ended: it needs its warm start")
+        if self.factors is not None and self.factors.stochastic:
+            raise ValueError(f"factors are rounded to the nearest value, unlike those of {self.factors}")
 
     def plan(self, layout: BucketLayout) -> Plan:
         """What becomes of each value of a bucket."""
@@ -198,7 +200,7 @@ class _Averaging:
         options, dtype, device = self._options, self._sums.dtype, self._sums.device
         if options.warm_start:
             basis = self._remembered(side)
-            key = self._plan, side, dtype, device, options.seed
+            key = self._layout(side), dtype, device, options.seed
             spare = self._context.memory.once(key, lambda: self._draw(side, 0))
         else:
             basis, spare = self._draw(side, self._context.step), None
@@ -250,8 +252,7 @@ class _Averaging:
             yield (Sum(message),)
             return
         left_out = None if own is None else self._scratch("left out", factor.numel()).zero_()
-        seeds = seeds_of(self._codec, self._options.seed, self._context)
-        yield Sum(factor, self._codec, left_out, seeds), Sum(message[factor.numel() :])
+        yield Sum(factor, self._codec, left_out), Sum(message[factor.numel() :])
         if own is not None and left_out is not None:
             own.sub_(left_out)
 

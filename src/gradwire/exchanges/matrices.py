@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,12 +10,13 @@ import torch
 
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops.batches import Batch, Batches, Matrix
+from gradwire.ops.keeping import kept
 
 # How far from a square the one matrix of a bucket may be, to leave out fewer values.
 _NUM_SIDES = 64
 
 
-@dataclass(frozen=True, eq=False)  # a key of caches, as its batches are
+@dataclass(frozen=True, eq=False)  # one object for each bucket, not compared field by field
 class Plan:
     """What becomes of each value of a bucket: compressed in a matrix, or sent as it is."""
 
@@ -47,8 +47,7 @@ def pays(rows: int, columns: int, rank: int, min_compression_rate: float) -> boo
     )
 
 
-# Never forgotten: plans are keys, and a model may have more buckets than any number chosen here.
-@functools.cache
+@kept
 def plan_of(layout: BucketLayout, rank: int, min_compression_rate: float, whole: bool) -> Plan:
     """One matrix for each parameter for which that pays, or with ``whole`` one for all of the bucket."""
     matrices = _whole(layout) if whole else [_matrix(slot) for slot in layout.slots if slot.numel]

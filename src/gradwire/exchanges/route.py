@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_round
 from gradwire.exchanges.selector import Selector
 from gradwire.layout import BucketLayout, Slot
 from gradwire.ops import Family
+from gradwire.ops.keeping import kept
 
 if TYPE_CHECKING:
     from gradwire.exchanges import Exchange
@@ -56,7 +56,7 @@ class Route:
 
     def split(self, layout: BucketLayout) -> tuple[Part, ...]:
         """Each exchange with its part of a bucket, and where the part's parameters lie in the whole."""
-        return _split(self, layout)
+        return _split(layout, self)
 
     def run(self, flat: Tensor, context: Context) -> None:
         sum_rounds([self.rounds(flat, context)], context)
@@ -109,8 +109,8 @@ class Route:
 
 
 # The patterns of every parameter of a bucket, in every step, would take longer than a small exchange.
-@functools.cache
-def _split(route: Route, layout: BucketLayout) -> tuple[Part, ...]:
+@kept
+def _split(layout: BucketLayout, route: Route) -> tuple[Part, ...]:
     parts = []
     for number, (_, exchange) in enumerate(route.routes):
         own = tuple(slot for slot in layout.slots if route.choose(slot) == number)

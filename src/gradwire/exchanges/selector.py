@@ -12,7 +12,8 @@ import torch  # noqa: F401  # for the example below
 
 from gradwire.layout import Slot
 
-_COMPARISON = re.compile(r"(\w*)\s*(<=|>=|<|>)\s*(\S*)")
+_NUMBER = "[0-9]+(?:_[0-9]+)*"
+_COMPARISON = re.compile(rf"(\w*)\s*(<=|>=|<|>)\s*({_NUMBER})")
 _OPERATORS: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
@@ -73,7 +74,7 @@ def _meaning(condition: str) -> Callable[[Slot], bool]:
 
 def _comparison(condition: str) -> Callable[[Slot], bool]:
     found = _COMPARISON.fullmatch(condition)
-    if found is None or found[1] not in _FIGURES or not found[3].replace("_", "").isdigit():
+    if found is None or found[1] not in _FIGURES:
         raise ValueError(
             f"a route compares ndim or numel with a number, as in 'ndim<2', unlike {condition!r}"
         )
@@ -84,12 +85,14 @@ def _comparison(condition: str) -> Callable[[Slot], bool]:
 def _shape(condition: str) -> Callable[[Slot], bool]:
     inside = condition.removeprefix("(").removesuffix(")").strip().removesuffix(",")
     sizes = [size.strip() for size in inside.split(",")] if inside else []
-    if not condition.endswith(")") or not all(size == "*" or size.isdigit() for size in sizes):
+    if not condition.endswith(")") or not all(size == "*" or re.fullmatch(_NUMBER, size) for size in sizes):
         raise ValueError(f"a route's shape is of numbers and '*', as in '(50257, *)', unlike {condition!r}")
 
+    wanted = [None if size == "*" else int(size) for size in sizes]
+
     def fits(slot: Slot) -> bool:
-        return len(slot.shape) == len(sizes) and all(
-            wanted in ("*", str(size)) for wanted, size in zip(sizes, slot.shape, strict=True)
+        return len(slot.shape) == len(wanted) and all(
+            bound in (None, size) for bound, size in zip(wanted, slot.shape, strict=True)
         )
 
     return fits

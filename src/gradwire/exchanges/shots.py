@@ -19,6 +19,9 @@ from gradwire.transport import Group
 # Chunks, rows and segments start at multiples of this many values and bytes, for the sake of vector loads.
 _ALIGNMENT = 64
 _NO_SEED = Seed(0, 0)
+# Of how many sums the places are kept: those of a model with hundreds of buckets, and of a few more models.
+# One more is found again in microseconds for each rank.
+_NUM_KEPT = 2048
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ def _peers(group: Group) -> list[int]:
     return [(group.rank + distance) % group.size for distance in range(1, group.size)]
 
 
-@functools.cache
+@functools.lru_cache(_NUM_KEPT)
 def bounds_of(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
     """Where each of nearly equal chunks starts and ends; some may be empty."""
     num_units = -(-numel // _ALIGNMENT)
@@ -165,7 +168,7 @@ def bounds_of(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairwise([*edges, numel]))
 
 
-@functools.cache
+@functools.lru_cache(_NUM_KEPT)
 def _layouts(
     shapes: tuple[tuple[Codec, int], ...], num_ranks: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:

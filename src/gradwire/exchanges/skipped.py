@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.rounds import Round
 from gradwire.exchanges.shots import Sum
 from gradwire.layout import BucketLayout
+from gradwire.ops.keeping import kept
 
 
 @contextmanager
@@ -48,6 +48,6 @@ def mask_of_skipped(flat: Tensor, context: Context) -> Generator[Round, None, Te
     return is_zero.repeat_interleave(_sizes(layout, flat.device), output_size=flat.numel())
 
 
-@functools.cache
+@kept
 def _sizes(layout: BucketLayout, device: torch.device) -> Tensor:
     return torch.tensor([slot.numel for slot in layout.slots], device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -99,3 +99,32 @@ class ParameterBucket:
         with torch.no_grad():
             for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
                 parameter.copy_(slot.view(self.start))
+
+
+def tensors_of(buckets: Sequence[ParameterBucket]) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds of them, by kind and parameter."""
+    return {
+        "start": {name: view for bucket in buckets for name, view in bucket.views(bucket.start)},
+        "momentum": {
+            name: view
+            for bucket in buckets
+            if bucket.momentum is not None
+            for name, view in bucket.views(bucket.momentum)
+        },
+    }
+
+
+def load_tensors(buckets: Sequence[ParameterBucket], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Take over what `tensors_of` has given; ValueError, and nothing is changed, if it is of others."""
+    own = tensors_of(buckets)
+    for key, views in own.items():
+        different = views.keys() ^ saved[key].keys()
+        different |= {n for n in views.keys() & saved[key].keys() if views[n].shape != saved[key][n].shape}
+        if different:
+            raise ValueError(
+                f"the {key} of this state does not fit: it differs in {sorted(different)[:5]}; "
+                "load what was saved with the same parameters, warmup_steps and kind of outer optimizer"
+            )
+    for key, views in own.items():
+        for name, view in views.items():
+            view.copy_(saved[key][name])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
@@ -15,12 +17,13 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
+from gradwire.fitting import common_node_size, fit, own_node_size
 from gradwire.layout import Layouts, canonical_name
-from gradwire.local_sgd.buckets import ParameterBucket, make_buckets
+from gradwire.local_sgd.buckets import ParameterBucket, load_tensors, make_buckets, tensors_of
 from gradwire.local_sgd.outer import Outer
-from gradwire.models import claim_of, device_of, fit, unwrap
+from gradwire.models import claim_of, device_of, in_buckets, trained, unwrap
 from gradwire.ops import warm_up
-from gradwire.recipes import Recipe, noop
+from gradwire.recipes import Recipe, noop, placed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner
 from gradwire.stats import WireStats
@@ -74,29 +77,39 @@ class LocalSGD:
         self._group: dist.ProcessGroup = ddp.process_group
         self._timeout = timeout or timeout_of(self._group)
         self._layouts = Layouts(ddp.module)
-        meeting = next_meeting(self._group)
+        meeting, node_size = next_meeting(self._group), own_node_size(self._group)
         try:
             _check_counts(period, warmup_steps)
             self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
-            self.recipe = fit(_averaging(recipe), ddp)
-            self._gradient_recipe = self.recipe if gradient_recipe is None else parse_recipe(gradient_recipe)
+            chosen = fit(_averaging(recipe), ddp)
+            self._gradient_recipe = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
             self._parameters()
-            warm_up(device_of(ddp), self.recipe.exchange.kernels)
+            warm_up(device_of(ddp), placed(chosen, node_size).exchange.kernels)
         except Exception as error:
             agree(self._group, meeting, error, self._timeout, "gradwire.LocalSGD")
             raise
         options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
-        claim = {**options, **claim_of(ddp, self.recipe)}
-        agree(self._group, meeting, claim, self._timeout, "gradwire.LocalSGD")
+        claim = {**options, **claim_of(ddp, chosen)}
+        own = str(node_size)
+        node_sizes = agree(self._group, meeting, claim, self._timeout, "gradwire.LocalSGD", own)
+        self.recipe = placed(chosen, common_node_size(node_sizes))
 
         self._num_steps = self._num_averages = 0
         self._buckets: list[ParameterBucket] = []
-        self._wire = attach(ddp, self._wanted_recipe(), timeout=self._timeout)
+        self._asked = self._wanted_recipe(0)
+        self._wire = attach(ddp, self._asked, timeout=self._timeout)
         self._disabled = not self._wire.attached  # GRADWIRE_DISABLE leaves all to DDP
-        lane = open_lane(self._group, device_of(ddp), meeting)
-        self._runner = RecipeRunner(self.recipe, lane, self._layouts)
-        if self.is_local:
-            self._begin()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._wire.detach)
+            if self._disabled:
+                self._runner = RecipeRunner(noop(), None, self._layouts)
+            else:
+                lane = open_lane(self._group, device_of(ddp), meeting)
+                self._runner = RecipeRunner(self.recipe, lane, self._layouts)
+                undo.callback(self._runner.close)
+            if self.is_local:
+                self._begin()
+            undo.pop_all()
 
     @property
     def num_steps(self) -> int:
@@ -155,34 +168,59 @@ class LocalSGD:
         rank to rank too: `average` first, or save every rank's.
         """
         rank, size, memory = self._group.rank(), self._group.size(), self._runner.memory.state_dict()
-        averaging = checkpoint.write(self._runner.name, self._num_steps, (), memory, rank, size)
+        averaging = checkpoint.write(str(self.recipe), self._num_steps, (), memory, rank, size)
         wire = self._wire.state_dict()
-        return {"num_steps": self._num_steps, **_tensors(self._buckets), "averaging": averaging, "wire": wire}
+        return {
+            "num_steps": self._num_steps,
+            **tensors_of(self._buckets),
+            "averaging": averaging,
+            "wire": wire,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`; the model's parameters are loaded apart.
 
-        Raises ValueError when the state belongs to other parameters, or to another number of ranks.
+        On another number of ranks, what ranks held back is needed of all of them: ``state["averaging"]`` and
+        ``state["wire"]`` are then each `merge_state_dicts` of every rank's. A recipe without feedback holds
+        nothing back, and any rank's state will do.
+
+        Raises ValueError, and loads nothing on any rank, when the state is none of a LocalSGD, belongs to
+        other parameters, misses what some rank held back, or has another step than the other ranks'.
         """
+        meeting, caller = next_meeting(self._group), "LocalSGD.load_state_dict"
+        try:
+            num_steps, buckets, memory, of_wire = self._read(state)
+        except Exception as error:
+            agree(self._group, meeting, error, self._timeout, caller)
+            raise
+        claim = {"the saved step": str(num_steps), "the wire's saved layout": str(of_wire.timeline)}
+        claim |= {"the wire's saved step": str(of_wire.step), **claim_of(self._ddp, self.recipe)}
+        agree(self._group, meeting, claim, self._timeout, caller)
+        self._use_wire(num_steps)
+        self._wire.load_state_dict(state["wire"])
+        self._num_steps, self._buckets = num_steps, buckets
+        self._runner.memory.load_state_dict(memory, device_of(self._ddp))
+
+    def _read(
+        self, state: dict[str, Any]
+    ) -> tuple[int, list[ParameterBucket], checkpoint.States, checkpoint.Saved]:
+        """The step, the buckets, what this rank held back, the wire's part; ValueError if one is unfit."""
         for key in ("num_steps", "start", "momentum", "averaging", "wire"):
             if key not in state:
                 raise ValueError(f"this is no state of a LocalSGD: it has no {key!r}")
         num_steps = int(state["num_steps"])
         is_local = num_steps >= self.warmup_steps and not self._disabled
         buckets = make_buckets(self._parameters(), self._layouts, self.outer) if is_local else []
-        own = _tensors(buckets)
-        for key, views in own.items():
-            _require_fit(key, views, state[key])
+        load_tensors(buckets, state)
         rank, size = self._group.rank(), self._group.size()
+        for key in ("averaging", "wire"):
+            _require_everyone(key, state[key], size)
         named = {canonical_name(name): p for name, p in self._ddp.module.named_parameters()}
         memory = checkpoint.read(state["averaging"], named, (), rank, size, "mean").memory
-        self._num_steps, self._buckets = num_steps, buckets
-        self._use_wire()
-        self._wire.load_state_dict(state["wire"])
-        for key, views in own.items():
-            for name, view in views.items():
-                view.copy_(state[key][name])
-        self._runner.memory.load_state_dict(memory, device_of(self._ddp))
+        # The wire checks its part itself, but then another has taken its place already.
+        in_wire, must_be = in_buckets(self._ddp), trained(self._ddp).keys()
+        of_wire = checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
+        return num_steps, buckets, memory, of_wire
 
     def detach(self) -> None:
         """Return the model to plain averaging of gradients, and end the lane; call it on every rank."""
@@ -195,18 +233,19 @@ class LocalSGD:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
-    def _wanted_recipe(self) -> Recipe:
-        return noop() if self.is_local else self._gradient_recipe
+    def _wanted_recipe(self, num_steps: int) -> Recipe:
+        return noop() if num_steps >= self.warmup_steps else self._gradient_recipe
 
-    def _use_wire(self) -> None:
+    def _use_wire(self, num_steps: int) -> None:
         """Average gradients during warm-up, and not after it."""
-        if not self._disabled and self._wire.recipe != fit(self._wanted_recipe(), self._ddp):
+        if not self._disabled and self._asked != self._wanted_recipe(num_steps):
             self._wire.detach()
-            self._wire = attach(self._ddp, self._wanted_recipe(), timeout=self._timeout)
+            self._asked = self._wanted_recipe(num_steps)
+            self._wire = attach(self._ddp, self._asked, timeout=self._timeout)
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
-        self._use_wire()
+        self._use_wire(self._num_steps)
         if self._disabled:
             return
         self._buckets = make_buckets(self._parameters(), self._layouts, self.outer)
@@ -237,26 +276,13 @@ class LocalSGD:
             )
 
 
-def _tensors(buckets: list[ParameterBucket]) -> dict[str, dict[str, Tensor]]:
-    """What a checkpoint holds of them, by kind and parameter."""
-    return {
-        "start": {name: view for bucket in buckets for name, view in bucket.views(bucket.start)},
-        "momentum": {
-            name: view
-            for bucket in buckets
-            if bucket.momentum is not None
-            for name, view in bucket.views(bucket.momentum)
-        },
-    }
-
-
-def _require_fit(key: str, own: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    different = own.keys() ^ saved.keys()
-    different |= {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape}
-    if different:
+def _require_everyone(key: str, part: Mapping[str, Any], size: int) -> None:
+    """ValueError if a part was saved on another number of ranks and misses what one of them held back."""
+    saved, there = part.get("world_size"), part.get("memory", {})
+    if part.get("entries") and saved not in (size, len(there)):
         raise ValueError(
-            f"the {key} of this state does not fit: it differs in {sorted(different)[:5]}; "
-            "load what was saved with the same parameters, warmup_steps and kind of outer optimizer"
+            f"this state was saved on {saved} ranks and this group has {size}, and its {key!r} has only what "
+            f"{', '.join(there)} held back: put gradwire.merge_state_dicts of every rank's {key!r} there"
         )
 
 

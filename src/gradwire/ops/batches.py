@@ -71,7 +71,7 @@ class Batch:
         return flat[self.first : self.first + len(self.matrices)]
 
 
-@dataclass(frozen=True, eq=False)  # a key of caches: one object for each plan, not compared field by field
+@dataclass(frozen=True, eq=False)  # one object for each plan, not compared field by field
 class Batches:
     """All matrices of a bucket."""
 

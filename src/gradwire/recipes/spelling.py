@@ -39,7 +39,8 @@ class Misspelt(ValueError):
 
 def is_factory(given: object) -> bool:
     """Whether it makes recipes, when it is called."""
-    return callable(given) and getattr(given, "__module__", "").startswith(f"{__package__}.")
+    # A function that was made by exec may have None for a module.
+    return callable(given) and str(getattr(given, "__module__", "")).startswith(f"{__package__}.")
 
 
 def no_recipe(given: object) -> TypeError:

@@ -12,9 +12,9 @@ from torch._C._distributed_c10d import GradBucket
 
 from gradwire import checkpoint
 from gradwire.exchanges import Context, Scratch
+from gradwire.fitting import with_tables_apart
 from gradwire.layout import BucketLayout, Layouts, canonical_name
 from gradwire.memory import Memory
-from gradwire.models import with_tables_apart
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.regroup import grouping_of
