@@ -105,7 +105,7 @@ def test_a_missing_parenthesis_is_counted_and_what_would_not_help_is_not_suggest
         (gradwire.bf16, "a function, bf16; call it: bf16(...)"),
         (DDPCommHookType, "a class, DDPCommHookType"),
     ],
-    ids=str,
+    ids=lambda given: getattr(given, "__name__", str(given)),
 )
 def test_what_is_no_recipe_is_refused_with_the_way_to_one(given, message):
     expected = "a recipe is text, such as 'int4' or 'int4:block=64', or a gradwire.Recipe, not "
