@@ -209,6 +209,16 @@ BAD = {
         TypeError,
         "must return a torch.futures.Future object, but got builtins.NoneType",
     ),
+    "a wrapped hook's one value for a whole bucket": (
+        default_hooks.fp16_compress_wrapper(lambda s, b: completed(torch.full((1,), 7.0).half())),
+        ValueError,
+        "<lambda> holds a tensor of shape (1,), but the bucket's is (",
+    ),
+    "a wrapped hook's other dtype": (
+        default_hooks.bf16_compress_wrapper(lambda s, b: completed(b.buffer().half())),
+        TypeError,
+        "<lambda> holds torch.float16, but the bucket is torch.bfloat16",
+    ),
     "an exception on the future": (failed_future, KeyError, "set on the future"),
 }
 
