@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.agreement import next_meeting
+from gradwire.agreement import agree, next_meeting
 from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.testing import run_ranks
 from tests.test_bridge import backward, gradients, small_model
@@ -89,6 +89,14 @@ def job_disagreement(rank):
     else:
         with pytest.raises(RuntimeError, match="attach failed on rank 1: there is no recipe 'nonsense'"):
             gradwire.attach(model, "bf16")
+
+    error = ValueError(os.fsdecode(b"cannot read weights-\xff.bin"))
+    group, timeout = dist.group.WORLD, timedelta(seconds=20)
+    if rank == 1:
+        agree(group, next_meeting(group), error, timeout)
+    else:
+        with pytest.raises(RuntimeError, match=r"failed on rank 1: cannot read weights-\\udcff\.bin"):
+            agree(group, next_meeting(group), {"recipe": "bf16"}, timeout)
     with gradwire.attach(model, "bf16"):
         backward(model)
 

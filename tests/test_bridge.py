@@ -1,6 +1,7 @@
 """What a hook may be, what it may return, and how its errors reach the user."""
 
 import functools
+import os
 import time
 
 import pytest
@@ -203,6 +204,11 @@ BAD = {
         raises(NeedsMore(Record())),
         RuntimeError,
         "NeedsMore: bad record 7",
+    ),
+    "an exception with the name of a file that is no text": (
+        raises(ValueError(os.fsdecode(b"cannot read weights-\xff.bin"))),
+        ValueError,
+        "ValueError: cannot read weights-",
     ),
     "a wrapped hook's None": (
         default_hooks.bf16_compress_wrapper(lambda s, b: None),
