@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.utils.data import DataLoader
 
 import gradwire
 from gradwire.testing import Case, RanksFailed, cases, check_hook, run_ranks, send_message
@@ -30,6 +31,36 @@ def test_results_come_back_in_rank_order_and_messages_arrive():
     assert heard == {(rank, f"hello from {rank}") for rank in range(3)}
 
 
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids):
+    deadline, pids = time.monotonic() + 20, list(pids)
+    while left := list(filter(is_alive, pids)):
+        assert time.monotonic() < deadline, f"processes are left behind: {left}"
+        time.sleep(0.05)
+
+
+def job_with_children(rank):
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(1000)  # with the rank's end of the pipe open
+    started = subprocess.Popen(["sleep", "1000"])
+    loader = DataLoader(torch.arange(4.0), batch_size=4, num_workers=1)
+    return next(iter(loader)).sum().item(), [forked, started.pid]
+
+
+def test_a_rank_may_have_children_and_they_end_with_it():
+    results = run_ranks(job_with_children, 2)
+    assert [total for total, _ in results] == [6, 6]
+    wait_until_gone(pid for _, pids in results for pid in pids)
+
+
 def job_raise(rank):
     if rank == 1:
         raise KeyError("the reason")
@@ -45,13 +76,17 @@ def test_an_exception_on_one_rank_is_raised_with_every_ranks_traceback():
 
 def job_hang(rank):
     if rank == 1:
+        send_message(subprocess.Popen(["sleep", "1000"]).pid)
         time.sleep(1000)
     return os.getpid()
 
 
-def test_a_rank_that_hangs_is_ended_and_its_stack_is_shown():
+def test_a_rank_that_hangs_is_ended_with_its_children_and_its_stack_is_shown():
+    children = []
     with pytest.raises(RanksFailed, match="still running at the timeout") as caught:
-        run_ranks(job_hang, 2, timeout=8)
+        run_ranks(job_hang, 2, timeout=8, on_message=lambda rank, pid: children.append(pid))
+    assert len(children) == 1
+    wait_until_gone(children)
     assert set(caught.value.errors) == {1}
     assert "in job_hang" in caught.value.errors[1]
 
@@ -101,30 +136,20 @@ if __name__ == "__main__":
 
 def job_tell_and_hang(rank):
     send_message(os.getpid())
+    send_message(subprocess.Popen(["sleep", "1000"]).pid)
     time.sleep(1000)
 
 
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_ranks_end_when_their_parent_is_killed(tmp_path):
+def test_ranks_and_their_children_end_when_their_parent_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
-    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    pids = [int(parent.stdout.readline()) for _ in range(4)]
     assert all(map(is_alive, pids))
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, "a rank outlives its parent"
-        time.sleep(0.05)
+    wait_until_gone(pids)
 
 
 # --- the matrix finds what is broken ---

@@ -74,7 +74,8 @@ def run_ranks(
 
     Returns every rank's result, in rank order. Raises `RanksFailed` when a rank raises, crashes (also
     while it exits) or is still running at the timeout; then the text has the stack of each. No process
-    is left behind, also if this one is killed.
+    is left behind, also if this one is killed: neither a rank nor what it has started, unless that has
+    left the rank's process group.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
@@ -103,6 +104,7 @@ def run_ranks(
         finally:
             for process in ranks:
                 process.end()
+                process.connection.close()
         errors = {r.job.rank: r.error for r in ranks if r.error is not None}
         if errors:
             lines = [f"rank {r.job.rank}: {r.error or 'finished'}".rstrip() for r in ranks]
@@ -186,6 +188,7 @@ class _Rank:
     result: Any = None
     error: str | None = None
     reported: bool = False
+    ended: bool = False
     silent: bool = False
     """Whether the rank has closed its end of the pipe: there is nothing more to read."""
 
@@ -208,6 +211,9 @@ class _Rank:
 
     def read(self, on_message: Callable[[int, Any], None] | None) -> None:
         """Take what the rank has sent, and note how it ended."""
+        code = self.process.exitcode
+        if code is not None:
+            self.end()
         try:
             while not self.silent and self.connection.poll():
                 kind, value = pickle.loads(self.connection.recv_bytes())
@@ -219,7 +225,6 @@ class _Rank:
                     self.result, self.error = (value, None) if kind == "result" else (None, value)
         except (EOFError, ConnectionResetError):
             self.silent = True
-        code = self.process.exitcode
         if code is not None and self.error is None and (code != 0 or not self.reported):
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             when = "while exiting, its function had returned" if self.reported else "while running"
@@ -238,10 +243,17 @@ class _Rank:
         return self.job.stack_file.read_text() if self.job.stack_file.exists() else ""
 
     def end(self) -> None:
-        if self.process.exitcode is None:
+        """End the rank, if it still runs, and what it has started, which may hold the pipe open."""
+        if self.ended:
+            return
+        self.ended = True  # once: the system may later give its number to another
+        if hasattr(os, "killpg"):
+            assert self.process.pid is not None
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.exitcode is None:  # it may not have come to lead its group yet
             self.process.kill()
         self.process.join()
-        self.connection.close()
 
 
 def _collect(ranks: list[_Rank], deadline: float, on_message: Callable[[int, Any], None] | None) -> None:
@@ -280,6 +292,11 @@ def _rank_main(connection: Connection, job: _Job) -> None:
     global _to_parent, _stack_file
     if connection.poll():  # the parent never writes: it was interrupted before this rank was there
         os._exit(1)
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # so that what this rank starts can be ended with it
+    # What a rank starts, it starts as any program does: as a daemon it could not, from a server only slowly.
+    mp.current_process().daemon = False
+    mp.set_start_method(None, force=True)
     gc.freeze()  # what the server has imported is no garbage, and looking at it would copy its pages
     if job.namespace is not None:
         enter(job.namespace)  # before there are threads, which would stay behind
@@ -324,4 +341,6 @@ def _die_with_parent(connection: Connection) -> None:
     """The parent never writes; the pipe ends when the parent is gone."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv_bytes()
+    if hasattr(os, "killpg"):
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
