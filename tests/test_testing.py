@@ -1,5 +1,6 @@
 """`gradwire.testing`: ranks that always end, and a matrix that finds what is broken."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -112,9 +113,44 @@ def test_a_crash_while_exiting_is_not_overlooked():
         run_ranks(job_crash_at_exit, 1)
 
 
+class Adding:
+    def __call__(self, rank, start):
+        return rank + start
+
+    def from_ten(self, rank):
+        return rank + 10
+
+
+def test_partials_objects_and_methods_are_run_as_functions_are():
+    assert run_ranks(functools.partial(Adding(), start=5), 2) == [5, 6]
+    assert run_ranks(Adding(), 1, args=(7,)) == [7]
+    assert run_ranks(Adding().from_ten, 1) == [10]
+
+
+class PicklesOneWay:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def job_send_one_way(rank):
+    send_message("not by this" if rank else PicklesOneWay())
+    return PicklesOneWay() if rank else None
+
+
+def test_what_does_not_unpickle_is_an_error_of_the_rank_that_sent_it():
+    with pytest.raises(RanksFailed, match="what it sent does not unpickle here") as caught:
+        run_ranks(job_send_one_way, 2)
+    assert set(caught.value.errors) == {0, 1}
+    assert all("ValueError: invalid literal" in error for error in caught.value.errors.values())
+
+
 def test_what_cannot_run_is_refused():
-    with pytest.raises(ValueError, match="top level of a module"):
-        run_ranks(lambda rank: None, 2)
+    for fn, arguments in ((lambda rank: None, ()), (job_sum, (lambda: 1,))):
+        with pytest.raises(ValueError, match="must be from the top level of a module, .*<lambda>"):
+            run_ranks(fn, 2, args=arguments)
+    for timeout in (None, 0, float("nan")):
+        with pytest.raises(ValueError, match=f"timeout must be a positive number of seconds, not {timeout}"):
+            run_ranks(job_sum, 2, timeout=timeout)
     with pytest.raises(ValueError, match="at least 1"):
         run_ranks(job_sum, 0)
     with pytest.raises(RuntimeError, match="for ranks that run_ranks has started"):
@@ -252,6 +288,17 @@ def test_a_recipe_says_itself_how_far_off_it_may_be(spec, promise):
     # But for errors of errors, and for scales, which are rounded up.
     tolerance = None if promise.tolerance is None else pytest.approx(promise.tolerance, rel=0.1)
     assert found == replace(promise, tolerance=tolerance)
+
+
+def test_a_hook_or_choice_that_cannot_be_checked_is_refused():
+    with pytest.raises(ValueError, match="must be from the top level of a module, .*<lambda>"):
+        check_hook(lambda state, bucket: None)
+    with pytest.raises(ValueError, match="via must be one of ddp, attach, not 'nonsense'"):
+        check_hook("fp32", via="nonsense")
+    with pytest.raises(ValueError, match="expect must be one of mean, sum, local, not 'average'"):
+        check_hook("fp32", expect="average")
+    with pytest.raises(ValueError, match="device must be one of cpu, cuda, not 'gpu'"):
+        check_hook("fp32", device="gpu")
 
 
 def test_a_recipe_whose_errors_depend_on_the_gradients_needs_a_tolerance():

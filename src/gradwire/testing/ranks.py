@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import math
 import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from gradwire.hook_runner import hook_name
 from gradwire.lab import Lab
 from gradwire.lab.namespaces import enter
 
@@ -64,8 +66,8 @@ def run_ranks(
     """Run ``fn(rank, *args)`` on real ranks with an initialised Gloo process group.
 
     Args:
-        fn: a function that can be imported, that is, defined at the top level of a module. What it
-            returns must pickle.
+        fn: a function that can be imported, that is, defined at the top level of a module, or a partial
+            or an object that pickles. What it returns must pickle.
         world_size: how many ranks, each a process with one torch thread.
         timeout: seconds after which every rank is ended, whatever it does.
         args: further arguments.
@@ -75,14 +77,14 @@ def run_ranks(
     Returns every rank's result, in rank order. Raises `RanksFailed` when a rank raises, crashes (also
     while it exits) or is still running at the timeout; then the text has the stack of each. No process
     is left behind, also if this one is killed: neither a rank nor what it has started, unless that has
-    left the rank's process group.
+    left the rank's process group. ValueError for what cannot be handed to a rank.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
     if lab is not None and world_size != lab.num_hosts:
         raise ValueError(f"a lab of {lab.num_hosts} hosts has as many ranks, not {world_size}")
-    if "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
-        raise ValueError(f"run_ranks takes a function from the top level of a module, not {fn.__qualname__}")
+    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
     context = mp.get_context("forkserver" if sys.platform != "win32" else "spawn")
     if sys.platform != "win32":
         # The server imports torch once; a rank is then forked in milliseconds instead of seconds.
@@ -108,7 +110,7 @@ def run_ranks(
         errors = {r.job.rank: r.error for r in ranks if r.error is not None}
         if errors:
             lines = [f"rank {r.job.rank}: {r.error or 'finished'}".rstrip() for r in ranks]
-            header = f"{len(errors)} of {world_size} ranks of {fn.__qualname__} failed"
+            header = f"{len(errors)} of {world_size} ranks of {hook_name(fn)} failed"
             raise RanksFailed("\n\n".join([header, *lines]), errors)
         return [r.result for r in ranks]
 
@@ -198,8 +200,13 @@ class _Rank:
         process = context.Process(target=_rank_main, args=(theirs, job), daemon=True)
         try:
             process.start()
-        except BaseException:
+        except BaseException as error:
             ours.close()  # so that a rank that the server starts late sees that nobody waits
+            if isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
+                raise ValueError(
+                    "what ranks run must be from the top level of a module, and its arguments must pickle: "
+                    f"{error}"
+                ) from error
             raise
         finally:
             theirs.close()
@@ -216,13 +223,14 @@ class _Rank:
             self.end()
         try:
             while not self.silent and self.connection.poll():
-                kind, value = pickle.loads(self.connection.recv_bytes())
+                kind, value = _unpickled(self.connection.recv_bytes())
                 if kind == "message":
                     if on_message is not None:
                         on_message(self.job.rank, value)
+                elif kind == "result":
+                    self.reported, self.result = True, value
                 else:
-                    self.reported = True
-                    self.result, self.error = (value, None) if kind == "result" else (None, value)
+                    self.reported, self.error = True, self.error or value
         except (EOFError, ConnectionResetError):
             self.silent = True
         if code is not None and self.error is None and (code != 0 or not self.reported):
@@ -254,6 +262,14 @@ class _Rank:
         if self.process.exitcode is None:  # it may not have come to lead its group yet
             self.process.kill()
         self.process.join()
+
+
+def _unpickled(data: bytes) -> tuple[str, Any]:
+    try:
+        kind, value = pickle.loads(data)
+    except Exception:
+        return "error", f"what it sent does not unpickle here\n{traceback.format_exc()}"
+    return kind, value
 
 
 def _collect(ranks: list[_Rank], deadline: float, on_message: Callable[[int, Any], None] | None) -> None:
