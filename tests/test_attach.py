@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 import time
+import warnings
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import execution
-from gradwire.agreement import next_meeting
+from gradwire.agreement import agree, next_meeting
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from gradwire.options import Options
@@ -148,6 +149,14 @@ def job_disagreement(rank):
     else:
         with pytest.raises(RuntimeError, match="attach failed on rank 1: there is no recipe 'nonsense'"):
             gradwire.attach(model, "bf16")
+
+    error = ValueError(os.fsdecode(b"cannot read weights-\xff.bin"))
+    group, timeout = dist.group.WORLD, timedelta(seconds=20)
+    if rank == 1:
+        agree(group, next_meeting(group), error, timeout)
+    else:
+        with pytest.raises(RuntimeError, match=r"failed on rank 1: cannot read weights-\\udcff\.bin"):
+            agree(group, next_meeting(group), {"recipe": "bf16"}, timeout)
     with gradwire.attach(model, "bf16"):
         backward(model)
 
@@ -609,6 +618,7 @@ class SparseModel(nn.Module):
 
 
 def job_sparse_bf16(rank):
+    warnings.simplefilter("error")  # DDP on its own has none either
     embedding = nn.Embedding(4, 1, sparse=True, dtype=torch.bfloat16)
     model = DistributedDataParallel(embedding)
     with gradwire.attach(model, "fp32:reduction=sum"):
@@ -617,7 +627,7 @@ def job_sparse_bf16(rank):
     assert embedding.weight.grad.to_dense()[2].item() == 260
 
 
-def test_sparse_16_bit_gradients_are_summed_in_fp32():
+def test_sparse_16_bit_gradients_are_summed_in_fp32_without_a_warning():
     run_ranks(job_sparse_bf16, 4)
 
 

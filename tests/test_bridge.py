@@ -1,6 +1,10 @@
 """What a hook may be, what it may return, and how its errors reach the user."""
 
 import functools
+import os
+import pickle
+import subprocess
+import sys
 import time
 
 import pytest
@@ -13,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp_comm_hooks import default_hooks
+from gradwire.errors import Place, locate
 from gradwire.hook_runner import hook_name
 from gradwire.testing import run_ranks
 from tests import annotated_hooks
@@ -135,8 +140,18 @@ class UsersError(Exception):
 class NeedsMore(RuntimeError):
     """An error that cannot be made from a text."""
 
+    __slots__ = ("number",)
+
     def __init__(self, record):
         super().__init__(f"bad record {record.number}")
+        self.number = record.number
+
+
+class Final(Exception):
+    """An error that cannot be mixed with another."""
+
+    def __init_subclass__(cls):
+        raise TypeError("Final has no subclasses")
 
 
 class Record:
@@ -201,13 +216,29 @@ BAD = {
     ),
     "an exception that wants a record": (
         raises(NeedsMore(Record())),
-        RuntimeError,
+        NeedsMore,
         "NeedsMore: bad record 7",
+    ),
+    "an exception that cannot be mixed": (raises(Final("alone")), gradwire.WireError, "Final: alone"),
+    "an exception with the name of a file that is no text": (
+        raises(ValueError(os.fsdecode(b"cannot read weights-\xff.bin"))),
+        ValueError,
+        "ValueError: cannot read weights-",
     ),
     "a wrapped hook's None": (
         default_hooks.bf16_compress_wrapper(lambda s, b: None),
         TypeError,
         "must return a torch.futures.Future object, but got builtins.NoneType",
+    ),
+    "a wrapped hook's one value for a whole bucket": (
+        default_hooks.fp16_compress_wrapper(lambda s, b: completed(torch.full((1,), 7.0).half())),
+        ValueError,
+        "<lambda> holds a tensor of shape (1,), but the bucket's is (",
+    ),
+    "a wrapped hook's other dtype": (
+        default_hooks.bf16_compress_wrapper(lambda s, b: completed(b.buffer().half())),
+        TypeError,
+        "<lambda> holds torch.float16, but the bucket is torch.bfloat16",
     ),
     "an exception on the future": (failed_future, KeyError, "set on the future"),
 }
@@ -305,16 +336,44 @@ def test_an_error_in_an_exchange_is_raised_on_every_rank_and_can_be_left_behind(
     run_ranks(job_broken_exchange, 3, timeout=30)
 
 
-def job_unmakable_error(rank):
-    model = small_model()
-    gradwire.attach(model, gradwire.Recipe("broken", BrokenExchange(1, NeedsMore(Record()))))
-    with pytest.raises(gradwire.WireError, match="rank 1, .*NeedsMore: bad record 7"):
-        for _ in range(4):
-            backward(model)
+@pytest.mark.parametrize(
+    ("error", "attributes"),
+    [
+        (OSError(28, "No space left on device"), {"errno": 28, "strerror": "No space left on device"}),
+        (FileNotFoundError(2, "gone", "here"), {"errno": 2, "filename": "here"}),
+        (subprocess.CalledProcessError(3, ["make"]), {"returncode": 3, "cmd": ["make"]}),
+        (UnicodeDecodeError("utf8", b"x", 0, 1, "why"), {"encoding": "utf8", "reason": "why"}),
+        (NeedsMore(Record()), {"number": 7}),
+        (KeyError("lost"), {}),
+        (RuntimeError("one", 2), {}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_keeps_its_type_and_attributes_and_gains_a_place(error, attributes):
+    error.seen = "by the user"
+    located = locate(error, Place(1, 2, 3, "mine"))
+    assert isinstance(located, gradwire.WireError)
+    assert isinstance(located, type(error))
+    assert str(located) == f"rank 1, step 2, bucket 3, hook mine: {type(error).__name__}: {error}"
+    for name, value in {**attributes, "seen": "by the user", "args": error.args}.items():
+        assert getattr(located, name) == value
+    assert located.__cause__ is error
+    assert str(pickle.loads(pickle.dumps(located))) == str(located)
 
 
-def test_an_error_that_cannot_be_made_again_is_told_all_the_same():
-    run_ranks(job_unmakable_error, 2, timeout=30)
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no groups of exceptions yet")
+def test_a_group_of_errors_stays_one():
+    group = ExceptionGroup("two", [ValueError("one"), KeyError("other")])  # noqa: F821
+    located = locate(group, Place(1, 2, 3, "mine"))
+    assert isinstance(located, type(group))
+    assert located.exceptions == group.exceptions
+    assert str(located).endswith("hook mine: ExceptionGroup: two (2 sub-exceptions)")
+
+
+def test_an_error_that_cannot_be_copied_is_told_all_the_same():
+    located = locate(Final("alone"), Place(1, 2, 3, "mine"))
+    assert type(located) is gradwire.WireError
+    assert str(located) == "rank 1, step 2, bucket 3, hook mine: Final: alone"
 
 
 # --- join() calls hooks outside a backward pass ---

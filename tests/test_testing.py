@@ -1,5 +1,6 @@
 """`gradwire.testing`: ranks that always end, and a matrix that finds what is broken."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.utils.data import DataLoader
 
 import gradwire
 from gradwire.testing import Case, RanksFailed, cases, check_hook, run_ranks, send_message
@@ -30,6 +32,36 @@ def test_results_come_back_in_rank_order_and_messages_arrive():
     assert heard == {(rank, f"hello from {rank}") for rank in range(3)}
 
 
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids):
+    deadline, pids = time.monotonic() + 20, list(pids)
+    while left := list(filter(is_alive, pids)):
+        assert time.monotonic() < deadline, f"processes are left behind: {left}"
+        time.sleep(0.05)
+
+
+def job_with_children(rank):
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(1000)  # with the rank's end of the pipe open
+    started = subprocess.Popen(["sleep", "1000"])
+    loader = DataLoader(torch.arange(4.0), batch_size=4, num_workers=1)
+    return next(iter(loader)).sum().item(), [forked, started.pid]
+
+
+def test_a_rank_may_have_children_and_they_end_with_it():
+    results = run_ranks(job_with_children, 2)
+    assert [total for total, _ in results] == [6, 6]
+    wait_until_gone(pid for _, pids in results for pid in pids)
+
+
 def job_raise(rank):
     if rank == 1:
         raise KeyError("the reason")
@@ -45,13 +77,17 @@ def test_an_exception_on_one_rank_is_raised_with_every_ranks_traceback():
 
 def job_hang(rank):
     if rank == 1:
+        send_message(subprocess.Popen(["sleep", "1000"]).pid)
         time.sleep(1000)
     return os.getpid()
 
 
-def test_a_rank_that_hangs_is_ended_and_its_stack_is_shown():
+def test_a_rank_that_hangs_is_ended_with_its_children_and_its_stack_is_shown():
+    children = []
     with pytest.raises(RanksFailed, match="still running at the timeout") as caught:
-        run_ranks(job_hang, 2, timeout=8)
+        run_ranks(job_hang, 2, timeout=8, on_message=lambda rank, pid: children.append(pid))
+    assert len(children) == 1
+    wait_until_gone(children)
     assert set(caught.value.errors) == {1}
     assert "in job_hang" in caught.value.errors[1]
 
@@ -77,9 +113,44 @@ def test_a_crash_while_exiting_is_not_overlooked():
         run_ranks(job_crash_at_exit, 1)
 
 
+class Adding:
+    def __call__(self, rank, start):
+        return rank + start
+
+    def from_ten(self, rank):
+        return rank + 10
+
+
+def test_partials_objects_and_methods_are_run_as_functions_are():
+    assert run_ranks(functools.partial(Adding(), start=5), 2) == [5, 6]
+    assert run_ranks(Adding(), 1, args=(7,)) == [7]
+    assert run_ranks(Adding().from_ten, 1) == [10]
+
+
+class PicklesOneWay:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def job_send_one_way(rank):
+    send_message("not by this" if rank else PicklesOneWay())
+    return PicklesOneWay() if rank else None
+
+
+def test_what_does_not_unpickle_is_an_error_of_the_rank_that_sent_it():
+    with pytest.raises(RanksFailed, match="what it sent does not unpickle here") as caught:
+        run_ranks(job_send_one_way, 2)
+    assert set(caught.value.errors) == {0, 1}
+    assert all("ValueError: invalid literal" in error for error in caught.value.errors.values())
+
+
 def test_what_cannot_run_is_refused():
-    with pytest.raises(ValueError, match="top level of a module"):
-        run_ranks(lambda rank: None, 2)
+    for fn, arguments in ((lambda rank: None, ()), (job_sum, (lambda: 1,))):
+        with pytest.raises(ValueError, match="must be from the top level of a module, .*<lambda>"):
+            run_ranks(fn, 2, args=arguments)
+    for timeout in (None, 0, float("nan")):
+        with pytest.raises(ValueError, match=f"timeout must be a positive number of seconds, not {timeout}"):
+            run_ranks(job_sum, 2, timeout=timeout)
     with pytest.raises(ValueError, match="at least 1"):
         run_ranks(job_sum, 0)
     with pytest.raises(RuntimeError, match="for ranks that run_ranks has started"):
@@ -101,30 +172,20 @@ if __name__ == "__main__":
 
 def job_tell_and_hang(rank):
     send_message(os.getpid())
+    send_message(subprocess.Popen(["sleep", "1000"]).pid)
     time.sleep(1000)
 
 
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_ranks_end_when_their_parent_is_killed(tmp_path):
+def test_ranks_and_their_children_end_when_their_parent_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
-    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    pids = [int(parent.stdout.readline()) for _ in range(4)]
     assert all(map(is_alive, pids))
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, "a rank outlives its parent"
-        time.sleep(0.05)
+    wait_until_gone(pids)
 
 
 # --- the matrix finds what is broken ---
@@ -227,6 +288,17 @@ def test_a_recipe_says_itself_how_far_off_it_may_be(spec, promise):
     # But for errors of errors, and for scales, which are rounded up.
     tolerance = None if promise.tolerance is None else pytest.approx(promise.tolerance, rel=0.1)
     assert found == replace(promise, tolerance=tolerance)
+
+
+def test_a_hook_or_choice_that_cannot_be_checked_is_refused():
+    with pytest.raises(ValueError, match="must be from the top level of a module, .*<lambda>"):
+        check_hook(lambda state, bucket: None)
+    with pytest.raises(ValueError, match="via must be one of ddp, attach, not 'nonsense'"):
+        check_hook("fp32", via="nonsense")
+    with pytest.raises(ValueError, match="expect must be one of mean, sum, local, not 'average'"):
+        check_hook("fp32", expect="average")
+    with pytest.raises(ValueError, match="device must be one of cpu, cuda, not 'gpu'"):
+        check_hook("fp32", device="gpu")
 
 
 def test_a_recipe_whose_errors_depend_on_the_gradients_needs_a_tolerance():

@@ -45,7 +45,8 @@ def agree(
     store, rank, size = group.get_group_store(), group.rank(), group.size()
     keys = [f"{meeting}/claim/{peer}" for peer in range(size)]
     if isinstance(claim, Exception):
-        said = f"error: {claim}"
+        # A store takes no text with half a character in it, as names of files may have.
+        said = f"error: {claim}".encode(errors="backslashreplace").decode()
     else:
         # A digest for everyone, and the fields for those who need to know: a model has many parameters.
         store.set(f"{keys[rank]}/fields", json.dumps(claim))

@@ -66,7 +66,8 @@ class Board:
             self._open()
 
     def post_failure(self, text: str) -> None:
-        self._ask(lambda store: store.compare_set("failure", "", text))
+        sendable = text.encode(errors="backslashreplace").decode()  # as names of files may need
+        self._ask(lambda store: store.compare_set("failure", "", sendable))
 
     def failure(self) -> str | None:
         return self._read("failure")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from types import MemberDescriptorType
 
+_IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _IN_CALLBACK = "Got the following error when running the callback: "
 
 
 class WireError(RuntimeError):
     """Something went wrong between a backward pass and the wire.
 
-    An error raised by a hook keeps its own type as well: a ``KeyError`` inside a hook leaves
-    ``backward()`` as an exception that is both a ``KeyError`` and a ``WireError``.
+    An error raised by a hook keeps its own type and attributes as well: a full disk inside a hook leaves
+    ``backward()`` as an exception that is both a ``WireError`` and an ``OSError`` with its ``errno``.
     """
 
     def __init__(self, text: str) -> None:
@@ -45,24 +47,40 @@ class Place:
         return f"rank {self.rank}, step {self.step}, bucket {self.bucket}, hook {self.hook}"
 
 
-def _located_kind(kind: type[Exception]) -> type[WireError]:
-    if issubclass(WireError, kind):
-        return WireError
-    return type(kind.__name__, (WireError, kind), {"__module__": kind.__module__})
-
-
 def locate(error: Exception, place: Place) -> WireError:
-    """The same error, still of its own type, its text led by the place where it happened."""
+    """The same error, still of its own type and with its attributes, its text led by where it happened."""
     if isinstance(error, WireError):
         return error
     text = f"{place}: {describe(error)}"
     try:
-        located = _located_kind(type(error))(text)
-    except Exception:  # a class that cannot be mixed with another, or that wants other arguments
+        located = _copy(error)
+        located.text = text
+    except Exception:  # a class that cannot be mixed with another, or copied
         located = WireError(text)
-    located.text = text
     located.__cause__ = error
     return located
+
+
+def _copy(error: Exception) -> WireError:
+    """A WireError that is also of the error's type, made past its ``__init__``, which may want anything."""
+    kind = type(error)
+    both = WireError if issubclass(WireError, kind) else _mixed(kind)
+    # Classes made by C keep things of their own; those made from them have all in args and attributes.
+    native = next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
+    located: WireError = native.__new__(both, *error.args)
+    native.__init__(located, *error.args)  # type: ignore[misc]  # that of the class, as is meant
+    located.args = error.args
+    located.__dict__.update(error.__dict__)
+    for base in kind.__mro__:
+        for member in vars(base).values():
+            if isinstance(member, MemberDescriptorType):  # a slot, or an errno of C's
+                with contextlib.suppress(AttributeError, TypeError):  # not set there, or set by __new__
+                    member.__set__(located, member.__get__(error))
+    return located
+
+
+def _mixed(kind: type[Exception]) -> type[WireError]:
+    return type(kind.__name__, (WireError, kind), {"__module__": kind.__module__})
 
 
 def original(error: Exception) -> Exception:

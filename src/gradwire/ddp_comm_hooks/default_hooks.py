@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradwire.ddp_comm_hooks._raw import run_recipe
-from gradwire.hook_runner import hook_name, require_future
+from gradwire.hook_runner import check_result, hook_name, require_future
 from gradwire.own_hooks import Known, make_known
 from gradwire.recipes import Recipe, bf16, fp16, fp32
 
@@ -86,11 +86,13 @@ def _wrapper(hook: Hook, dtype: torch.dtype, name: str, around_allreduce: Hook) 
         original = bucket.buffer()
         if original.dtype.itemsize <= dtype.itemsize or original.is_sparse:
             return hook(state, bucket)
-        bucket.set_buffer(original.to(dtype))
+        compressed = original.to(dtype)
+        bucket.set_buffer(compressed)
 
         def decompress(done: Future[torch.Tensor]) -> torch.Tensor:
             bucket.set_buffer(original)
-            return original.copy_(done.value())
+            # Checked here, where it still is the hook's own: one value would be copied to all places.
+            return original.copy_(check_result(hook_name(hook), done.value(), compressed))
 
         return require_future(hook_name(hook), hook(state, bucket)).then(decompress)
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
@@ -151,8 +151,8 @@ def check_hook(
         cases: which cases; by default `cases()`.
         case_timeout: seconds after which a case counts as hung.
 
-    Raises ValueError if there is no such recipe, and without a tolerance for one whose errors depend on the
-    gradients (low rank, ``sign`` with feedback).
+    Raises ValueError if there is no such recipe or choice, for a hook that cannot be imported, and without a
+    tolerance for a recipe whose errors depend on the gradients (low rank, ``sign`` with feedback).
 
     Example::
 
@@ -168,11 +168,15 @@ def check_hook(
             f"what {hook} leaves out depends on the gradients, so that no tolerance follows from it: give "
             "one, tolerance=...; docs/testing.md has those that gradwire's own tests take"
         )
+    expect = promise.expect if expect is None else expect
+    _require_choice("expect", expect, get_args(Expect))
+    _require_choice("via", via, ("ddp", "attach"))
+    _require_choice("device", device, ("cpu", "cuda"))
     subject = Subject(
         hook,
         state_factory,
         tolerance,
-        promise.expect if expect is None else expect,
+        expect,
         via,
         device,
         promise.floor if floor is None else floor,
@@ -187,6 +191,11 @@ def check_hook(
 
 
 _default_cases = cases
+
+
+def _require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _run_until_broken(

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import math
 import multiprocessing as mp
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from gradwire.hook_runner import hook_name
 from gradwire.lab import Lab
 from gradwire.lab.namespaces import enter
 
@@ -64,8 +66,8 @@ def run_ranks(
     """Run ``fn(rank, *args)`` on real ranks with an initialised Gloo process group.
 
     Args:
-        fn: a function that can be imported, that is, defined at the top level of a module. What it
-            returns must pickle.
+        fn: a function that can be imported, that is, defined at the top level of a module, or a partial
+            or an object that pickles. What it returns must pickle.
         world_size: how many ranks, each a process with one torch thread.
         timeout: seconds after which every rank is ended, whatever it does.
         args: further arguments.
@@ -74,14 +76,15 @@ def run_ranks(
 
     Returns every rank's result, in rank order. Raises `RanksFailed` when a rank raises, crashes (also
     while it exits) or is still running at the timeout; then the text has the stack of each. No process
-    is left behind, also if this one is killed.
+    is left behind, also if this one is killed: neither a rank nor what it has started, unless that has
+    left the rank's process group. ValueError for what cannot be handed to a rank.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
     if lab is not None and world_size != lab.num_hosts:
         raise ValueError(f"a lab of {lab.num_hosts} hosts has as many ranks, not {world_size}")
-    if "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
-        raise ValueError(f"run_ranks takes a function from the top level of a module, not {fn.__qualname__}")
+    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
     context = mp.get_context("forkserver" if sys.platform != "win32" else "spawn")
     if sys.platform != "win32":
         # The server imports torch once; a rank is then forked in milliseconds instead of seconds.
@@ -103,10 +106,11 @@ def run_ranks(
         finally:
             for process in ranks:
                 process.end()
+                process.connection.close()
         errors = {r.job.rank: r.error for r in ranks if r.error is not None}
         if errors:
             lines = [f"rank {r.job.rank}: {r.error or 'finished'}".rstrip() for r in ranks]
-            header = f"{len(errors)} of {world_size} ranks of {fn.__qualname__} failed"
+            header = f"{len(errors)} of {world_size} ranks of {hook_name(fn)} failed"
             raise RanksFailed("\n\n".join([header, *lines]), errors)
         return [r.result for r in ranks]
 
@@ -186,6 +190,7 @@ class _Rank:
     result: Any = None
     error: str | None = None
     reported: bool = False
+    ended: bool = False
     silent: bool = False
     """Whether the rank has closed its end of the pipe: there is nothing more to read."""
 
@@ -195,8 +200,13 @@ class _Rank:
         process = context.Process(target=_rank_main, args=(theirs, job), daemon=True)
         try:
             process.start()
-        except BaseException:
+        except BaseException as error:
             ours.close()  # so that a rank that the server starts late sees that nobody waits
+            if isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
+                raise ValueError(
+                    "what ranks run must be from the top level of a module, and its arguments must pickle: "
+                    f"{error}"
+                ) from error
             raise
         finally:
             theirs.close()
@@ -208,18 +218,21 @@ class _Rank:
 
     def read(self, on_message: Callable[[int, Any], None] | None) -> None:
         """Take what the rank has sent, and note how it ended."""
+        code = self.process.exitcode
+        if code is not None:
+            self.end()
         try:
             while not self.silent and self.connection.poll():
-                kind, value = pickle.loads(self.connection.recv_bytes())
+                kind, value = _unpickled(self.connection.recv_bytes())
                 if kind == "message":
                     if on_message is not None:
                         on_message(self.job.rank, value)
+                elif kind == "result":
+                    self.reported, self.result = True, value
                 else:
-                    self.reported = True
-                    self.result, self.error = (value, None) if kind == "result" else (None, value)
+                    self.reported, self.error = True, self.error or value
         except (EOFError, ConnectionResetError):
             self.silent = True
-        code = self.process.exitcode
         if code is not None and self.error is None and (code != 0 or not self.reported):
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             when = "while exiting, its function had returned" if self.reported else "while running"
@@ -238,10 +251,25 @@ class _Rank:
         return self.job.stack_file.read_text() if self.job.stack_file.exists() else ""
 
     def end(self) -> None:
-        if self.process.exitcode is None:
+        """End the rank, if it still runs, and what it has started, which may hold the pipe open."""
+        if self.ended:
+            return
+        self.ended = True  # once: the system may later give its number to another
+        if hasattr(os, "killpg"):
+            assert self.process.pid is not None
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.exitcode is None:  # it may not have come to lead its group yet
             self.process.kill()
         self.process.join()
-        self.connection.close()
+
+
+def _unpickled(data: bytes) -> tuple[str, Any]:
+    try:
+        kind, value = pickle.loads(data)
+    except Exception:
+        return "error", f"what it sent does not unpickle here\n{traceback.format_exc()}"
+    return kind, value
 
 
 def _collect(ranks: list[_Rank], deadline: float, on_message: Callable[[int, Any], None] | None) -> None:
@@ -280,6 +308,11 @@ def _rank_main(connection: Connection, job: _Job) -> None:
     global _to_parent, _stack_file
     if connection.poll():  # the parent never writes: it was interrupted before this rank was there
         os._exit(1)
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # so that what this rank starts can be ended with it
+    # What a rank starts, it starts as any program does: as a daemon it could not, from a server only slowly.
+    mp.current_process().daemon = False
+    mp.set_start_method(None, force=True)
     gc.freeze()  # what the server has imported is no garbage, and looking at it would copy its pages
     if job.namespace is not None:
         enter(job.namespace)  # before there are threads, which would stay behind
@@ -324,4 +357,6 @@ def _die_with_parent(connection: Connection) -> None:
     """The parent never writes; the pipe ends when the parent is gone."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv_bytes()
+    if hasattr(os, "killpg"):
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
