@@ -185,18 +185,21 @@ def require_future(name: str, answer: object) -> Future[Any]:
     return answer  # type: ignore[return-value]  # torch.futures.Future is its Python face
 
 
-def check_result(name: str, value: object, bucket: Tensor) -> Tensor:
-    """``value`` if DDP can take it for the bucket's new content; else TypeError or ValueError."""
+def check_result(name: str, value: object, bucket: Tensor, *, is_copied: bool = False) -> Tensor:
+    """``value`` if it can be the bucket's new content; else TypeError or ValueError.
+
+    If it ``is_copied`` to the bucket, dtype and device may be others.
+    """
     if not isinstance(value, Tensor):
         kind = type(value)
         raise TypeError(
             f"the future of {name} must hold one tensor, but holds {kind.__module__}.{kind.__qualname__}"
         )
-    if value.dtype != bucket.dtype:
+    if value.dtype != bucket.dtype and not is_copied:
         raise TypeError(
             f"the future of {name} holds {value.dtype}, but the bucket is {bucket.dtype}; cast the result"
         )
-    if value.device != bucket.device:
+    if value.device != bucket.device and not is_copied:
         raise ValueError(
             f"the future of {name} holds a tensor on {value.device}, but the bucket is on {bucket.device}"
         )

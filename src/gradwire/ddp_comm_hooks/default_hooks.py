@@ -86,13 +86,12 @@ def _wrapper(hook: Hook, dtype: torch.dtype, name: str, around_allreduce: Hook) 
         original = bucket.buffer()
         if original.dtype.itemsize <= dtype.itemsize or original.is_sparse:
             return hook(state, bucket)
-        compressed = original.to(dtype)
-        bucket.set_buffer(compressed)
+        bucket.set_buffer(original.to(dtype))
 
         def decompress(done: Future[torch.Tensor]) -> torch.Tensor:
             bucket.set_buffer(original)
             # Checked here, where it still is the hook's own: one value would be copied to all places.
-            return original.copy_(check_result(hook_name(hook), done.value(), compressed))
+            return original.copy_(check_result(hook_name(hook), done.value(), original, is_copied=True))
 
         return require_future(hook_name(hook), hook(state, bucket)).then(decompress)
 
