@@ -105,7 +105,8 @@ def job_forms(rank):
     model = small_model()
     with gradwire.attach(model, default_hooks.fp16_compress_wrapper(of_fp32), state=dist.group.WORLD):
         backward(model)
-    torch.testing.assert_close(gradients(model), gradients(plain), rtol=2e-3, atol=1e-6)
+    off = (gradients(model) - gradients(plain)).abs().max() / gradients(plain).abs().max()
+    assert 0 < off < 1e-3
 
 
 def test_every_form_of_hook_can_be_attached():
