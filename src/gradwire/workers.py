@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.errors import WireError, locate
+from gradwire.errors import WireError, describe, locate
 from gradwire.exchanges import Scratch
 from gradwire.failure import Failure
 from gradwire.tasks import Task, future_for, in_this_process
@@ -181,7 +181,9 @@ class _Worker:
             return result.to(flat.device) if result.is_sparse else flat.copy_(result)
         except Exception as error:
             core.fail(locate(error, job.task.place))
-            return flat
+        except BaseException as error:  # SystemExit would end this thread alone, with the bucket never done
+            core.fail(WireError(f"{job.task.place}: {describe(error)}"))
+        return flat
 
     def _run(self, core: _Core, job: _Job, flat: Tensor) -> Tensor:
         task = job.task
