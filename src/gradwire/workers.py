@@ -144,6 +144,7 @@ class _Worker:
         self.group = group
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._scratch = Scratch()
+        self._unconnected: RuntimeError | None = None
         self._at = -1, Progress(None, True, time.monotonic())
 
     @property
@@ -154,6 +155,7 @@ class _Worker:
         return number, replace(progress, waits_for=waits_for)
 
     def serve(self, core: _Core) -> None:
+        self._connect()
         with torch.no_grad():
             while (job := self.jobs.get()) is not None:
                 for earlier in job.after:
@@ -166,6 +168,14 @@ class _Worker:
                     future.set_result(result)
                 over.set()
                 del future, result
+
+    def _connect(self) -> None:
+        """Whatever comes of the tasks, so that no other rank waits for this one's connections."""
+        if isinstance(self.group, GlooGroup):
+            try:
+                self.group.open()
+            except RuntimeError as error:
+                self._unconnected = error
 
     def _result(self, core: _Core, job: _Job, streams: contextlib.ExitStack) -> Tensor:
         """What a task makes of its bucket; there is one whatever happens, since DDP waits without a limit."""
@@ -189,6 +199,8 @@ class _Worker:
         task = job.task
         if core.failure.error is not None:
             return flat
+        if self._unconnected is not None:
+            raise self._unconnected
         before, begin = self.group.traffic.copy(), time.perf_counter()
         self._at = job.number, Progress(task.place, False, time.monotonic())
         try:

@@ -31,7 +31,7 @@ def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: 
     bridges = _bridges.setdefault(group, {})
     bridge = bridges.get((recipe, device.type))
     if bridge is None:
-        lane = open_lane(group, device, next_meeting(group))
+        lane = open_lane(group, device, next_meeting(group), late=True)
         bridge = bridges[recipe, device.type] = Bridge(RecipeRunner(recipe, lane, Layouts()), group.rank())
     return bridge.run(bucket)
 
