@@ -1,5 +1,7 @@
 """The drop-in face: torch's names, arguments and meanings."""
 
+import copy
+import gc
 import importlib
 import inspect
 import pkgutil
@@ -7,6 +9,7 @@ import subprocess
 import sys
 import types
 import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +27,7 @@ import gradwire
 import gradwire.ddp_comm_hooks as our_package
 from gradwire.ddp_comm_hooks import (
     DDPCommHookType,
+    _raw,
     ddp_zero_hook,
     debugging_hooks,
     default_hooks,
@@ -339,6 +343,62 @@ def job_raw_overflow(rank):
 
 def test_80000_and_0_average_to_40000_in_fp16():
     run_ranks(job_raw_overflow, 2)
+
+
+@dataclass(frozen=True)
+class Careful:
+    """Averages plainly, and fails before anything is sent where something is not a number."""
+
+    communicates = True
+    kernels = frozenset()
+
+    def run(self, flat, context):
+        if flat.isnan().any():
+            raise ValueError("not a number")
+        gradwire.fp32().exchange.run(flat, context)
+
+
+def job_raw_failure(rank):
+    recipe = gradwire.Recipe("careful", Careful())
+
+    def hook(state, bucket):
+        return _raw.run_recipe(recipe, state, bucket)
+
+    failed = small_model()
+    failed.register_comm_hook(None, hook)
+    for step in range(2):
+        with pytest.raises(gradwire.WireError, match="rank 1, step 0, bucket .*: ValueError: not a number"):
+            failed(torch.full((4, 10), torch.nan if rank == 1 and step == 0 else 1.0)).sum().backward()
+
+    copied = DistributedDataParallel(copy.deepcopy(failed.module), bucket_cap_mb=0.001)
+    expected, both = small_model(), [small_model(), copied]
+    backward(expected, 0)
+    for model in both:
+        model.register_comm_hook(None, hook)
+        for _ in range(2):
+            backward(model, 0)
+        assert torch.equal(gradients(model), gradients(expected))
+    models = _raw._models[dist.group.WORLD][recipe, "cpu"]
+    bridges = [weakref.ref(models._bridges[next(model.parameters())]) for model in (failed, *both)]
+    assert len({id(bridge()) for bridge in bridges}) == 3, "each model has its own"
+    del both, copied, model
+    gc.collect()
+    assert [bridge() for bridge in bridges[1:]] == [None] * 2, "they end with their models"
+
+    # In one backward pass nothing tells models apart before their parameters are known.
+    both = [small_model() for _ in range(2)]
+    for model in both:
+        model.register_comm_hook(None, hook)
+    for _ in range(2):
+        torch.manual_seed(rank)
+        sum(model(torch.randn(4, 10)).square().mean() for model in both).backward()
+    assert models._bridges[next(both[0].parameters())] is models._bridges[next(both[1].parameters())]
+    return [gradients(model) for model in both]
+
+
+def test_a_raw_hook_that_failed_has_failed_for_its_own_model_alone():
+    first, second = run_ranks(job_raw_failure, 2, timeout=30)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def job_is_last(rank):

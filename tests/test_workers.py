@@ -1,6 +1,7 @@
 """A lane's workers: which tasks run beside each other, in which order, and what both of them share."""
 
 import threading
+import time
 import weakref
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import execution
-from gradwire.errors import Place
+from gradwire.errors import Place, WireError, describe
 from gradwire.failure import Failure
 from gradwire.layout import BucketLayout, Slot
 from gradwire.memory import Memory
@@ -68,6 +69,25 @@ def test_a_lane_that_its_own_thread_drops_last_is_ended_by_one_that_is_waited_fo
     core.deal(task_of(0, held.clear, overlaps=True), torch.futures.Future(), None)
     wait_for(ended)
     assert not seen[0].daemon
+
+
+def test_a_task_that_would_end_its_thread_is_a_failure_and_its_bucket_is_done():
+    for leaving in (SystemExit(3), KeyboardInterrupt()):
+        lane = WorkerLane([Alone()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
+
+        def leave(error=leaving):
+            raise error
+
+        bucket = task_of(0, leave, overlaps=True)
+        done, later = lane.submit(bucket), lane.submit(task_of(1, lambda: None, overlaps=True))
+        deadline = time.monotonic() + LIMIT_S
+        while not later.done():
+            assert time.monotonic() < deadline, "the thread has ended"
+            time.sleep(0.001)
+        assert done.value() is bucket.flat
+        expected = f"rank 0, step 0, bucket 0, hook test: {describe(leaving)}"
+        assert (type(lane.failure), str(lane.failure)) == (WireError, expected)
+        lane.close()
 
 
 def test_two_buckets_are_in_flight_and_a_third_waits_for_the_first(lane):

@@ -13,11 +13,12 @@ import logging
 import time
 import weakref
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.futures import Future
 
 from gradwire.errors import WireError, locate
@@ -61,8 +62,11 @@ class Lane(Protocol):
         ...
 
 
-def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str) -> Lane:
-    """A lane for buckets on ``device``; collective over ``group``, and ``prefix`` must be new to it."""
+def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str, *, late: bool = False) -> Lane:
+    """A lane for buckets on ``device``; collective over ``group``, and ``prefix`` must be new to it.
+
+    With ``late``, for hooks, which must not wait for others, its threads connect while tasks queue.
+    """
     if device.type == "cuda" and backend_name(group, device) == "nccl":
         return StreamLane(NcclGroup(group), Failure(group, prefix), timeout_of(group))
     if device.type not in ("cpu", "cuda"):
@@ -71,7 +75,7 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str) -> La
     with contextlib.ExitStack() as undo:
         groups = []
         for number in range(NUM_IN_FLIGHT):
-            groups.append(open_gloo(group, f"{prefix}/{number}"))
+            groups.append(open_gloo(group, f"{prefix}/{number}", late=late))
             undo.callback(groups[-1].close)
         lane = WorkerLane(groups, failure, timeout, prefix)
         undo.pop_all()
@@ -99,14 +103,12 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return dist.default_pg_timeout
 
 
-def open_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
-    """A Gloo group of our own with the ranks and the timeout of ``group``; collective."""
-    try:
-        return GlooGroup(group.get_group_store(), prefix, group.rank(), group.size(), timeout_of(group))
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {group.rank()}: gradwire could not connect to the other ranks of the group: {error}"
-        ) from error
+def open_gloo(group: dist.ProcessGroup, prefix: str, *, late: bool = False) -> GlooGroup:
+    """A Gloo group of our own, with the ranks and the timeout of ``group``; collective, or its `open` is."""
+    store: Any = group.get_group_store()
+    if late and isinstance(getattr(store, "_underlying_non_prefix_store", None), TCPStore):
+        store = store.clone()
+    return GlooGroup(store, prefix, group.rank(), group.size(), timeout_of(group), late=late)
 
 
 class StreamLane:

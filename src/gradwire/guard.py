@@ -8,28 +8,34 @@ too. A failure goes round the ring in milliseconds, and costs nothing until then
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from gradwire.board import Standing
-from gradwire.errors import Place, WireError
+from gradwire.errors import Place, WireError, locate
 from gradwire.execution import open_gloo, timeout_of
 from gradwire.failure import Failure
 from gradwire.tasks import in_this_process
-from gradwire.transport import ClosedGroup, GlooGroup
+from gradwire.transport import ClosedGroup, Group
 from gradwire.watch import Progress, Watch
 
 # A peer that ends normally closes the ring as well, while its last messages may still be on their way.
 # One that was killed closes the hook's own connections too, which the hook usually notices by itself.
 _GRACE_S = 20.0
+
+Over = concurrent.futures.Future[None]
+"""Of something that is said over the ring: done when that is over, whatever has come of it."""
 
 
 class Guard:
@@ -39,7 +45,7 @@ class Guard:
         self._core = core = _Core(group, prefix)
         threads = [
             threading.Thread(target=target, name=f"gradwire-{prefix}", daemon=True)
-            for target in (core.watch_ring, core.watch_clock)
+            for target in (core.watch_ring, core.watch_clock, core.serve_talks)
         ]
         for thread in threads:
             thread.start()
@@ -58,19 +64,14 @@ class Guard:
         """Give up, on every rank."""
         self._core.fail(error)
 
-    @property
-    def group(self) -> GlooGroup:
-        """The ranks of the wire, to compare notes with before a hook is called."""
-        return self._core.ring
+    def start_talk(self, talk: Callable[[Group, torch.device], None], place: Place) -> Over:
+        """Run ``talk`` over the ring, after those before it; what it raises is a failure."""
+        return self._core.start_talk(talk, place)
 
     def add_who_is_last(self, error: WireError, place: Place, waited_s: float) -> None:
         """If a hook failed after a long wait, its own timeout has struck: say for whom it waited."""
         if waited_s > self._core.timeout_s / 2:
             error.text += f". {self._core.who(place, timed_out=True)}"
-
-    def explain(self, place: Place, closed: ClosedGroup) -> None:
-        """Give up because the ring has closed while this rank waited in it."""
-        self._core.fail(self._core.failure.explain(place, closed, self._core.ring.close))
 
     def close(self) -> None:
         self._finalizer()
@@ -86,11 +87,21 @@ class _Wait:
     give_up: Callable[[], None]
 
 
+@dataclass(frozen=True)
+class _Talk:
+    """Something to be said over the ring."""
+
+    run: Callable[[Group, torch.device], None]
+    place: Place
+    over: Over
+
+
 class _Core:
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
         self.failure = Failure(group, prefix)
         self.timeout_s = timeout_of(group).total_seconds()
         self.ring = open_gloo(group, prefix)
+        self.talks: queue.SimpleQueue[_Talk | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending: dict[Future[Tensor], _Wait] = {}
         self._broken = self._closed = False
@@ -134,7 +145,37 @@ class _Core:
         with self._changed:
             self._closed = True
             self._changed.notify()
+        self.talks.put(None)
         self.ring.close()
+
+    def start_talk(self, talk: Callable[[Group, torch.device], None], place: Place) -> Over:
+        over = Over()
+        with self._changed:
+            if not self._closed:
+                self.talks.put(_Talk(talk, place, over))
+                return over
+        over.set_result(None)
+        return over
+
+    def serve_talks(self) -> None:
+        while (talk := self.talks.get()) is not None:
+            if self.failure.error is None:
+                self._run(talk)
+            over = talk.over
+            # Who waits for it may then drop the model: keep nothing of it.
+            del talk
+            over.set_result(None)
+            del over
+
+    def _run(self, talk: _Talk) -> None:
+        try:
+            with torch.no_grad():
+                talk.run(self.ring, torch.device("cpu"))
+        except ClosedGroup as closed:
+            if self.failure.error is None and not self._closed:
+                self.fail(self.failure.explain(talk.place, closed, self.ring.close))
+        except Exception as error:
+            self.fail(locate(error, talk.place))
 
     def watch_ring(self) -> None:
         if self.ring.size == 1:

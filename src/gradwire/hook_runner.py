@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import threading
@@ -17,12 +18,16 @@ from torch.futures import Future
 from gradwire import fingerprint
 from gradwire.agreement import require_same
 from gradwire.errors import Place, WireError, locate, original
-from gradwire.guard import Guard
+from gradwire.guard import Guard, Over
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.runners import Runner, Talk, completed
 from gradwire.stats import StatsBook
 from gradwire.tasks import future_for
-from gradwire.transport import ClosedGroup, Group
+from gradwire.transport import Group
+
+# Ranks whose layouts differ must not call the hook: Gloo ends the process when sizes do. So they wait for one
+# another, but not for ever: before a rank's bucket may stand a collective of the user's own with this rank.
+_PATIENCE_S = 2.0
 
 
 class HookRunner:
@@ -40,7 +45,7 @@ class HookRunner:
     ) -> None:
         """Without a guard, nobody ends the waiting for peers that have failed.
 
-        ``peers`` are the ranks to compare new ``layouts`` with, the guard's if there is one.
+        With one, new ``layouts`` are compared with the other ranks' over its ring; without, over ``peers``.
         """
         self.name = hook_name(hook)
         self.stats = StatsBook()
@@ -48,7 +53,7 @@ class HookRunner:
         self._state = state
         self._guard = guard
         self._layouts = layouts
-        self._peers = guard.group if guard is not None else peers
+        self._peers = peers
         self._agreed: dict[int, BucketLayout] = {}
         self._failure: WireError | None = None
         self._give_up: list[Callable[[], None]] = []
@@ -59,7 +64,7 @@ class HookRunner:
 
     def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
         local = bucket.buffer()
-        self._agree(bucket, place)
+        compared = self._compare(bucket, place)
         if self.failure is not None:
             return completed(local)
         begin = time.perf_counter()
@@ -80,7 +85,10 @@ class HookRunner:
             # gone. It must not be the one to drop the group: a thread that joins itself aborts the process.
             value = held.pop()._check(done, local, place, used, called, work_s)
             used.clear()
-            settle(value)
+            if compared is None:
+                settle(value)
+            else:
+                compared.add_done_callback(lambda _: settle(value))
 
         def give_up() -> None:
             settle(local)
@@ -119,24 +127,30 @@ class HookRunner:
         self.stats.record(place, None, None, *times)
         return value
 
-    def _agree(self, bucket: GradBucket, place: Place) -> None:
-        if self._layouts is None or self._peers is None:
-            return
+    def _compare(self, bucket: GradBucket, place: Place) -> Over | None:
+        """Compare a layout that is new with the other ranks'; when that is over, unless it is already."""
+        if self._layouts is None:
+            return None
         layout = self._layouts.of(bucket)
-        if self._agreed.get(layout.index) != layout:
-            self._agreed[layout.index] = layout
-            talk = functools.partial(require_same, fingerprint.of_bucket(layout))
-            self.confer(talk, place, bucket.buffer().device)
+        if self._agreed.get(layout.index) == layout:
+            return None
+        self._agreed[layout.index] = layout
+        talk = functools.partial(require_same, fingerprint.of_bucket(layout))
+        if self._guard is None:
+            if self._peers is not None:
+                self.confer(talk, place, bucket.buffer().device)
+            return None
+        compared = self._guard.start_talk(talk, place)
+        concurrent.futures.wait([compared], _PATIENCE_S)
+        return compared
 
     def confer(self, talk: Talk, place: Place, device: torch.device) -> None:
+        if self._guard is not None:
+            self._guard.start_talk(talk, place).result()
+            return
         assert self._peers is not None
         try:
-            talk(self._peers, torch.device("cpu") if self._guard is not None else device)
-        except ClosedGroup as closed:
-            if self._guard is None:
-                self.fail(locate(closed, place))
-            else:
-                self._guard.explain(place, closed)
+            talk(self._peers, device)
         except Exception as error:
             self.fail(locate(error, place))
 

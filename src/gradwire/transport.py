@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -149,18 +151,35 @@ class GlooGroup:
 
     native_sum = None
 
-    def __init__(self, store: Store, prefix: str, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, prefix: str, rank: int, size: int, timeout: timedelta, *, late: bool = False
+    ) -> None:
+        """Connect to the other ranks, or leave that to `open` if ``late``.
+
+        Collective; raises RuntimeError when they cannot be reached. A late group needs a ``store`` of its
+        own: who waits in one keeps all others out of it.
+        """
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
         self.waits_for: int | None = None
         """The rank whose message this one is waiting for, if it is waiting."""
         self._round = 0
-        # What goes to lower ranks and what goes to higher, by one device and so one thread; torch's stubs
-        # leave out most of this class.
-        down: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/down", store), rank, size, timeout)
-        up: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/up", store), rank, size, down.options)
-        self._ways: tuple[Any, ...] = down, up
+        self._ways: tuple[Any, ...] = ()
+        self._is_closed, self._closing = False, threading.Lock()
+        self._connect = functools.partial(_connect, store, prefix, rank, size, timeout)
+        self._is_late = late
+        if not late:
+            self._ways = self._connect()
+
+    def open(self) -> None:
+        """Connect, if that was left for later; after `close` too, for others wait for this rank."""
+        if self._is_late:
+            ways = self._connect()
+            with self._closing:
+                self._ways, self._is_late = ways, False
+            if self._is_closed:
+                self.close()
 
     def way(self, sender: int, receiver: int) -> Any:
         """The connections by which one rank sends to another."""
@@ -180,7 +199,8 @@ class GlooGroup:
             way.recv([torch.zeros(1)], peer, _WATCHING_TAG).wait(timedelta(days=365))
 
     def close(self) -> None:
-        ways, self._ways = self._ways, ()
+        with self._closing:
+            ways, self._ways, self._is_closed = self._ways, (), True
         if self.size == 1:
             return
         # Neither abort() nor shutdown() frees a thread that waits in this group. A receive that times
@@ -190,6 +210,18 @@ class GlooGroup:
                 way.recv([torch.zeros(1)], (self.rank + 1) % self.size, _CLOSING_TAG).wait(
                     timedelta(milliseconds=1)
                 )
+
+
+def _connect(store: Store, prefix: str, rank: int, size: int, timeout: timedelta) -> tuple[Any, ...]:
+    """What goes to lower ranks and what goes to higher, by one device and so one thread."""
+    try:  # torch's stubs leave out most of this class
+        down: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/down", store), rank, size, timeout)
+        up: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/up", store), rank, size, down.options)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank}: gradwire could not connect to the other ranks of the group: {error}"
+        ) from error
+    return down, up
 
 
 class _GlooMessages:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.errors import WireError, locate
+from gradwire.errors import WireError, describe, locate
 from gradwire.exchanges import Scratch
 from gradwire.failure import Failure
 from gradwire.tasks import Task, future_for, in_this_process
@@ -144,6 +144,7 @@ class _Worker:
         self.group = group
         self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._scratch = Scratch()
+        self._unconnected: RuntimeError | None = None
         self._at = -1, Progress(None, True, time.monotonic())
 
     @property
@@ -154,6 +155,7 @@ class _Worker:
         return number, replace(progress, waits_for=waits_for)
 
     def serve(self, core: _Core) -> None:
+        self._connect()
         with torch.no_grad():
             while (job := self.jobs.get()) is not None:
                 for earlier in job.after:
@@ -166,6 +168,14 @@ class _Worker:
                     future.set_result(result)
                 over.set()
                 del future, result
+
+    def _connect(self) -> None:
+        """Whatever comes of the tasks, so that no other rank waits for this one's connections."""
+        if isinstance(self.group, GlooGroup):
+            try:
+                self.group.open()
+            except RuntimeError as error:
+                self._unconnected = error
 
     def _result(self, core: _Core, job: _Job, streams: contextlib.ExitStack) -> Tensor:
         """What a task makes of its bucket; there is one whatever happens, since DDP waits without a limit."""
@@ -181,12 +191,16 @@ class _Worker:
             return result.to(flat.device) if result.is_sparse else flat.copy_(result)
         except Exception as error:
             core.fail(locate(error, job.task.place))
-            return flat
+        except BaseException as error:  # SystemExit would end this thread alone, with the bucket never done
+            core.fail(WireError(f"{job.task.place}: {describe(error)}"))
+        return flat
 
     def _run(self, core: _Core, job: _Job, flat: Tensor) -> Tensor:
         task = job.task
         if core.failure.error is not None:
             return flat
+        if self._unconnected is not None:
+            raise self._unconnected
         before, begin = self.group.traffic.copy(), time.perf_counter()
         self._at = job.number, Progress(task.place, False, time.monotonic())
         try:

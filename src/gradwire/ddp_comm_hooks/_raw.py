@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
@@ -16,24 +18,64 @@ from gradwire.layout import Layouts
 from gradwire.recipes import Recipe
 from gradwire.runners import RecipeRunner
 
-_bridges: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Recipe, str], Bridge]] = (
+
+class _Models:
+    """A bridge for each model that runs a recipe as a raw hook; it ends with the model's parameters.
+
+    DDP does not tell a hook whose bucket it is, so a model is known by its parameters: a bucket of new ones
+    is of a new model, unless the backward pass has brought others before. So models that share parameters or
+    their first backward pass share a bridge.
+    """
+
+    def __init__(self) -> None:
+        self._bridges = WeakTensorKeyDictionary()  # by parameter
+        self._latest: tuple[int, weakref.ref[Bridge]] | None = None
+
+    def find(self, bucket: GradBucket) -> Bridge | None:
+        """The bridge of the model that ``bucket`` is of; None if that model is new."""
+        for parameter in bucket.parameters():
+            if parameter in self._bridges:
+                known: Bridge = self._bridges[parameter]
+                return known
+        if self._latest is None:
+            return None
+        number, bridge = self._latest
+        # Outside a backward pass, as in ``join()``, models come one after the other.
+        is_same_pass = number == _pass() if _pass() != -1 else bucket.index() > 0
+        return bridge() if is_same_pass else None
+
+    def keep(self, bucket: GradBucket, bridge: Bridge) -> None:
+        self._latest = _pass(), weakref.ref(bridge)
+        for parameter in bucket.parameters():
+            if parameter not in self._bridges:
+                self._bridges[parameter] = bridge
+
+
+_models: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Recipe, str], _Models]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average ``bucket`` over a group, by default the world, with a lane per group and recipe.
+    """Average ``bucket`` over a group, by default the world, with a lane per group, recipe and model.
 
-    The lane is opened at the first bucket, which every rank of the group reaches.
+    The lane is opened at the model's first bucket, which every rank of the group reaches.
     """
     group = group_or_world(process_group)
     device = bucket.buffer().device
-    bridges = _bridges.setdefault(group, {})
-    bridge = bridges.get((recipe, device.type))
+    models = _models.setdefault(group, {}).setdefault((recipe, device.type), _Models())
+    bridge = models.find(bucket)
     if bridge is None:
-        lane = open_lane(group, device, next_meeting(group))
-        bridge = bridges[recipe, device.type] = Bridge(RecipeRunner(recipe, lane, Layouts()), group.rank())
+        lane = open_lane(group, device, next_meeting(group), late=True)
+        bridge = Bridge(RecipeRunner(recipe, lane, Layouts()), group.rank())
+    models.keep(bucket, bridge)
     return bridge.run(bucket)
+
+
+def _pass() -> int:
+    """The number of the backward pass that is under way; -1 outside of one."""
+    number: int = torch._C._current_graph_task_id()
+    return number
 
 
 def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -88,7 +88,8 @@ def _zero_hook(
         if not bridges:
             model = ddp_ref()
             assert model is not None, "a hook is called by its model's reducer alone"
-            lane = open_lane(model.process_group, bucket.buffer().device, next_meeting(model.process_group))
+            group = model.process_group
+            lane = open_lane(group, bucket.buffer().device, next_meeting(group), late=True)
             runner = SteppingRunner(
                 HookRunner(hook, state, None),
                 lane,
@@ -96,7 +97,7 @@ def _zero_hook(
                 layouts=Layouts(model.module),
                 at_the_end=at_the_end,
             )
-            bridges.append(Bridge(runner, model.process_group.rank()))
+            bridges.append(Bridge(runner, group.rank()))
         return bridges[0].run(bucket)
 
     make_known(zero_step, Known(wraps=hook))

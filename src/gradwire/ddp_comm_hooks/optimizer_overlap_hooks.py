@@ -97,7 +97,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
             ddp = hook_state()
             assert ddp is not None, "a hook is called by its model's reducer alone"
             group = ddp.process_group
-            lane = open_lane(group, bucket.buffer().device, next_meeting(group))
+            lane = open_lane(group, bucket.buffer().device, next_meeting(group), late=True)
             inner = RecipeRunner(fp32(), lane, Layouts())
             bridges.append(_stepping_bridge(inner, bucket, group.rank(), step, drop_gradients))
         return bridges[0].run(bucket)

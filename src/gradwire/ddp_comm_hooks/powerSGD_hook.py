@@ -209,7 +209,7 @@ class PowerSGDState:
         key = recipe, bucket.buffer().device.type, id(group)
         bridge = self._bridges.get(key)
         if bridge is None:
-            lane = open_lane(group, bucket.buffer().device, next_meeting(group))
+            lane = open_lane(group, bucket.buffer().device, next_meeting(group), late=True)
             # A raw hook cannot know whether a parameter may be unused; one matrix for all must.
             moves = self._num_transient if whole and self._loaded_layouts else 0
             runner = RecipeRunner(
