@@ -229,10 +229,10 @@ def job_half_open(rank):
     opened, fails_at = [], 1
     open_gloo = execution.open_gloo
 
-    def fragile(group, prefix):
+    def fragile(group, prefix, **options):
         if len(opened) == fails_at:
             raise RuntimeError("no more sockets")
-        opened.append(open_gloo(group, prefix))
+        opened.append(open_gloo(group, prefix, **options))
         return opened[-1]
 
     execution.open_gloo = fragile
