@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.execution import backend_name, open_lane, timeout_of
-from gradwire.fitting import common_node_size, fit, own_node_size
+from gradwire.fitting import agree_on_nodes, fit, kernels_of
 from gradwire.guard import Guard
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
@@ -30,7 +30,7 @@ from gradwire.ops import warm_up
 from gradwire.options import Options
 from gradwire.own_hooks import known
 from gradwire.policy import NonfinitePolicy, OnNonfinite
-from gradwire.recipes import Recipe, is_factory, placed
+from gradwire.recipes import Recipe, is_factory
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
 from gradwire.slot import divides_by_active, free_slot
@@ -106,7 +106,6 @@ def attach(
     ddp = unwrap(model)
     group = ddp.process_group
     meeting = next_meeting(group)
-    node_size = own_node_size(group)
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     limit = timeout if isinstance(timeout, timedelta) else timeout_of(group)
     try:
@@ -120,7 +119,7 @@ def attach(
         if telemetry is not None and not disabled:
             telemetry.check_file(group.rank())
         if isinstance(chosen, Recipe) and not disabled:
-            warm_up(device, placed(chosen, node_size).exchange.kernels)
+            warm_up(device, kernels_of(chosen, group))
     except Exception as error:
         agree(group, meeting, error, limit)
         raise
@@ -129,9 +128,10 @@ def attach(
         **options.claim(),
         **claim_of(ddp, chosen),
     }
-    node_sizes = agree(group, meeting, claim, limit, own=str(node_size))
     if isinstance(chosen, Recipe):
-        chosen = placed(chosen, common_node_size(node_sizes))
+        chosen = agree_on_nodes(chosen, group, meeting, claim, limit)
+    else:
+        agree(group, meeting, claim, limit)
     layouts = Layouts(ddp.module)
     if disabled:
         name = chosen if isinstance(chosen, Recipe) else hook_name(chosen)

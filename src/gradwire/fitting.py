@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.agreement import Claim, agree
 from gradwire.exchanges import Route
 from gradwire.layout import Layouts, canonical_name
 from gradwire.models import trained
-from gradwire.recipes import Recipe, apart
+from gradwire.ops import Family
+from gradwire.recipes import Recipe, apart, placed
 
 # What torchrun and Open MPI tell a rank: how many ranks its node has, and which of them it is.
 _LAUNCHERS = (
@@ -109,3 +112,21 @@ def common_node_size(own: Iterable[str]) -> int:
     """
     sizes = set(own)
     return int(sizes.pop()) if len(sizes) == 1 else 1
+
+
+def kernels_of(recipe: Recipe, group: dist.ProcessGroup) -> frozenset[Family]:
+    """What a recipe computes with if all ranks find that their nodes are as this one says."""
+    return placed(recipe, own_node_size(group)).exchange.kernels
+
+
+def agree_on_nodes(
+    recipe: Recipe,
+    group: dist.ProcessGroup,
+    meeting: str,
+    claim: Claim,
+    timeout: timedelta,
+    caller: str = "gradwire.attach",
+) -> Recipe:
+    """Wait for every rank's claim, as `agree` does, and place ``recipe`` on the nodes that all ranks see."""
+    said = agree(group, meeting, claim, timeout, caller, own=str(own_node_size(group)))
+    return placed(recipe, common_node_size(said))

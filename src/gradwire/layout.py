@@ -62,6 +62,13 @@ class BucketLayout:
     def numel(self) -> int:
         return sum(slot.numel for slot in self.slots)
 
+    @property
+    def real_values(self) -> tuple[int, torch.dtype]:
+        """How many values the bucket has by `as_real`, and of which dtype."""
+        if self.dtype.is_complex:
+            return 2 * self.numel, self.dtype.to_real()
+        return self.numel, self.dtype
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Every parameter's values in ``flat``, by name."""
         return {slot.name: slot.view(flat) for slot in self.slots}
@@ -127,6 +134,11 @@ class Layouts:
                 )
             self._names[id(parameter)] = f"parameter{len(self._names)}"
         return self._names[id(parameter)]
+
+
+def as_real(flat: Tensor) -> Tensor:
+    """The same values, those of a complex bucket as the pairs that travel."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def _real(parameter: Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.layout import BucketLayout, NamedState
+from gradwire.layout import BucketLayout, NamedState, as_real
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Memory:
         """
         with self._lock:
             flat = self._state(*_key(name, layout, dtype)).flat(layout, device, may_change=may_change)
-        return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        return as_real(flat)
 
     def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:
         """Whether any of a bucket's parameters has a state called ``name`` in ``dtype``."""

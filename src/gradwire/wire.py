@@ -16,13 +16,13 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.bridge import Bridge
 from gradwire.errors import WireError
 from gradwire.execution import open_lane
-from gradwire.fitting import common_node_size, fit, own_node_size, require_averaging
+from gradwire.fitting import agree_on_nodes, fit, kernels_of, require_averaging
 from gradwire.hook_runner import hook_name
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.models import claim_of, device_of, in_buckets, trained
 from gradwire.ops import warm_up
 from gradwire.plan import WirePlan, make_plan
-from gradwire.recipes import Recipe, placed
+from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
 from gradwire.slot import Slot
@@ -170,19 +170,17 @@ class Wire:
             raise TypeError(f"this wire runs a hook, {self._name}; detach it, and attach the recipe")
         self._require_attached("swap")
         group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
-        node_size = own_node_size(group)
         try:
             chosen = fit(parse_recipe(recipe), self.model)
             if self._bridge is not None and (self._bridge.policy or self._bridge.verification):
                 require_averaging(chosen, "on_nonfinite= and verify_every= do not work with it")
-            warm_up(device_of(self.model), placed(chosen, node_size).exchange.kernels)
+            warm_up(device_of(self.model), kernels_of(chosen, group))
         except Exception as error:
             agree(group, meeting, error, self._timeout, caller)
             raise
         step = 0 if self._bridge is None else self._bridge.num_steps
         claim = {"the step": str(step), **claim_of(self.model, chosen)}
-        node_sizes = agree(group, meeting, claim, self._timeout, caller, own=str(node_size))
-        chosen = placed(chosen, common_node_size(node_sizes))
+        chosen = agree_on_nodes(chosen, group, meeting, claim, self._timeout, caller)
         if self._recipe_runner is not None:
             self._recipe_runner.swap(chosen, lambda: open_lane(group, device_of(self.model), meeting))
         self._tell("swap", recipe=str(chosen), before=self._name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -31,24 +32,24 @@ class _Models:
         self._bridges = WeakTensorKeyDictionary()  # by parameter
         self._latest: tuple[int, weakref.ref[Bridge]] | None = None
 
-    def find(self, bucket: GradBucket) -> Bridge | None:
-        """The bridge of the model that ``bucket`` is of; None if that model is new."""
-        for parameter in bucket.parameters():
-            if parameter in self._bridges:
-                known: Bridge = self._bridges[parameter]
-                return known
+    def bridge_of(self, bucket: GradBucket, make: Callable[[], Bridge]) -> Bridge:
+        """The bridge of the model that ``bucket`` is of, made if that model is new."""
+        parameters = bucket.parameters()
+        bridge: Bridge | None = next((self._bridges[p] for p in parameters if p in self._bridges), None)
+        if bridge is None:
+            bridge = self._of_this_pass(bucket) or make()
+            for parameter in parameters:
+                self._bridges[parameter] = bridge
+        self._latest = _pass(), weakref.ref(bridge)
+        return bridge
+
+    def _of_this_pass(self, bucket: GradBucket) -> Bridge | None:
         if self._latest is None:
             return None
         number, bridge = self._latest
         # Outside a backward pass, as in ``join()``, models come one after the other.
         is_same_pass = number == _pass() if _pass() != -1 else bucket.index() > 0
         return bridge() if is_same_pass else None
-
-    def keep(self, bucket: GradBucket, bridge: Bridge) -> None:
-        self._latest = _pass(), weakref.ref(bridge)
-        for parameter in bucket.parameters():
-            if parameter not in self._bridges:
-                self._bridges[parameter] = bridge
 
 
 _models: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Recipe, str], _Models]] = (
@@ -64,12 +65,12 @@ def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: 
     group = group_or_world(process_group)
     device = bucket.buffer().device
     models = _models.setdefault(group, {}).setdefault((recipe, device.type), _Models())
-    bridge = models.find(bucket)
-    if bridge is None:
+
+    def make() -> Bridge:
         lane = open_lane(group, device, next_meeting(group), late=True)
-        bridge = Bridge(RecipeRunner(recipe, lane, Layouts()), group.rank())
-    models.keep(bucket, bridge)
-    return bridge.run(bucket)
+        return Bridge(RecipeRunner(recipe, lane, Layouts()), group.rank())
+
+    return models.bridge_of(bucket, make).run(bucket)
 
 
 def _pass() -> int:

@@ -11,12 +11,11 @@ from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.links import Links
-from gradwire.exchanges.reals import as_real, real_values
 from gradwire.exchanges.rounds import Rounds, sum_rounds
 from gradwire.exchanges.shots import Shots, Sum, average_alone, bounds_of, two_shot_bytes
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_shot import TwoShot
-from gradwire.layout import BucketLayout
+from gradwire.layout import BucketLayout, as_real
 from gradwire.ops import Family
 from gradwire.transport import Subgroup
 
@@ -93,7 +92,7 @@ class Hierarchical:
         shots.gather()
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
-        num_nodes, (numel, dtype) = self._num_nodes(world_size), real_values(layout)
+        num_nodes, (numel, dtype) = self._num_nodes(world_size), layout.real_values
         wide = self._wide(dtype)
         within = two_shot_bytes(Raw(wide), numel, self.local_size)
         codec, parts = self.codec.resolve(wide), bounds_of(numel, self.local_size)

@@ -12,11 +12,10 @@ from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.links import Links
-from gradwire.exchanges.reals import as_real, real_values
 from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
 from gradwire.exchanges.shots import Shots, Sum, average_alone, seeds_of, two_shot_bytes
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
-from gradwire.layout import BucketLayout
+from gradwire.layout import BucketLayout, as_real
 from gradwire.ops import Family
 
 
@@ -85,7 +84,7 @@ class TwoShot:
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         """How much a bucket has in the messages of `rounds`: nothing if its backend may add it up."""
-        numel, dtype = real_values(layout)
+        numel, dtype = layout.real_values
         codec = self.codec.resolve(dtype)
         return 0 if _is_exact(codec, dtype) else codec.wire_bytes(numel)
 
@@ -110,7 +109,7 @@ class TwoShot:
         return Sum(values, codec, residual, seeds_of(codec, self.seed, context))
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
-        numel, dtype = real_values(layout)
+        numel, dtype = layout.real_values
         return [Links(0, sent) for sent in two_shot_bytes(self.codec.resolve(dtype), numel, world_size)]
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:

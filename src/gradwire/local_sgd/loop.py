@@ -17,13 +17,13 @@ from gradwire.agreement import agree, next_meeting
 from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
-from gradwire.fitting import common_node_size, fit, own_node_size
+from gradwire.fitting import agree_on_nodes, fit, kernels_of
 from gradwire.layout import Layouts, canonical_name
 from gradwire.local_sgd.buckets import ParameterBucket, load_tensors, make_buckets, tensors_of
 from gradwire.local_sgd.outer import Outer
 from gradwire.models import claim_of, device_of, in_buckets, trained, unwrap
 from gradwire.ops import warm_up
-from gradwire.recipes import Recipe, noop, placed
+from gradwire.recipes import Recipe, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner
 from gradwire.stats import WireStats
@@ -77,22 +77,20 @@ class LocalSGD:
         self._group: dist.ProcessGroup = ddp.process_group
         self._timeout = timeout or timeout_of(self._group)
         self._layouts = Layouts(ddp.module)
-        meeting, node_size = next_meeting(self._group), own_node_size(self._group)
+        meeting = next_meeting(self._group)
         try:
             _check_counts(period, warmup_steps)
             self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
             chosen = fit(_averaging(recipe), ddp)
             self._gradient_recipe = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
             self._parameters()
-            warm_up(device_of(ddp), placed(chosen, node_size).exchange.kernels)
+            warm_up(device_of(ddp), kernels_of(chosen, self._group))
         except Exception as error:
             agree(self._group, meeting, error, self._timeout, "gradwire.LocalSGD")
             raise
         options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
         claim = {**options, **claim_of(ddp, chosen)}
-        own = str(node_size)
-        node_sizes = agree(self._group, meeting, claim, self._timeout, "gradwire.LocalSGD", own)
-        self.recipe = placed(chosen, common_node_size(node_sizes))
+        self.recipe = agree_on_nodes(chosen, self._group, meeting, claim, self._timeout, "gradwire.LocalSGD")
 
         self._num_steps = self._num_averages = 0
         self._buckets: list[ParameterBucket] = []
