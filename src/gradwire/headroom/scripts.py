@@ -141,7 +141,7 @@ class _Local:
         with _Processes() as processes:
             port = str(_free_port())
             for rank in range(self._world_size):
-                processes.start(task, self._starter(rank, port))
+                processes.start(rank, task, self._starter(rank, port))
             return [json.loads(result) for result in processes.results()]
 
     def _starter(self, rank: int, port: str) -> Callable[..., subprocess.Popen[Any]]:
@@ -177,7 +177,8 @@ class _Torchrun:
         port = self._store.get(f"gradwire/script/{index}/port").decode()
         own_store = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         with _Processes() as processes:
-            processes.start(task, functools.partial(subprocess.Popen, env={**os.environ, **own_store}))
+            popen = functools.partial(subprocess.Popen, env={**os.environ, **own_store})
+            processes.start(self._rank, task, popen)
             (result,) = processes.results()
         self._store.set(f"gradwire/script/{index}/{self._rank}", result)
         keys = [f"gradwire/script/{index}/{rank}" for rank in range(self._size)]
@@ -191,24 +192,24 @@ class _Processes:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-script-")
         self._lifeline, self._kept_open = os.pipe()
-        self._running: list[subprocess.Popen[Any]] = []
+        self._ranks: dict[int, subprocess.Popen[Any]] = {}
 
-    def start(self, task: dict[str, Any], popen: Callable[..., subprocess.Popen[Any]]) -> None:
-        """Start the next rank by ``popen``, which knows where and in what environment."""
-        task = {**task, "result": str(self._result(len(self._running))), "lifeline": self._lifeline}
+    def start(self, rank: int, task: dict[str, Any], popen: Callable[..., subprocess.Popen[Any]]) -> None:
+        """Start a rank by ``popen``, which knows where and in what environment."""
+        task = {**task, "result": str(self._result(rank)), "lifeline": self._lifeline}
         command = [sys.executable, "-m", "gradwire.headroom.script_rank", json.dumps(task)]
         # In a session, so in a group of its own, as torchrun's ranks are; a Ctrl-C is for this process.
-        self._running.append(popen(command, pass_fds=[self._lifeline], start_new_session=True))
+        self._ranks[rank] = popen(command, pass_fds=[self._lifeline], start_new_session=True)
 
     def results(self) -> list[str]:
-        """What every rank has found. Raises ScriptFailed as soon as one has not ended well."""
-        failed = wait_for_all(self._running)
+        """What each rank has found. Raises ScriptFailed as soon as one has not ended well."""
+        ranks = list(self._ranks)
+        failed = wait_for_all(list(self._ranks.values()))
         if failed is not None:
-            rank, code = failed
-            raise ScriptFailed(
-                f"the script ended with {how_it_ended(code)} on rank {rank}; its output says why"
-            )
-        paths = [self._result(rank) for rank in range(len(self._running))]
+            index, code = failed
+            how = how_it_ended(code)
+            raise ScriptFailed(f"the script ended with {how} on rank {ranks[index]}; its output says why")
+        paths = list(map(self._result, ranks))
         if not all(path.exists() for path in paths):
             raise ScriptFailed("the script left its process (os._exit) before it had taken enough steps")
         return [path.read_text() for path in paths]
@@ -220,9 +221,9 @@ class _Processes:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self._running:
+        for process in self._ranks.values():
             end_group(process.pid)
-        for process in self._running:
+        for process in self._ranks.values():
             process.wait()
         os.close(self._lifeline)
         os.close(self._kept_open)
