@@ -36,21 +36,24 @@ def _is_finite(factor: Any) -> Any:
 def accumulate_and_project(
     batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, right: Tensor, left: Tensor
 ) -> None:
+    verdicts = votes.numpy()
     for k, values, total, p, q in _matrices(batches, flat, sums, left, right):
-        votes.numpy()[k] = _of(q).accumulate_and_project(values, total, q, p)
+        verdicts[k] = _of(q).accumulate_and_project(values, total, q, p)
 
 
 def accumulate_and_project_back(
     batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, left: Tensor, right: Tensor
 ) -> None:
+    verdicts = votes.numpy()
     for k, values, total, p, q in _matrices(batches, flat, sums, left, right):
-        votes.numpy()[k] = _of(p).project_back(values, total, True, p, q)
+        verdicts[k] = _of(p).project_back(values, total, True, p, q)
 
 
 def project_back(batches: Batches, sums: Tensor, left: Tensor, right: Tensor) -> None:
+    lefts, rights, totals = left.numpy(), right.numpy(), sums.numpy()
     for batch in batches:
-        factors = (batch.factors("left", left.numpy()), batch.factors("right", right.numpy()))
-        for matrix, p, q in zip(batch.sums(sums.numpy()), *factors, strict=True):
+        factors = batch.factors("left", lefts), batch.factors("right", rights)
+        for matrix, p, q in zip(batch.sums(totals), *factors, strict=True):
             _of(p).project_back(matrix, matrix, False, p, q)
 
 
@@ -75,10 +78,11 @@ def finish(
     own_right: Tensor,
     votes: Tensor,
 ) -> None:
+    verdicts = votes.numpy()
     own = _matrices(batches, flat, sums, own_left, own_right)
-    means = _matrices(batches, flat, sums, left, right)
-    for (k, values, total, own_p, own_q), (_, _, _, p, q) in zip(own, means, strict=True):
-        vote = votes.numpy()[k]
+    means = _factors(batches, left, right)
+    for (k, values, total, own_p, own_q), (p, q) in zip(own, means, strict=True):
+        vote = verdicts[k]
         if vote > 0:
             many_vectors.finish(p, q, own_p, own_q, total, sums is not None, values)
             continue
@@ -100,12 +104,21 @@ def _of(basis: Any) -> ModuleType:
     return few_vectors if len(basis) <= few_vectors.MOST else many_vectors
 
 
+def _factors(batches: Batches, left: Tensor, right: Tensor) -> Iterator[tuple[Any, Any]]:
+    lefts, rights = left.numpy(), right.numpy()
+    for batch in batches:
+        yield from zip(batch.factors("left", lefts), batch.factors("right", rights), strict=True)
+
+
 def _matrices(
     batches: Batches, flat: Tensor, sums: Tensor | None, left: Tensor, right: Tensor
 ) -> Iterator[tuple[int, Any, Any, Any, Any]]:
     """Of each matrix its number, values, sums (the values again if there are none), and factors."""
+    number, factors = itertools.count(), _factors(batches, left, right)
+    bucket = flat.numpy()
+    totals = bucket if sums is None else sums.numpy()
     for batch in batches:
-        values = batch.values(flat.numpy())
-        totals = values if sums is None else batch.sums(sums.numpy())
-        factors = batch.factors("left", left.numpy()), batch.factors("right", right.numpy())
-        yield from zip(itertools.count(batch.first), values, totals, *factors, strict=False)
+        values = batch.values(bucket)
+        own = values if sums is None else batch.sums(totals)
+        for value, total in zip(values, own, strict=True):
+            yield next(number), value, total, *next(factors)

@@ -33,7 +33,7 @@ NOWHERE = (np.int64(0), np.int64(0), np.int64(0))
 
 
 def _prefetch(builder: Any, place: Any, locality: int) -> None:
-    """Begin to read a cache line, with 3 into all caches, with 2 into the second; it may lie outside an array."""
+    """Begin to read a cache line: with 3 into all caches, with 2 into the second. It may be no one's."""
     byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
     function = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
     how = [ir.Constant(word, value) for value in (0, locality, 1)]
