@@ -1,7 +1,7 @@
 """Low-rank factors in numba, for fp32 matrices in host memory; one matrix at a time, one thread, no GIL.
 
 A result depends on its own matrix alone, not on what shares its batch, so it is the same in every bucket.
-Importing this module compiles the kernels (6 s), or reads them from numba's cache on disk.
+Importing this module compiles the kernels (10 s), or reads them from numba's cache on disk.
 """
 
 from __future__ import annotations

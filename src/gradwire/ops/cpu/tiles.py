@@ -1,8 +1,8 @@
 """Products of matrices, for numba, in tiles that fit the processor's registers.
 
 Each number of a product is one chain of fused multiplications and additions, in order: its bits depend
-neither on where in a matrix it lies nor on the size of a tile, so not on the processor either. Calling
-torch's product instead would leave both to a library and to how memory happens to be aligned.
+neither on where in a matrix it lies nor on the size of a tile. A library's product, such as torch's, may give
+others for other alignments of memory, or another number of threads.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _tile(num_rows: int, num_lines: int, width: int) -> Any:
 def _multiply(line: int) -> Any:
     """`multiply` for numbers of which a line is so long."""
     panel = NUM_LINES * line
-    full, narrow, thin = _tile(ROWS, NUM_LINES, line), _tile(ROWS, 1, line), _tile(ROWS, 1, 1)
-    last, last_thin = _tile(1, 1, line), _tile(1, 1, 1)
+    full, narrow, thin = (_tile(ROWS, *size) for size in ((NUM_LINES, line), (1, line), (1, 1)))
+    last_full, last_narrow, last_thin = (_tile(1, *size) for size in ((NUM_LINES, line), (1, line), (1, 1)))
 
     @helper
     def multiply(
@@ -137,48 +137,41 @@ def _multiply(line: int) -> Any:
         ahead: Any,
         ahead_strides: Any,
     ) -> None:
+        """``out = a @ b``, or added to it, or taken from it; all are pointers to the first number.
+
+        ``a`` has strides from row to row and from column to column, ``b`` from panel to panel (its columns in
+        pieces as wide as a tile) and from row to row. Meanwhile each step of a tile fetches a line from
+        ``ahead`` on, with strides by row, column and step.
+        """
         num_rows, num_columns = shape
         a_row, a_step = a_strides
         b_panel, b_step = b_strides
         ahead_row, ahead_column, ahead_step = ahead_strides
         j = 0
         while j < num_columns:
-            inside = j % panel
-            right = point(b, (j - inside) // panel * b_panel + inside)
+            right = point(b, j // panel * b_panel + j % panel)
             width = panel if num_columns - j >= panel else line if num_columns - j >= line else 1
             i = 0
             while i < num_rows:
                 left, to = point(a, i * a_row), point(out, i * out_row + j)
-                next_ = point(ahead, i * ahead_row + j * ahead_column)
-                if num_rows - i < ROWS:
-                    if width == 1:
-                        last_thin(
-                            left, a_row, a_step, right, b_step, depth, to, out_row, how, next_, ahead_step
-                        )
+                coming = point(ahead, i * ahead_row + j * ahead_column)
+                given = left, a_row, a_step, right, b_step, depth, to, out_row, how, coming, ahead_step
+                if num_rows - i >= ROWS:
+                    if width == panel:
+                        full(*given)
+                    elif width == line:
+                        narrow(*given)
                     else:
-                        for v in range(0, width, line):
-                            last(
-                                left,
-                                a_row,
-                                a_step,
-                                point(right, v),
-                                b_step,
-                                depth,
-                                point(to, v),
-                                out_row,
-                                how,
-                                next_,
-                                ahead_step,
-                            )
-                    i += 1
-                    continue
-                if width == panel:
-                    full(left, a_row, a_step, right, b_step, depth, to, out_row, how, next_, ahead_step)
-                elif width == line:
-                    narrow(left, a_row, a_step, right, b_step, depth, to, out_row, how, next_, ahead_step)
+                        thin(*given)
+                    i += ROWS
                 else:
-                    thin(left, a_row, a_step, right, b_step, depth, to, out_row, how, next_, ahead_step)
-                i += ROWS
+                    if width == panel:
+                        last_full(*given)
+                    elif width == line:
+                        last_narrow(*given)
+                    else:
+                        last_thin(*given)
+                    i += 1
             j += width
 
     return multiply
