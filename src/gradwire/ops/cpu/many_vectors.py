@@ -1,7 +1,7 @@
 """A bucket's matrices and any number of vectors, in numba, as products in tiles.
 
-While a block of rows is multiplied, the next is fetched. With 32 vectors and 18.9 M values, the three passes of
-a step took 23, 16 and 31 to 36 ms on one core, where plain loops took 51, 110 and 93.
+While a block of rows is multiplied, the next is fetched. With 32 vectors and 18.9 M values, the three
+passes of a step took 23, 16 and 31 to 36 ms on one core, where plain loops took 51, 110 and 93.
 """
 
 from __future__ import annotations
