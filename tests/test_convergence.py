@@ -4,8 +4,10 @@ import contextlib
 import csv
 import importlib
 import io
+import operator
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +48,8 @@ EXAMPLE = ROOT / "examples" / "train_lm.py"
 
 
 def job_example(rank, options):
-    """What the example prints, on a rank that has a process group already."""
-    dist.init_process_group = dist.destroy_process_group = lambda *args: None
+    """What the example prints, on a rank that has a process group already; every checkpoint is kept."""
+    dist.init_process_group = dist.destroy_process_group = shutil.rmtree = lambda *args: None
     sys.argv, sys.path = [str(EXAMPLE), *options], [str(EXAMPLE.parent), *sys.path]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -61,23 +63,60 @@ def launch_example(options):
     return done.stdout
 
 
-def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
-    options = ["--recipe", "int8:feedback=true", "--every", "2", "--width", "32", "--layers", "1"]
-    options += ["--batch", "2", "--checkpoint", str(tmp_path), "--steps"]
+def figures(printed):
+    """The held-out loss, the MB sent, and since which step."""
+    found = re.search(r"held-out loss (\S+) nats a byte, (\S+) MB sent by a rank since step (\d+)", printed)
+    return [float(figure) for figure in found.groups()]
 
-    def figures(printed):
-        return map(float, re.search(r"held-out loss (\S+) nats a byte, (\S+) MB sent", printed).groups())
 
-    loss, _ = figures(run_ranks(job_example, 2, args=([*options, "2"],))[0])
-    later_loss, sent_mb = figures(launch_example([*options, "12"]))
-    assert later_loss < loss
-    # Ten steps, not twelve: of 33504 values in 8 bits, each of two ranks sends one half twice.
-    assert sent_mb == pytest.approx(10 * 33504 / 1e6, abs=0.05)
-    wire = torch.load(tmp_path / "rank1.pt")["wire"]
-    assert wire["step"] == 12, "its count went on where it was"
-    (residuals,) = wire["memory"]["rank1"].values()
+def test_the_example_goes_on_from_its_checkpoint_as_if_it_had_not_been_ended(tmp_path):
+    folder, aside = tmp_path / "run", tmp_path / "aside"
+    options = ["--recipe", "schedule(0=int8:feedback=true; 8=powersgd)", "--every", "6", "--width", "32"]
+    options += ["--layers", "1", "--batch", "2", "--checkpoint", str(folder), "--steps", "12"]
+    loss, sent_mb, first = figures(run_ranks(job_example, 2, args=(options,))[0])
+    assert first == 0
+    # Of 33504 values, each of two ranks sends one half twice, in 8 bits for 8 steps and in fewer for 4.
+    assert 8 * 33504 / 1e6 < sent_mb < 12.2 * 33504 / 1e6
+    (folder / "step00000012").rename(aside)
+    (folder / "new").mkdir()
+    (folder / "new" / "rank0.pt").write_bytes(b"half of a")  # as a rank leaves it that is killed here
+    later_loss, later_sent_mb, first = figures(launch_example(options))
+    assert (later_loss, first) == (loss, 6)
+    assert later_sent_mb < sent_mb
+    assert [path.name for path in folder.iterdir()] == ["step00000012"], "the old one is gone"
+    for name in ("rank0.pt", "rank1.pt"):
+        require_same(torch.load(folder / "step00000012" / name), torch.load(aside / name))
+    residuals = torch.load(aside / "rank1.pt")["wire"]["memory"]["rank1"]["residual:float32"]
     assert all(residual.any() for residual in residuals.values()), "what was held back is saved"
+    further_loss, _, first = figures(run_ranks(job_example, 3, args=([*options[:-1], "24"],))[0])
+    assert first == 12, "and on another number of ranks"
+    assert further_loss < loss
     assert len(EXAMPLE.read_text().splitlines()) < 150
+
+
+def require_same(have, want):
+    """Every tensor and number the same."""
+    if isinstance(want, dict):
+        assert have.keys() == want.keys()
+        for key in want:
+            require_same(have[key], want[key])
+    else:
+        assert (torch.equal if isinstance(want, torch.Tensor) else operator.eq)(have, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--accumulate", "0"], "argument --accumulate: must be a number of at least 1, not '0'"),
+        (["--every", "often"], "argument --every: must be a number of at least 1, not 'often'"),
+    ],
+)
+def test_the_example_refuses_numbers_that_would_train_nothing(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options])
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert message in capsys.readouterr().err
 
 
 def test_a_row_that_is_there_is_not_run_again_and_one_that_is_not_is_added(benchmark, folder, capsys):
