@@ -3,7 +3,7 @@
     python benchmarks/steps.py                     two ranks on this machine
     python benchmarks/steps.py --link 100mbit      each rank behind a link of that rate (root, iproute2)
     python benchmarks/steps.py --device cuda       two NCCL ranks, on one GPU if there is but one
-    python benchmarks/steps.py --rows noop int8 int4 powersgd:rank=32,factors=int4 --rounds 4
+    python benchmarks/steps.py --rows noop int8 int4 powersgd powersgd:rank=4 --rounds 4
 
 Everything is measured in the same processes, in turns whose order changes from round to round, so that drift
 hits all alike; a ratio is the median of the ratios within each round. A step is zero_grad, forward and

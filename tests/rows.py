@@ -91,6 +91,7 @@ ROWS = [
     Row("sign", 1.0, packed(1, 512)),
     # What is held back is what the factors have no room for, most of it where biases share one matrix with
     # weights. A bucket that is one vector is sent as it is.
+    Row("powersgd", 1e-6, own_size, step_tolerance=0.3, world_size=4),
     Row("powersgd:rank=2", 1e-6, own_size, step_tolerance=0.3),
     Row("powersgd:rank=1,whole=true", 1e-6, own_size, step_tolerance=10.0, world_size=3),
     Row("acp:rank=2", 1e-6, own_size, step_tolerance=0.4, world_size=2),

@@ -267,18 +267,18 @@ def job_measures_at_times_to_order(rank):
         step(row)
         name = str(row.found.entry.recipe)
         num_steps[name] += 1
-        usual_s = {"powersgd": 0.01, "int8": 0.1}.get(name, 0.2)
+        usual_s = {"powersgd:rank=1": 0.01, "int8": 0.1}.get(name, 0.2)
         return 0.001 if (name, num_steps[name]) == ("fp16", 2) else usual_s + 0.001 * rank
 
     contenders._Contender.step = step_of_a_known_time
     workload = Workload(width=32, num_layers=1, sequence=4)
-    contest = Contest(["fp16", "int8", "powersgd"], workload, num_steps=1, small_bucket_mb=0.01)
+    contest = Contest(["fp16", "int8", "powersgd:rank=1"], workload, num_steps=1, small_bucket_mb=0.01)
     found = contenders.measure(contest, lambda *progress: None).rows
     return [str(row.entry.recipe) for row in found if row.entry.bucket_mb == 0.01]
 
 
 def test_smaller_buckets_are_tried_with_the_recipe_that_is_best_by_its_medians():
-    # powersgd is faster than both, but would not be recommended.
+    # Rank 1 is faster than both, but would not be recommended.
     assert run_ranks(job_measures_at_times_to_order, 2) == [["None", "int8"]] * 2
 
 

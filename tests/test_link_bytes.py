@@ -126,7 +126,9 @@ def test_a_number_of_values_is_not_enough_where_parameters_are_sent_each_in_its_
 
 def test_a_bucket_that_is_one_matrix_is_but_its_values():
     # The factors of 1024 x 1024, and a vote.
-    assert gradwire.recipe("powersgd:whole=true").wire_bytes(1 << 20, world_size=2) == 4 * (8 * 1024 + 1)
+    assert gradwire.recipe("powersgd:rank=4,whole=true").wire_bytes(1 << 20, world_size=2) == 4 * (
+        8 * 1024 + 1
+    )
 
 
 def test_ranks_that_do_not_make_whole_nodes_are_refused():

@@ -334,7 +334,7 @@ def job_laws(rank):
 def job_large_factors(rank):
     """Factors of 25 kB and more go in two rounds instead of one."""
     one = outer(1, 3000, 8)
-    for spec in ("powersgd:min_compression_rate=0", "acp:min_compression_rate=0"):
+    for spec in ("powersgd:rank=4,min_compression_rate=0", "acp:rank=4,min_compression_rate=0"):
         seen = train(spec, [[one * (rank + 1)] for _ in range(4)])
         # ACP-SGD, which finds one factor a step, takes a few to come close.
         assert (seen[-1][0] - 2 * one).norm() < 0.05 * (2 * one).norm(), spec

@@ -137,13 +137,21 @@ def test_a_plan_is_of_the_busiest_worker():
 def test_low_rank_is_priced_by_the_shapes_it_is_given():
     two = Cluster(2)
     # Of a matrix of 1000 x 1000 the two factors of rank 4, a vote, and the vector beside it.
-    assert sent("powersgd", [(1000, 1000)], two) == 4 * (4 * 1000 + 1 + 4 * 1000)
+    assert sent("powersgd:rank=4", [(1000, 1000)], two) == 4 * (4 * 1000 + 1 + 4 * 1000)
+    # By default eight times as many directions, in an eighth of the bits and a scale for each 128.
+    usual = sent("powersgd:rank=4", [(1000, 1000)], two)
+    assert sent("powersgd", [(1000, 1000)], two) == pytest.approx((1 + 4 / 128) * usual, rel=0.01)
     assert sent("powersgd:rank=1", [(1000, 1000), (50,)], two) == 4 * (1000 + 51 + 1000)
     # One side in even steps, the other in odd ones.
-    assert sent("acp", [(1000, 3000)], two) == 4 * (4 * (1000 + 3000) / 2 + 1)
+    assert sent("acp:rank=4", [(1000, 3000)], two) == 4 * (4 * (1000 + 3000) / 2 + 1)
     assert sent("powersgd", [(1_000_000,)], two) == sent("fp32", [(1_000_000,)], two)
-    rounds = {n: wire_of("powersgd", [(1000, 1000)], Cluster(n)).buckets[0].num_rounds for n in (2, 64)}
-    assert rounds == {2: 2, 64: 4}
+    rounds = {
+        (spec, n): wire_of(spec, [(1000, 1000)], Cluster(n)).buckets[0].num_rounds
+        for spec in ("powersgd:rank=4", "powersgd")
+        for n in (2, 64)
+    }
+    # Encoded factors are always summed in two rounds, after a vote on whether all are finite.
+    assert list(rounds.values()) == [2, 4, 5, 5]
 
 
 def test_workers_of_a_node_average_within_it_first():

@@ -113,6 +113,18 @@ def test_what_is_no_recipe_is_refused_with_the_way_to_one(given, message):
         gradwire.recipe(given)
 
 
+@pytest.mark.parametrize("name", ["powersgd", "acp"])
+def test_low_rank_has_as_many_directions_as_rank_4_in_fp32_has_bytes_for_unless_told_a_rank(name):
+    def chosen(options):
+        exchange = gradwire.recipe(f"{name}:{options}").exchange
+        return exchange.rank, exchange.factors and exchange.factors.kind
+
+    assert chosen("") == chosen("rank=32,factors=int4") == (32, "int4")
+    assert chosen("factors=int8") == (16, "int8")
+    assert chosen("factors=fp32") == chosen("rank=4") == (4, None)
+    assert chosen("rank=7,factors=int8") == (7, "int8")
+
+
 def test_a_reduction_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum', not 'max'"):
         gradwire.fp32(reduction="max")

@@ -133,12 +133,8 @@ def test_a_recipe_that_sends_next_to_nothing_is_coarse_whatever_its_error():
     assert recommend(unknown).recipe == "int4"
     assert recommend(with_error(unknown, int4=0.1, acp=0.1)).recipe == "int4"
     assert give_verdict(unknown).endswith(
-        "acp is faster still, 5.00x, but coarse: see first that your model learns with it, "
-        "and begin with finer steps: 'schedule(0=int4; 100=acp)'."
+        "acp is faster still, 5.00x, but coarse: see first that your model learns with it."
     )
-    composed = "route(*=acp)"
-    rows = [dataclasses.replace(r, recipe=composed) if r.recipe == "acp" else r for r in unknown.rows]
-    assert give_verdict(dataclasses.replace(unknown, rows=tuple(rows))).endswith("learns with it.")
 
 
 def test_of_recipes_that_are_equally_fast_the_one_that_changes_least_is_recommended():

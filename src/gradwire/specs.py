@@ -40,7 +40,7 @@ def parse_options(factory: Callable[..., Any], text: str) -> dict[str, object]:
 
 
 def _parse_value(name: str, key: str, text: str, kind: object) -> object:
-    if isinstance(kind, types.UnionType):  # `int | None` and the like: the first kind that fits
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # `int | None` and the like
         if text.lower() == "none" and types.NoneType in typing.get_args(kind):
             return None
         kind = next(arm for arm in typing.get_args(kind) if arm is not types.NoneType)

@@ -75,7 +75,13 @@ def check_kernel():
 def job_no_waiting(rank):
     """A step in which the host waits for the device raises."""
     group, _ = _groups(False, _device("cuda"))
-    for spec in ("powersgd:rank=4", "acp:rank=4", "powersgd:rank=2,whole=true", "powersgd:warm_start=false"):
+    for spec in (
+        "powersgd",
+        "powersgd:rank=4",
+        "acp",
+        "powersgd:rank=2,whole=true",
+        "powersgd:warm_start=false",
+    ):
         net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).cuda()
         model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.5)
         with gradwire.attach(model, spec):
@@ -98,7 +104,8 @@ def job_steps(rank):
     group, _ = _groups(False, _device("cuda"))
     batch = torch.randn(8, 128, 1024, device="cuda")
     figures = {}
-    for name in ("noop", "fp32", "torch PowerSGD", "powersgd", "acp", "powersgd:whole=true"):
+    ours = ("powersgd:rank=4", "acp:rank=4", "powersgd:rank=4,whole=true", "powersgd", "acp")
+    for name in ("noop", "fp32", "torch PowerSGD", *ours):
         torch.manual_seed(0)
         layers = [nn.TransformerEncoderLayer(1024, 8, 4096, dropout=0.0, batch_first=True) for _ in range(8)]
         model = DistributedDataParallel(nn.Sequential(*layers).cuda(), process_group=group)

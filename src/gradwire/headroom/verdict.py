@@ -132,10 +132,7 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
         off = f" (what it makes of a gradient is {fastest.gradient_error:.0%} off)"
     gain = f"{record.gain(fastest):.2f}x"
     how = f"makes it {gain} as fast" if best is None else f"is faster still, {gain}"
-    said = f"{_what(record, fastest)} {how}, but coarse{off}: see first that your model learns with it"
-    if "(" in fastest.recipe:  # a schedule or a route already
-        return f"{said}."
-    return f"{said}, and begin with finer steps: 'schedule(0=int4; 100={fastest.recipe})'."
+    return f"{_what(record, fastest)} {how}, but coarse{off}: see first that your model learns with it."
 
 
 def _is_worth_it(record: Record, row: Row) -> bool:

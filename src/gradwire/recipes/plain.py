@@ -20,7 +20,12 @@ Rounding = Literal["nearest", "stochastic"]
 Factors = Literal["fp32", "int8", "int4"]
 Tables = Literal["same", "fp32", "bf16", "int8", "int4"]
 
-_FACTORS: dict[str, Codec | None] = {"fp32": None, "int8": Blocks("int8", 128), "int4": Blocks("int4", 128)}
+# What factors travel as, and the rank that then sends the bytes of rank 4 in fp32.
+_FACTORS: dict[str, tuple[int, Codec | None]] = {
+    "fp32": (4, None),
+    "int8": (16, Blocks("int8", 128)),
+    "int4": (32, Blocks("int4", 128)),
+}
 _RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -202,7 +207,7 @@ def sign(
 
 
 def powersgd(
-    rank: int = 4,
+    rank: int | None = None,
     start: int = 0,
     min_compression_rate: float = 2.0,
     feedback: bool = True,
@@ -211,32 +216,32 @@ def powersgd(
     seed: int = 0,
     reduction: Reduction = "mean",
     tables: Tables = "int4",
-    factors: Factors = "fp32",
+    factors: Factors | None = None,
 ) -> Recipe:
-    """PowerSGD: matrices as two factors of this rank, about a hundredth of fp32's bytes.
+    """PowerSGD: matrices as two factors, of rank 32 in int4, or of your rank in fp32; 1/70 of fp32's bytes.
 
     From step ``start`` on; what the factors leave out is sent later. ``whole`` takes a bucket for one matrix.
-    Parameters over a vocabulary go by ``tables``. With ``factors`` of 4 bits, eight times the rank costs the
-    same bytes, and loses less.
+    Parameters over a vocabulary go by ``tables``. ``factors`` tells what they travel as; without ``rank`` it
+    is the one that sends the bytes of rank 4 in fp32: many coarse directions lose less than few exact ones.
     """
-    codec = _factors(factors)
-    exchange = LowRank(rank, start, min_compression_rate, feedback, warm_start, seed, whole, factors=codec)
+    size, codec = _factors(rank, factors)
+    exchange = LowRank(size, start, min_compression_rate, feedback, warm_start, seed, whole, factors=codec)
     return Recipe(spec_of(powersgd, locals()), exchange, reduction, tables=tables)
 
 
 def acp(
-    rank: int = 4,
+    rank: int | None = None,
     start: int = 0,
     min_compression_rate: float = 2.0,
     feedback: bool = True,
     seed: int = 0,
     reduction: Reduction = "mean",
     tables: Tables = "int4",
-    factors: Factors = "fp32",
+    factors: Factors | None = None,
 ) -> Recipe:
     """ACP-SGD: like PowerSGD, but one factor a step, in turns; half the bytes, messages and arithmetic."""
-    codec = _factors(factors)
-    exchange = LowRank(rank, start, min_compression_rate, feedback, seed=seed, num_rounds=1, factors=codec)
+    size, codec = _factors(rank, factors)
+    exchange = LowRank(size, start, min_compression_rate, feedback, seed=seed, num_rounds=1, factors=codec)
     return Recipe(spec_of(acp, locals()), exchange, reduction, tables=tables)
 
 
@@ -245,11 +250,14 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 }
 
 
-def _factors(name: str) -> Codec | None:
-    """What low-rank factors travel as."""
+def _factors(rank: int | None, name: str | None) -> tuple[int, Codec | None]:
+    """The rank of low-rank factors, and what they travel as: by default many coarse directions."""
+    if name is None:
+        name = "int4" if rank is None else "fp32"
     if name not in _FACTORS:
         raise ValueError(f"factors must be one of {', '.join(map(repr, _FACTORS))}, not {name!r}")
-    return _FACTORS[name]
+    usual, codec = _FACTORS[name]
+    return usual if rank is None else rank, codec
 
 
 def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Codec) -> Recipe:
