@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curves import Setting
 from gradwire.testing import VirtualRanks
 from optimizers import OPTIMIZERS
+from runs import Setting
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from lm import LM, pieces, starts

@@ -121,10 +121,10 @@ def test_the_example_refuses_numbers_that_would_train_nothing(options, message, 
 
 def test_a_row_that_is_there_is_not_run_again_and_one_that_is_not_is_added(benchmark, folder, capsys):
     before = (folder / "small.csv").read_text()
-    assert benchmark(*TINY, "--out", folder, "--seeds", 0, "--recipes", "fp32", "int8", "fp99") == 0
-    assert "there is no recipe fp99: skipped" in capsys.readouterr().out
+    assert benchmark(*TINY, "--out", folder, "--seeds", 0, "--recipes", "fp32", "int8") == 0
     assert (folder / "small.csv").read_text() == before
-    assert benchmark(*TINY, "--out", folder, "--seeds", 0, 1, "--recipes", "fp32") == 0
+    assert benchmark(*TINY, "--out", folder, "--seeds", 0, 1, 1, "--recipes", "fp32", "fp32") == 0
+    assert "all 2 rows are in" in capsys.readouterr().out
     rows = list(csv.DictReader((folder / "small.csv").open()))
     assert [(row["recipe"], row["seed"]) for row in rows] == [("fp32", "0"), ("int8", "0"), ("fp32", "1")]
     assert rows[0]["curve"].split()[0] == rows[1]["curve"].split()[0], "both start with the same weights"
@@ -138,15 +138,57 @@ def test_workers_of_local_sgd_are_ranks_that_start_alike_and_average_every_perio
     assert local["curve"].split()[0] == fp32["curve"].split()[0], "both start with the same weights"
     assert float(local["bytes_per_step"]) == float(fp32["bytes_per_step"]) / 3
     assert float(local["held_out_loss"]) < float(local["curve"].split()[0].partition("=")[2])
-    with pytest.raises(
-        ValueError, match="a row of local SGD is called DiLoCo:period=8, not DiLoCo:period=often"
-    ):
-        benchmark(*two, "--out", tmp_path, "--recipes", "DiLoCo:period=often")
 
 
-def test_rows_of_another_setting_are_not_mixed_in(benchmark, folder):
-    with pytest.raises(SystemExit, match="has rows of another setting"):
-        benchmark("--out", folder)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipes", "fp99"], "there is no recipe 'fp99'"),
+        (["--recipes", "int4:blok=64"], "recipe 'int4' has no option 'blok'"),
+        (["--recipes", "route(*.bias=noop; *=int8)"], "leaves every rank its own gradients"),
+        (["--recipes", "DiLoCo:period=often"], "is called DiLoCo:period=8, not DiLoCo:period=often"),
+        (["--steps", 0], "steps must be at least 1, not 0"),
+        (["--steps", 7], "small.csv has rows of another setting, 8 workers x 1 x 16 bytes, 6 steps"),
+        (["--table", "none.csv"], "there is no file none.csv"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(benchmark, folder, options, message, capsys):
+    before = (folder / "small.csv").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        benchmark(*TINY, "--out", folder, *options)
+    assert message in capsys.readouterr().err
+    assert (folder / "small.csv").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-150], "line 3, is no row of a run"),
+        (lambda text: text.replace(",seed,", ",sed,"), "line 2, is no row of a run: KeyError('seed')"),
+        (lambda text: text.replace("Python 3", "Python 2"), "another standard library to train on"),
+    ],
+)
+def test_rows_are_not_added_to_a_file_that_they_do_not_fit(
+    benchmark, folder, tmp_path, change, message, capsys
+):
+    first_rows = (folder / "small.csv").read_text().splitlines(keepends=True)[:3]
+    changed = change("".join(first_rows))
+    (tmp_path / "small.csv").write_text(changed)
+    with pytest.raises(SystemExit, match="2"):
+        benchmark(*TINY, "--out", tmp_path, "--seeds", 5, "--recipes", "fp32")
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "small.csv").read_text() == changed
+
+
+def test_a_row_that_another_process_trains_is_left_to_it(benchmark, convergence, folder, tmp_path, capsys):
+    (tmp_path / "small.csv").write_text((folder / "small.csv").read_text())
+    options = [*TINY, "--out", tmp_path, "--seeds", 4, "--recipes", "fp32"]
+    setting = convergence.read(tmp_path / "small.csv")[0].setting
+    with convergence.Row(setting, "fp32", 4, tmp_path).claimed():
+        assert benchmark(*options) == 3
+    assert "fp32, seed 4 is trained by another process" in capsys.readouterr().out
+    assert benchmark(*options) == 0, "which ended without a row"
+    assert [path.name for path in tmp_path.iterdir()] == ["small.csv"], "nothing is left"
 
 
 def test_each_optimizer_has_a_file_of_its_own_and_no_table_mixes_them(benchmark, folder, tmp_path, capsys):
@@ -177,6 +219,7 @@ def test_a_file_older_than_the_column_of_optimizers_is_read_and_added_to(benchma
         writer = csv.DictWriter(file, [n for n in new_rows[0] if n != "optimizer"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(new_rows)
+    old.write_text(old.read_text().rstrip())  # as some editors leave it
     assert benchmark(*TINY, "--out", tmp_path, "--seeds", 0, 2, "--recipes", "fp32") == 0
     rows = list(csv.DictReader(old.open()))
     assert "optimizer" not in rows[0]
@@ -221,6 +264,19 @@ def test_the_table_and_the_plot_show_every_recipe(benchmark, folder, tmp_path, c
     with pytest.raises(SystemExit, match="2"):
         benchmark("--recipes", "int5", "--plot", folder / "small.csv", plot)
     assert "has no runs of int5" in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_and_one_of_a_single_step_are_drawn(benchmark, folder, tmp_path):
+    diverged, plot = tmp_path / "small.csv", tmp_path / "curves.svg"
+    rows = (folder / "small.csv").read_text()
+    diverged.write_text(re.sub(r"(int8,0,.* 4=)\S+ 5=\S+ 6=\S+(?=,)", r"\g<1>inf 5=nan 6=nan", rows))
+    assert "nan" in diverged.read_text()
+    assert benchmark("--plot", diverged, plot) == 0
+    assert plot.read_text().count("<polyline") == 3 * 2
+    assert "nan" not in plot.read_text()
+    diverged.write_text(re.sub(r"(?m)(0=\S+ 1=\S+) 2=.*?(?=,)", r"\1", rows))
+    assert benchmark("--recipes", "int8", "--plot", diverged, plot) == 0
+    assert plot.read_text().count("<polyline") == 3
 
 
 def test_where_fp32_rises_again_the_lowest_loss_is_shown_too(benchmark, folder, tmp_path, capsys):
