@@ -119,8 +119,7 @@ def _panel(
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = ((math.log10(x) if log else x) - x_low) / (x_high - x_low)
-        up = (min(y, high) - low) / (high - low)
-        return left + across * PANEL, TOP + (1 - up) * HEIGHT
+        return across * PANEL, HEIGHT * (high - y) / (high - low)
 
     bottom = TOP + HEIGHT
     lines = [
@@ -136,11 +135,13 @@ def _panel(
         x = 10.0**tick if log else x_high * tick / 4
         x_at = left + PANEL * ((tick - x_low) / (x_high - x_low) if log else tick / 4)
         lines.append(f'<text x="{x_at:.1f}" y="{bottom + 16}" text-anchor="middle">{x:g}</text>')
+    # A drawing of its own, beyond which nothing is seen; a little larger, for the width of lines.
+    lines.append(f'<svg x="{left}" y="{TOP}" width="{PANEL + 2}" height="{HEIGHT + 2}">')
     for i, curve in enumerate(curves.values()):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
         colour = COLOURS[i % len(COLOURS)]
         lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
-    return lines
+    return [*lines, "</svg>"]
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
