@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import execution
-from gradwire.agreement import agree, next_meeting
+from gradwire.agreement import agree
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
+from gradwire.meetings import meet, next_meeting
 from gradwire.options import Options
 from gradwire.testing import run_ranks
 from gradwire.transport import ClosedGroup, gather
@@ -153,10 +154,10 @@ def job_disagreement(rank):
     error = ValueError(os.fsdecode(b"cannot read weights-\xff.bin"))
     group, timeout = dist.group.WORLD, timedelta(seconds=20)
     if rank == 1:
-        agree(group, next_meeting(group), error, timeout)
+        agree(group, meet(group, timeout), error, timeout)
     else:
         with pytest.raises(RuntimeError, match=r"failed on rank 1: cannot read weights-\\udcff\.bin"):
-            agree(group, next_meeting(group), {"recipe": "bf16"}, timeout)
+            agree(group, meet(group, timeout), {"recipe": "bf16"}, timeout)
     with gradwire.attach(model, "bf16"):
         backward(model)
 

@@ -11,21 +11,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from gradwire.meetings import claim_key, give_up
 from gradwire.transport import Group, gather
 
 Claim = Mapping[str, str]
 """What a rank is about to do: the value of each field that must be the same on all ranks."""
 
 _NUM_TOLD = 3
-
-
-def next_meeting(group: dist.ProcessGroup) -> str:
-    """A name that is new to the group, and the same on each rank if all ask equally often.
-
-    Counted in the store, so that it is new also to a group that was destroyed and made again there.
-    """
-    number = group.get_group_store().add(f"gradwire/meetings/{group.rank()}", 1)
-    return f"gradwire/{number}"
 
 
 def agree(
@@ -43,7 +35,7 @@ def agree(
     ValueError when claims differ.
     """
     store, rank, size = group.get_group_store(), group.rank(), group.size()
-    keys = [f"{meeting}/claim/{peer}" for peer in range(size)]
+    keys = [claim_key(meeting, peer) for peer in range(size)]
     if isinstance(claim, Exception):
         # A store takes no text with half a character in it, as names of files may have.
         said = f"error: {claim}".encode(errors="backslashreplace").decode()
@@ -61,12 +53,7 @@ def agree(
         except RuntimeError:
             missing.append(peer)
     if missing:
-        # A rank that comes later must not go on alone.
-        store.set(keys[rank], f"error: it gave up waiting for rank(s) {_list(missing)}")
-        raise RuntimeError(
-            f"rank {rank}: {caller} is collective, but rank(s) {_list(missing)} of {size} did not "
-            f"call it within {timeout.total_seconds():g} s; every rank of the model's process group must"
-        )
+        raise give_up(group, meeting, missing, timeout, caller)
     answers = [store.get(key).decode() for key in keys]
     failed = [peer for peer in range(size) if answers[peer].startswith("error: ")]
     if failed and rank not in failed:

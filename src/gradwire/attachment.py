@@ -16,14 +16,16 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.agreement import agree, next_meeting
+from gradwire.agreement import agree
 from gradwire.bridge import Bridge
 from gradwire.execution import backend_name, open_lane, timeout_of
 from gradwire.fitting import agree_on_nodes, fit, kernels_of
 from gradwire.guard import Guard
 from gradwire.hook_runner import HookRunner, hook_name
+from gradwire.hook_slot import divides_by_active, free_slot
 from gradwire.layout import Layouts
 from gradwire.measuring import Meter
+from gradwire.meetings import meet
 from gradwire.mixed_precision import has_events
 from gradwire.models import claim_of, device_of, num_transient, unwrap
 from gradwire.ops import warm_up
@@ -33,7 +35,6 @@ from gradwire.policy import NonfinitePolicy, OnNonfinite
 from gradwire.recipes import Recipe, is_factory
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
-from gradwire.slot import divides_by_active, free_slot
 from gradwire.telemetry import Recorder, Telemetry
 from gradwire.transport import NcclGroup
 from gradwire.verification import Verification
@@ -105,9 +106,9 @@ def attach(
     """
     ddp = unwrap(model)
     group = ddp.process_group
-    meeting = next_meeting(group)
     disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     limit = timeout if isinstance(timeout, timedelta) else timeout_of(group)
+    meeting = meet(group, limit)
     try:
         if not isinstance(timeout, timedelta | None):
             raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")

@@ -12,20 +12,21 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import checkpoint
-from gradwire.agreement import agree, next_meeting
+from gradwire.agreement import agree
 from gradwire.bridge import Bridge
 from gradwire.errors import WireError
 from gradwire.execution import open_lane
 from gradwire.fitting import agree_on_nodes, fit, kernels_of, require_averaging
 from gradwire.hook_runner import hook_name
+from gradwire.hook_slot import HookSlot
 from gradwire.layout import BucketLayout, Layouts
+from gradwire.meetings import meet
 from gradwire.models import claim_of, device_of, in_buckets, trained
 from gradwire.ops import warm_up
 from gradwire.plan import WirePlan, make_plan
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
-from gradwire.slot import Slot
 from gradwire.stats import WireStats
 
 Hook = Callable[..., Any]
@@ -36,7 +37,7 @@ class Wire:
 
     def __init__(
         self,
-        slot: Slot,
+        slot: HookSlot,
         bridge: Bridge | None,
         recipe: Recipe | Hook,
         layouts: Layouts,
@@ -125,7 +126,8 @@ class Wire:
         """
         self._require_attached("load_state_dict")
         group, runner = self._group, self._recipe_runner
-        meeting, caller = next_meeting(group), "Wire.load_state_dict"
+        caller = "Wire.load_state_dict"
+        meeting = meet(group, self._timeout, caller)
         try:
             reduction = self.recipe.reduction if isinstance(self.recipe, Recipe) else "mean"
             seen = {slot.name for layout in self._layouts.current() for slot in layout.slots}
@@ -169,7 +171,8 @@ class Wire:
         if not isinstance(self.recipe, Recipe):
             raise TypeError(f"this wire runs a hook, {self._name}; detach it, and attach the recipe")
         self._require_attached("swap")
-        group, meeting, caller = self._group, next_meeting(self._group), "Wire.swap"
+        group, caller = self._group, "Wire.swap"
+        meeting = meet(group, self._timeout, caller)
         try:
             chosen = fit(parse_recipe(recipe), self.model)
             if self._bridge is not None and (self._bridge.policy or self._bridge.verification):

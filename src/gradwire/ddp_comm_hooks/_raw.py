@@ -12,10 +12,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
 from gradwire.execution import open_lane
 from gradwire.layout import Layouts
+from gradwire.meetings import next_meeting
 from gradwire.recipes import Recipe
 from gradwire.runners import RecipeRunner
 

@@ -20,12 +20,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
 from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.execution import backend_name, open_lane
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
+from gradwire.meetings import next_meeting
 from gradwire.own_hooks import Known, make_known
 from gradwire.stepping import SteppingRunner, step_parameters
 from gradwire.transport import Group, gather

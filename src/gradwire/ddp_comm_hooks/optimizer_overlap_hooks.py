@@ -15,12 +15,12 @@ from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_h
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
 from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.execution import open_lane, open_local_lane
 from gradwire.hook_runner import HookRunner, hook_name
 from gradwire.layout import Layouts
+from gradwire.meetings import next_meeting
 from gradwire.own_hooks import Known, make_known
 from gradwire.recipes import fp32
 from gradwire.runners import RecipeRunner, Runner

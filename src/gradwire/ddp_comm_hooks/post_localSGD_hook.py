@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as upstream
 from torch.futures import Future
 
-from gradwire.agreement import next_meeting
 from gradwire.ddp_comm_hooks._raw import group_or_world, run_recipe
 from gradwire.execution import backend_name
+from gradwire.meetings import next_meeting
 from gradwire.recipes import fp32
 from gradwire.runners import completed
 

@@ -10,13 +10,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.agreement import next_meeting
 from gradwire.bridge import Bridge
 from gradwire.checkpoint import read_layouts, write_layouts
 from gradwire.ddp_comm_hooks._raw import group_or_world
 from gradwire.exchanges import LowRank
 from gradwire.execution import open_lane
 from gradwire.layout import Layouts
+from gradwire.meetings import next_meeting
 from gradwire.memory import Memory
 from gradwire.models import num_transient
 from gradwire.recipes import Recipe, powersgd

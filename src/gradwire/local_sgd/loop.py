@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
 from gradwire import checkpoint
-from gradwire.agreement import agree, next_meeting
+from gradwire.agreement import agree
 from gradwire.attachment import attach
 from gradwire.errors import Place
 from gradwire.execution import open_lane, timeout_of
@@ -21,6 +21,7 @@ from gradwire.fitting import agree_on_nodes, fit, kernels_of
 from gradwire.layout import Layouts, canonical_name
 from gradwire.local_sgd.buckets import ParameterBucket, load_tensors, make_buckets, tensors_of
 from gradwire.local_sgd.outer import Outer
+from gradwire.meetings import meet
 from gradwire.models import claim_of, device_of, in_buckets, trained, unwrap
 from gradwire.ops import warm_up
 from gradwire.recipes import Recipe, noop
@@ -77,7 +78,7 @@ class LocalSGD:
         self._group: dist.ProcessGroup = ddp.process_group
         self._timeout = timeout or timeout_of(self._group)
         self._layouts = Layouts(ddp.module)
-        meeting = next_meeting(self._group)
+        meeting = meet(self._group, self._timeout, "gradwire.LocalSGD")
         try:
             _check_counts(period, warmup_steps)
             self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
@@ -185,7 +186,8 @@ class LocalSGD:
         Raises ValueError, and loads nothing on any rank, when the state is none of a LocalSGD, belongs to
         other parameters, misses what some rank held back, or has another step than the other ranks'.
         """
-        meeting, caller = next_meeting(self._group), "LocalSGD.load_state_dict"
+        caller = "LocalSGD.load_state_dict"
+        meeting = meet(self._group, self._timeout, caller)
         try:
             num_steps, buckets, memory, of_wire = self._read(state)
         except Exception as error:
