@@ -9,12 +9,13 @@
 The model, the text and the schedule are those of examples/train_lm.py. Each recipe and seed becomes one row
 of a CSV file; what has a row is not run again, so it may be ended at any time, and goes on with the first row
 that is missing, from the last evaluation of its loss on, with the same bits as if it had not been ended. With
---minutes, it ends by itself and saves its last step. Exit code 0: every row is there; 3: run it again.
+--minutes, it ends by itself and saves its last step (but a row of local SGD, once begun, runs to its end).
+Several processes may share a folder: each takes rows that no other has begun. Exit code 0: every row is
+there; 3: some are not, run it again; 2: something is wrong with what was asked for.
 """
 
 import argparse
 import dataclasses
-import hashlib
 import platform
 import sys
 import time
@@ -27,9 +28,12 @@ from torch import Tensor
 
 import gradwire
 import replicas
-from curves import Run, Setting, append, draw, read, table
+from curves import draw, table
+from gradwire.fitting import require_averaging
 from gradwire.headroom import Machine
 from optimizers import OPTIMIZERS
+from rows import Row, Taken
+from runs import Run, Setting, append, read
 from trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -63,23 +67,11 @@ NUM_HELD_OUT = {"small": 256, "real": 1024}
 """Pieces of held-out text, the same for all."""
 
 
+VERSIONS = f"torch {torch.__version__}, Python {platform.python_version()}"
+
+
 class OutOfTime(Exception):
     """A run was ended before its last step, and saved."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What is to become a row: a recipe with a seed, and where its run is saved until it is done."""
-
-    setting: Setting
-    recipe: str
-    seed: int
-    folder: Path
-
-    @property
-    def saved(self) -> Path:
-        of = hashlib.sha256(repr((self.setting, self.recipe, self.seed)).encode()).hexdigest()
-        return self.folder / f"unfinished-{of[:16]}.pt"
 
 
 def train(
@@ -106,7 +98,6 @@ def train(
         return seconds_before + time.monotonic() - begin
 
     def save() -> None:
-        row.folder.mkdir(parents=True, exist_ok=True)
         half_written = row.saved.with_suffix(".part")
         torch.save({"trainer": trainer.state_dict(), "seconds": seconds(), "curve": curve}, half_written)
         half_written.replace(row.saved)
@@ -114,7 +105,7 @@ def train(
     while (done := trainer.ranks.num_steps) < setting.steps:
         if time.monotonic() > deadline:
             save()
-            raise OutOfTime(f"{row.recipe}, seed {row.seed} is saved after {done} of {setting.steps} steps")
+            raise OutOfTime(f"{row} is saved after {done} of {setting.steps} steps")
         trainer.step()
         done += 1
         if done % every == 0 or done == setting.steps:
@@ -130,38 +121,42 @@ def train(
         seconds=seconds(),
         curve=curve,
         machine=torch.cuda.get_device_name() if texts[0].is_cuda else str(Machine.here()),
-        versions=f"torch {torch.__version__}, Python {platform.python_version()}",
+        versions=VERSIONS,
     )
 
 
-def train_replicas(
-    setting: Setting, name: str, seed: int, num_held_out: int, tell: Callable[[int, float], None]
-) -> Run:
-    """A row of local SGD, whose workers are processes, on CPU."""
-    every = max(1, setting.steps // NUM_EVALUATIONS)
-    curve, sent, num_parameters, seconds = replicas.train(setting, name, seed, num_held_out, every, tell)
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return Run(name, seed, setting, num_parameters, sent, seconds, curve, str(Machine.here()), versions)
+def train_replicas(row: Row, num_held_out: int, deadline: float, tell: Callable[[int, float], None]) -> Run:
+    """A row of local SGD, whose workers are processes, on CPU; raise OutOfTime at the deadline."""
+    if time.monotonic() > deadline:
+        raise OutOfTime(f"{row} is not begun")
+    setting, every = row.setting, max(1, row.setting.steps // NUM_EVALUATIONS)
+    found = replicas.train(setting, row.recipe, row.seed, num_held_out, every, tell)
+    curve, sent, num_parameters, seconds = found
+    machine = str(Machine.here())
+    return Run(row.recipe, row.seed, setting, num_parameters, sent, seconds, curve, machine, VERSIONS)
 
 
 def chosen_recipes(names: list[str]) -> list[str]:
-    known = []
+    """These recipes as they print, each once; ValueError for one that is none, or does not average."""
+    chosen = []
     for name in names:
         if replicas.period_of(name):
-            known.append(name)
-        elif name.partition(":")[0] in gradwire.RECIPES or name.startswith(("route(", "schedule(")):
-            known.append(str(gradwire.recipe(name)))
-        else:
-            print(f"there is no recipe {name}: skipped")
-    return known
+            chosen.append(name)
+            continue
+        recipe = gradwire.recipe(name)
+        require_averaging(recipe, "workers that share one model cannot be trained by it")
+        chosen.append(str(recipe))
+    return list(dict.fromkeys(chosen))
 
 
 def chosen_runs(path: Path, recipes: list[str] | None) -> list[Run]:
     """Those of some recipes, or all; ValueError if one of the recipes has none."""
     runs = read(path)
-    if missing := sorted({*(recipes or [])} - {run.recipe for run in runs}):
+    if recipes is None:
+        return runs
+    if missing := sorted({*recipes} - {run.recipe for run in runs}):
         raise ValueError(f"{path} has no runs of {', '.join(missing)}")
-    return [run for run in runs if recipes is None or run.recipe in recipes]
+    return [run for run in runs if run.recipe in recipes]
 
 
 def file_name(name: str, optimizer: str) -> str:
@@ -169,43 +164,88 @@ def file_name(name: str, optimizer: str) -> str:
     return f"{name}.csv" if optimizer == "adamw" else f"{name}-{optimizer}.csv"
 
 
-def run_all(options: argparse.Namespace, setting: Setting) -> int:
-    path = options.out / file_name(options.setting, setting.optimizer)
+def read_own(path: Path, setting: Setting) -> list[Run]:
+    """The rows that there are; ValueError if they do not compare with what is to be added."""
     runs = read(path) if path.exists() else []
-    if any(run.setting != setting for run in runs):
-        raise SystemExit(f"{path} has rows of another setting, {runs[0].setting}; give another --out")
+    for run in runs:
+        if run.setting != setting:
+            raise ValueError(f"{path} has rows of another setting, {run.setting}; give another --out")
+        if run.versions != VERSIONS:
+            raise ValueError(
+                f"{path} has rows of {run.versions}, and this is {VERSIONS}: another torch, or another "
+                "standard library to train on; give another --out"
+            )
+    return runs
+
+
+def chosen_setting(options: argparse.Namespace) -> Setting:
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)}
+    changes = {name: value for name, value in given.items() if value is not None}
+    setting = SETTINGS[options.setting]
+    if options.optimizer not in (None, setting.optimizer) and options.lr is None:
+        changes["lr"] = LEARNING_RATES[options.optimizer]
+    return dataclasses.replace(setting, **changes)
+
+
+def chosen_device(options: argparse.Namespace) -> torch.device:
     device = torch.device(options.device or ("cuda" if options.setting == "real" else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("there is no GPU here that torch can use; give --device cpu")
+    return device
+
+
+def chosen_rows(options: argparse.Namespace, setting: Setting, device: torch.device) -> list[Row]:
+    """Seed by seed, so that a part of them has all recipes."""
+    recipes = chosen_recipes(options.recipes or RECIPES)
+    if device.type != "cpu":
+        for recipe in filter(replicas.period_of, recipes):
+            print(f"{recipe} is trained by processes on CPU, not on {device}: left out")
+        recipes = [recipe for recipe in recipes if not replicas.period_of(recipe)]
+    seeds = dict.fromkeys(options.seeds)
+    return [Row(setting, recipe, seed, options.out) for seed in seeds for recipe in recipes]
+
+
+def run_all(rows: list[Row], path: Path, device: torch.device, options: argparse.Namespace) -> int:
     if device.type == "cpu":
         torch.set_num_threads(1)  # so small a model gains nothing from more, and loses where cores are busy
     deadline = time.monotonic() + 60 * options.minutes
-    recipes = chosen_recipes(options.recipes or RECIPES)
-    wanted = [(recipe, seed) for seed in options.seeds for recipe in recipes]
-    missing = [pair for pair in wanted if pair not in {(run.recipe, run.seed) for run in runs}]
-    texts = tuple(text.to(device) for text in corpus())
+    text, held_out = (text.to(device) for text in corpus())
+    num_held_out, num_taken = NUM_HELD_OUT[options.setting], 0
+
+    def is_there(row: Row) -> bool:
+        return any((run.recipe, run.seed) == (row.recipe, row.seed) for run in read_own(path, row.setting))
+
     columns = (*Progress.get_default_columns(), TextColumn("held-out loss {task.fields[loss]:.4f}"))
     with Progress(*columns) as progress:
-        for recipe, seed in missing:
-            bar = progress.add_task(f"{recipe}, seed {seed}", total=setting.steps, loss=float("nan"))
+        for row in [row for row in rows if not is_there(row)]:
+            bar = progress.add_task(str(row), total=row.setting.steps, loss=float("nan"))
 
             def tell(done: int, loss: float, bar: TaskID = bar) -> None:
                 progress.update(bar, completed=done, loss=loss)
 
-            row, num_held_out = Row(setting, recipe, seed, options.out), NUM_HELD_OUT[options.setting]
-            if replicas.period_of(recipe):
-                if device.type != "cpu":
-                    progress.print(f"{recipe} is trained by processes on CPU, not on {device}: skipped")
-                    continue
-                append(path, train_replicas(setting, recipe, seed, num_held_out, tell))
-                continue
             try:
-                run = train(row, (texts[0], texts[1]), num_held_out, deadline, tell, options.eager)
+                with row.claimed():
+                    if is_there(row):  # by another process, meanwhile
+                        continue
+                    if replicas.period_of(row.recipe):
+                        run = train_replicas(row, num_held_out, deadline, tell)
+                    else:
+                        run = train(row, (text, held_out), num_held_out, deadline, tell, options.eager)
+                    append(path, run)
+                    row.saved.unlink(missing_ok=True)
             except OutOfTime as reason:
                 progress.print(f"{reason}: run this again")
                 return 3
-            append(path, run)
-            row.saved.unlink()
-            progress.print(f"{recipe}, seed {seed}: {run.loss:.4f} after {run.seconds:.0f} s")
-    print(f"all {len(wanted)} rows are in {path}")
+            except Taken as reason:
+                progress.remove_task(bar)
+                progress.print(f"{reason}: left to it")
+                num_taken += 1
+                continue
+            progress.print(f"{row}: {run.loss:.4f} after {run.seconds:.0f} s")
+    if num_taken:
+        print(f"{num_taken} of {len(rows)} rows were left to other processes: run this again to see them")
+        return 3
+    print(f"all {len(rows)} rows are in {path}")
     return 0
 
 
@@ -235,16 +275,15 @@ def main(arguments: list[str] | None = None) -> int:
         if options.plot:
             source, drawing = options.plot
             drawing.write_text(draw(chosen_runs(source, options.recipes), options.link))
-    except ValueError as reason:
+        if options.table or options.plot:
+            return 0
+        setting, device = chosen_setting(options), chosen_device(options)
+        rows = chosen_rows(options, setting, device)
+        path = options.out / file_name(options.setting, setting.optimizer)
+        read_own(path, setting)
+    except (ValueError, OSError) as reason:
         parser.error(str(reason))
-    if options.table or options.plot:
-        return 0
-    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Setting)}
-    changes = {name: value for name, value in given.items() if value is not None}
-    setting = SETTINGS[options.setting]
-    if options.optimizer not in (None, setting.optimizer) and options.lr is None:
-        changes["lr"] = LEARNING_RATES[options.optimizer]
-    return run_all(options, dataclasses.replace(setting, **changes))
+    return run_all(rows, path, device, options)
 
 
 if __name__ == "__main__":

@@ -1,133 +1,14 @@
-"""Runs of `convergence.py`: rows of a CSV file, a table, and curves of loss as an SVG."""
+"""Runs of `convergence.py` as a table, and as curves of loss in an SVG."""
 
-import csv
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 from gradwire.lab.rates import parse_rate
+from runs import Run, by_recipe, setting_of
 
 BASE = "fp32"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is trained, and how long."""
-
-    workers: int
-    steps: int
-    width: int
-    layers: int
-    length: int
-    batch: int
-    """Pieces of text of this length that each worker takes in a step."""
-    lr: float
-    optimizer: str = "adamw"
-
-    def __str__(self) -> str:
-        size = f"{self.layers} layers of width {self.width}"
-        by = "" if self.optimizer == "adamw" else f"{self.optimizer.upper()} with lr {self.lr:g}, "
-        return f"{self.workers} workers x {self.batch} x {self.length} bytes, {self.steps} steps, {by}{size}"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One recipe with one seed."""
-
-    recipe: str
-    seed: int
-    setting: Setting
-    num_parameters: int
-    bytes_per_step: float
-    """What the busiest worker sends."""
-    seconds: float
-    curve: dict[int, float]
-    """Held-out loss, in nats a byte, by the number of steps."""
-    machine: str
-    versions: str
-
-    @property
-    def loss(self) -> float:
-        return self.curve[max(self.curve)]
-
-    @property
-    def lowest(self) -> float:
-        """The least loss on the way: below that at the end if the model came to know its text by heart."""
-        return min(self.curve.values())
-
-
-def append(path: Path, run: Run) -> None:
-    """Add a row, and the header if it is the first."""
-    row = {
-        "recipe": run.recipe,
-        "seed": run.seed,
-        **dataclasses.asdict(run.setting),
-        "num_parameters": run.num_parameters,
-        "bytes_per_step": run.bytes_per_step,
-        "held_out_loss": f"{run.loss:.6f}",
-        "seconds": f"{run.seconds:.1f}",
-        "curve": " ".join(f"{step}={loss:.6f}" for step, loss in run.curve.items()),
-        "machine": run.machine,
-        "versions": run.versions,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    columns = list(row) if is_new else _columns(path)
-    if "optimizer" not in columns and run.setting.optimizer == "adamw":
-        del row["optimizer"]  # the file is older than the column
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
-def _columns(path: Path) -> list[str]:
-    with path.open(newline="") as file:
-        return next(csv.reader(file))
-
-
-def read(path: Path) -> list[Run]:
-    """All rows."""
-    with path.open(newline="") as file:
-        return [_run(row) for row in csv.DictReader(file)]
-
-
-def _run(row: dict[str, str]) -> Run:
-    kinds = {field.name: field.type for field in dataclasses.fields(Setting)}
-    points = [point.split("=") for point in row["curve"].split()]
-    return Run(
-        recipe=row["recipe"],
-        seed=int(row["seed"]),
-        # Without a column for it, the optimizer was the default.
-        setting=Setting(**{name: kind(row[name]) for name, kind in kinds.items() if name in row}),  # type: ignore[operator]
-        num_parameters=int(row["num_parameters"]),
-        bytes_per_step=float(row["bytes_per_step"]),
-        seconds=float(row["seconds"]),
-        curve={int(step): float(loss) for step, loss in points},
-        machine=row["machine"],
-        versions=row["versions"],
-    )
-
-
-def setting_of(runs: Sequence[Run]) -> Setting:
-    """The one setting of all runs, since losses of two do not compare."""
-    settings = list(dict.fromkeys(run.setting for run in runs))
-    if len(settings) != 1:
-        raise ValueError(f"runs of one setting are wanted, not of {len(settings)}: {settings}")
-    return settings[0]
-
-
-def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs of each recipe, in the order in which recipes first appear."""
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        found.setdefault(run.recipe, []).append(run)
-    return found
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -228,11 +109,13 @@ def _panel(
 ) -> list[str]:
     curves = {recipe: _mean_curve(runs, x_of) for recipe, runs in recipes.items()}
     points = [point for curve in curves.values() for point in curve]
+    if not points:
+        raise ValueError("there is no loss to draw: none was evaluated after a step, or none is finite")
     xs = [math.log10(x) if log else x for x, _ in points]
     ys = [y for _, y in points]
     # The first steps fall from 5.5 and would flatten the rest.
-    low, high = min(ys), statistics.quantiles(ys, n=10)[7]
-    x_low, x_high = (min(xs), max(xs)) if log else (0.0, max(xs))
+    low, high = _apart(min(ys), statistics.quantiles(ys, n=10)[7] if len(ys) > 1 else ys[0])
+    x_low, x_high = _apart(min(xs), max(xs)) if log else (0.0, max(xs))
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = ((math.log10(x) if log else x) - x_low) / (x_high - x_low)
@@ -260,7 +143,16 @@ def _panel(
     return lines
 
 
+def _apart(low: float, high: float) -> tuple[float, float]:
+    """The ends of an axis, which need some room between them."""
+    return (low, high) if high > low else (low - 0.5, low + 0.5)
+
+
 def _mean_curve(runs: Sequence[Run], x_of: Callable[[Run, int], float]) -> list[tuple[float, float]]:
-    """Without the point before the first step, which has no place on an axis of powers of ten."""
+    """Without the point before the first step, which has no place on an axis of powers of ten.
+
+    Nor has what is not finite, of a run that diverged.
+    """
     steps = [step for step in runs[0].curve if step > 0 and all(step in run.curve for run in runs)]
-    return [(x_of(runs[0], step), statistics.mean(run.curve[step] for run in runs)) for step in steps]
+    means = {step: statistics.mean(run.curve[step] for run in runs) for step in steps}
+    return [(x_of(runs[0], step), mean) for step, mean in means.items() if math.isfinite(mean)]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from curves import Setting
 from gradwire.testing import run_ranks, send_message
 from optimizers import OPTIMIZERS
+from runs import Setting
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from lm import LM, corpus, pieces, starts

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+HEAD = 32
+
 
 def corpus() -> tuple[Tensor, Tensor]:
     """All bytes of the standard library's files, to train on, and of every twentieth, held out."""
@@ -38,9 +40,11 @@ class LM(nn.Module):
 
     def __init__(self, width: int, layers: int, length: int) -> None:
         super().__init__()
+        if width % HEAD:
+            raise ValueError(f"the width must be a multiple of {HEAD}, the width of a head, not {width}")
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
         layer = nn.TransformerEncoderLayer(
-            width, width // 32, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            width, width // HEAD, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)

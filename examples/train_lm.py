@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 examples/train_lm.py --recipe int4 --checkpoint run/
 import argparse
 import contextlib
 import math
+import shutil
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import gradwire
 from lm import LM, corpus, pieces, starts
 
 LENGTH = 128  # bytes in a piece of text
+NUM_EVALUATED = 16  # batches of held-out text
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -28,27 +30,56 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * ((step + 1) / warm_up if step < warm_up else cosine)
 
 
-def save(folder: Path, wire: gradwire.Wire, **shared: object) -> None:
+def save(folder: Path, step: int, wire: gradwire.Wire, **shared: object) -> None:
     """Write what training goes on from: rank 0 what ranks share, and each what its wire holds back."""
-    rank, new = dist.get_rank(), folder / f"new{dist.get_rank()}.pt"
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"wire": wire.state_dict(), **(shared if rank == 0 else {})}, new)
-    dist.barrier()  # every rank's file is whole before any takes the place of an old one
-    new.rename(folder / f"rank{rank}.pt")
+    rank, new = dist.get_rank(), folder / "new"
+    new.mkdir(parents=True, exist_ok=True)
+    torch.save({"wire": wire.state_dict(), **(shared if rank == 0 else {})}, new / f"rank{rank}.pt")
+    dist.barrier()  # every rank's file is whole before they take the place of the old ones, all at once
+    if rank == 0:
+        old = list(folder.glob("step*"))
+        new.rename(folder / f"step{step:08}")
+        for one in old:
+            shutil.rmtree(one)
+
+
+def load(folder: Path, wire: gradwire.Wire, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from the newest checkpoint, of this or another number of ranks; the number of steps done."""
+    saved = max(folder.glob("step*"), default=None)
+    if saved is None:
+        return 0
+    device = next(net.parameters()).device
+    shared = torch.load(saved / "rank0.pt", map_location=device)
+    net.load_state_dict(shared["model"])
+    optimizer.load_state_dict(shared["optimizer"])
+    num_saved = shared["wire"]["world_size"]
+    ranks = [dist.get_rank()] if num_saved == dist.get_world_size() else range(num_saved)
+    wires = (torch.load(saved / f"rank{r}.pt", map_location=device)["wire"] for r in ranks)
+    wire.load_state_dict(gradwire.merge_state_dicts(wires))
+    return int(saved.name.removeprefix("step"))
+
+
+def count(text: str) -> int:
+    """A number of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, not {text!r}")
+    return int(text)
 
 
 def parse_options() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--recipe", default="fp32", help="what goes over the wire, such as bf16 or int4")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=8, help="pieces of text a rank in a backward pass")
-    parser.add_argument("--accumulate", type=int, default=2, help="backward passes in a step")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--steps", type=count, default=400)
+    parser.add_argument("--batch", type=count, default=8, help="pieces of text a rank in a backward pass")
+    parser.add_argument("--accumulate", type=count, default=2, help="backward passes in a step")
+    parser.add_argument("--width", type=count, default=128, help="a multiple of 32")
+    parser.add_argument("--layers", type=count, default=3)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--every", type=int, default=100, help="steps between evaluations, and checkpoints")
-    parser.add_argument("--checkpoint", type=Path, help="a folder to go on from, and to save to")
+    parser.add_argument("--every", type=count, default=100, help="steps between evaluations, and checkpoints")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a folder, seen by all ranks, to go on from and save to"
+    )
     return parser.parse_args()
 
 
@@ -57,30 +88,27 @@ def main() -> None:
     options = parse_options()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_node_local_rank(rank) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     text, held_out = (part.to(device) for part in corpus())
     torch.manual_seed(0)
     net = LM(options.width, options.layers, LENGTH).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     model = DistributedDataParallel(net)
     wire = gradwire.attach(model, options.recipe)
-    first = 0
-    if options.checkpoint and (options.checkpoint / "rank0.pt").exists():
-        saved = torch.load(options.checkpoint / "rank0.pt", map_location=device)
-        net.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        own = torch.load(options.checkpoint / f"rank{rank}.pt", map_location=device)
-        wire.load_state_dict(own["wire"])
-        first = saved["step"]
+    first = load(options.checkpoint, wire, net, optimizer) if options.checkpoint else 0
 
     def batch(source: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         return pieces(source, starts(source, (options.batch,), LENGTH, seed), LENGTH)
 
-    def evaluate() -> float:
-        with torch.no_grad():
-            loss = torch.stack([net(*batch(held_out, rank + world_size * i)) for i in range(8)]).mean()
+    @torch.no_grad()
+    def evaluate() -> float:  # on the same pieces whatever the number of ranks
+        own = [net(*batch(held_out, seed)) for seed in range(rank, NUM_EVALUATED, world_size)]
+        loss = torch.tensor(own, device=device).sum()
         dist.all_reduce(loss)
-        return loss.item() / world_size
+        return loss.item() / NUM_EVALUATED
 
     columns = (*Progress.get_default_columns(), TextColumn("held-out loss {task.fields[loss]:.3f}"))
     with Progress(*columns, disable=rank > 0) as progress:
@@ -101,11 +129,11 @@ def main() -> None:
                 loss = evaluate()
                 if options.checkpoint:
                     states = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-                    save(options.checkpoint, wire, step=step + 1, **states)
+                    save(options.checkpoint, step + 1, wire, **states)
             progress.update(bar, advance=1, loss=loss)
     if rank == 0:
-        sent_mb = (wire.stats().bytes_sent or 0) / 1e6
-        print(f"{options.recipe}: held-out loss {loss:.4f} nats a byte, {sent_mb:.1f} MB sent by a rank")
+        sent = f"{(wire.stats().bytes_sent or 0) / 1e6:.1f} MB sent by a rank"
+        print(f"{options.recipe}: held-out loss {loss:.4f} nats a byte, {sent} since step {first}")
     dist.destroy_process_group()
 
 

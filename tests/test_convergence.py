@@ -4,8 +4,10 @@ import contextlib
 import csv
 import importlib
 import io
+import operator
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +48,8 @@ EXAMPLE = ROOT / "examples" / "train_lm.py"
 
 
 def job_example(rank, options):
-    """What the example prints, on a rank that has a process group already."""
-    dist.init_process_group = dist.destroy_process_group = lambda *args: None
+    """What the example prints, on a rank that has a process group already; every checkpoint is kept."""
+    dist.init_process_group = dist.destroy_process_group = shutil.rmtree = lambda *args: None
     sys.argv, sys.path = [str(EXAMPLE), *options], [str(EXAMPLE.parent), *sys.path]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -61,31 +63,68 @@ def launch_example(options):
     return done.stdout
 
 
-def test_the_example_trains_and_goes_on_from_its_checkpoint(tmp_path):
-    options = ["--recipe", "int8:feedback=true", "--every", "2", "--width", "32", "--layers", "1"]
-    options += ["--batch", "2", "--checkpoint", str(tmp_path), "--steps"]
+def figures(printed):
+    """The held-out loss, the MB sent, and since which step."""
+    found = re.search(r"held-out loss (\S+) nats a byte, (\S+) MB sent by a rank since step (\d+)", printed)
+    return [float(figure) for figure in found.groups()]
 
-    def figures(printed):
-        return map(float, re.search(r"held-out loss (\S+) nats a byte, (\S+) MB sent", printed).groups())
 
-    loss, _ = figures(run_ranks(job_example, 2, args=([*options, "2"],))[0])
-    later_loss, sent_mb = figures(launch_example([*options, "12"]))
-    assert later_loss < loss
-    # Ten steps, not twelve: of 33504 values in 8 bits, each of two ranks sends one half twice.
-    assert sent_mb == pytest.approx(10 * 33504 / 1e6, abs=0.05)
-    wire = torch.load(tmp_path / "rank1.pt")["wire"]
-    assert wire["step"] == 12, "its count went on where it was"
-    (residuals,) = wire["memory"]["rank1"].values()
+def test_the_example_goes_on_from_its_checkpoint_as_if_it_had_not_been_ended(tmp_path):
+    folder, aside = tmp_path / "run", tmp_path / "aside"
+    options = ["--recipe", "schedule(0=int8:feedback=true; 8=powersgd)", "--every", "6", "--width", "32"]
+    options += ["--layers", "1", "--batch", "2", "--checkpoint", str(folder), "--steps", "12"]
+    loss, sent_mb, first = figures(run_ranks(job_example, 2, args=(options,))[0])
+    assert first == 0
+    # Of 33504 values, each of two ranks sends one half twice, in 8 bits for 8 steps and in fewer for 4.
+    assert 8 * 33504 / 1e6 < sent_mb < 12.2 * 33504 / 1e6
+    (folder / "step00000012").rename(aside)
+    (folder / "new").mkdir()
+    (folder / "new" / "rank0.pt").write_bytes(b"half of a")  # as a rank leaves it that is killed here
+    later_loss, later_sent_mb, first = figures(launch_example(options))
+    assert (later_loss, first) == (loss, 6)
+    assert later_sent_mb < sent_mb
+    assert [path.name for path in folder.iterdir()] == ["step00000012"], "the old one is gone"
+    for name in ("rank0.pt", "rank1.pt"):
+        require_same(torch.load(folder / "step00000012" / name), torch.load(aside / name))
+    residuals = torch.load(aside / "rank1.pt")["wire"]["memory"]["rank1"]["residual:float32"]
     assert all(residual.any() for residual in residuals.values()), "what was held back is saved"
+    further_loss, _, first = figures(run_ranks(job_example, 3, args=([*options[:-1], "24"],))[0])
+    assert first == 12, "and on another number of ranks"
+    assert further_loss < loss
     assert len(EXAMPLE.read_text().splitlines()) < 150
+
+
+def require_same(have, want):
+    """Every tensor and number the same."""
+    if isinstance(want, dict):
+        assert have.keys() == want.keys()
+        for key in want:
+            require_same(have[key], want[key])
+    else:
+        assert (torch.equal if isinstance(want, torch.Tensor) else operator.eq)(have, want)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--accumulate", "0"], "argument --accumulate: must be a number of at least 1, not '0'"),
+        (["--every", "often"], "argument --every: must be a number of at least 1, not 'often'"),
+    ],
+)
+def test_the_example_refuses_numbers_that_would_train_nothing(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options])
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert message in capsys.readouterr().err
 
 
 def test_a_row_that_is_there_is_not_run_again_and_one_that_is_not_is_added(benchmark, folder, capsys):
     before = (folder / "small.csv").read_text()
-    assert benchmark(*TINY, "--out", folder, "--seeds", 0, "--recipes", "fp32", "int8", "fp99") == 0
-    assert "there is no recipe fp99: skipped" in capsys.readouterr().out
+    assert benchmark(*TINY, "--out", folder, "--seeds", 0, "--recipes", "fp32", "int8") == 0
     assert (folder / "small.csv").read_text() == before
-    assert benchmark(*TINY, "--out", folder, "--seeds", 0, 1, "--recipes", "fp32") == 0
+    assert benchmark(*TINY, "--out", folder, "--seeds", 0, 1, 1, "--recipes", "fp32", "fp32") == 0
+    assert "all 2 rows are in" in capsys.readouterr().out
     rows = list(csv.DictReader((folder / "small.csv").open()))
     assert [(row["recipe"], row["seed"]) for row in rows] == [("fp32", "0"), ("int8", "0"), ("fp32", "1")]
     assert rows[0]["curve"].split()[0] == rows[1]["curve"].split()[0], "both start with the same weights"
@@ -99,15 +138,57 @@ def test_workers_of_local_sgd_are_ranks_that_start_alike_and_average_every_perio
     assert local["curve"].split()[0] == fp32["curve"].split()[0], "both start with the same weights"
     assert float(local["bytes_per_step"]) == float(fp32["bytes_per_step"]) / 3
     assert float(local["held_out_loss"]) < float(local["curve"].split()[0].partition("=")[2])
-    with pytest.raises(
-        ValueError, match="a row of local SGD is called DiLoCo:period=8, not DiLoCo:period=often"
-    ):
-        benchmark(*two, "--out", tmp_path, "--recipes", "DiLoCo:period=often")
 
 
-def test_rows_of_another_setting_are_not_mixed_in(benchmark, folder):
-    with pytest.raises(SystemExit, match="has rows of another setting"):
-        benchmark("--out", folder)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipes", "fp99"], "there is no recipe 'fp99'"),
+        (["--recipes", "int4:blok=64"], "recipe 'int4' has no option 'blok'"),
+        (["--recipes", "route(*.bias=noop; *=int8)"], "leaves every rank its own gradients"),
+        (["--recipes", "DiLoCo:period=often"], "is called DiLoCo:period=8, not DiLoCo:period=often"),
+        (["--steps", 0], "steps must be at least 1, not 0"),
+        (["--steps", 7], "small.csv has rows of another setting, 8 workers x 1 x 16 bytes, 6 steps"),
+        (["--table", "none.csv"], "there is no file none.csv"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(benchmark, folder, options, message, capsys):
+    before = (folder / "small.csv").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        benchmark(*TINY, "--out", folder, *options)
+    assert message in capsys.readouterr().err
+    assert (folder / "small.csv").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-150], "line 3, is no row of a run"),
+        (lambda text: text.replace(",seed,", ",sed,"), "line 2, is no row of a run: KeyError('seed')"),
+        (lambda text: text.replace("Python 3", "Python 2"), "another standard library to train on"),
+    ],
+)
+def test_rows_are_not_added_to_a_file_that_they_do_not_fit(
+    benchmark, folder, tmp_path, change, message, capsys
+):
+    first_rows = (folder / "small.csv").read_text().splitlines(keepends=True)[:3]
+    changed = change("".join(first_rows))
+    (tmp_path / "small.csv").write_text(changed)
+    with pytest.raises(SystemExit, match="2"):
+        benchmark(*TINY, "--out", tmp_path, "--seeds", 5, "--recipes", "fp32")
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "small.csv").read_text() == changed
+
+
+def test_a_row_that_another_process_trains_is_left_to_it(benchmark, convergence, folder, tmp_path, capsys):
+    (tmp_path / "small.csv").write_text((folder / "small.csv").read_text())
+    options = [*TINY, "--out", tmp_path, "--seeds", 4, "--recipes", "fp32"]
+    setting = convergence.read(tmp_path / "small.csv")[0].setting
+    with convergence.Row(setting, "fp32", 4, tmp_path).claimed():
+        assert benchmark(*options) == 3
+    assert "fp32, seed 4 is trained by another process" in capsys.readouterr().out
+    assert benchmark(*options) == 0, "which ended without a row"
+    assert [path.name for path in tmp_path.iterdir()] == ["small.csv"], "nothing is left"
 
 
 def test_each_optimizer_has_a_file_of_its_own_and_no_table_mixes_them(benchmark, folder, tmp_path, capsys):
@@ -138,6 +219,7 @@ def test_a_file_older_than_the_column_of_optimizers_is_read_and_added_to(benchma
         writer = csv.DictWriter(file, [n for n in new_rows[0] if n != "optimizer"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(new_rows)
+    old.write_text(old.read_text().rstrip())  # as some editors leave it
     assert benchmark(*TINY, "--out", tmp_path, "--seeds", 0, 2, "--recipes", "fp32") == 0
     rows = list(csv.DictReader(old.open()))
     assert "optimizer" not in rows[0]
@@ -182,6 +264,19 @@ def test_the_table_and_the_plot_show_every_recipe(benchmark, folder, tmp_path, c
     with pytest.raises(SystemExit, match="2"):
         benchmark("--recipes", "int5", "--plot", folder / "small.csv", plot)
     assert "has no runs of int5" in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_and_one_of_a_single_step_are_drawn(benchmark, folder, tmp_path):
+    diverged, plot = tmp_path / "small.csv", tmp_path / "curves.svg"
+    rows = (folder / "small.csv").read_text()
+    diverged.write_text(re.sub(r"(int8,0,.* 4=)\S+ 5=\S+ 6=\S+(?=,)", r"\g<1>inf 5=nan 6=nan", rows))
+    assert "nan" in diverged.read_text()
+    assert benchmark("--plot", diverged, plot) == 0
+    assert plot.read_text().count("<polyline") == 3 * 2
+    assert "nan" not in plot.read_text()
+    diverged.write_text(re.sub(r"(?m)(0=\S+ 1=\S+) 2=.*?(?=,)", r"\1", rows))
+    assert benchmark("--recipes", "int8", "--plot", diverged, plot) == 0
+    assert plot.read_text().count("<polyline") == 3
 
 
 def test_where_fp32_rises_again_the_lowest_loss_is_shown_too(benchmark, folder, tmp_path, capsys):

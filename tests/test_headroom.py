@@ -1,7 +1,6 @@
 """Headroom: workloads, the table, and the command on real ranks."""
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from gradwire.headroom.script_rank import _Enough, _Stopwatch
 from gradwire.planner import Cluster, shapes_of, wire_of
 from gradwire.scripts import Script
 from gradwire.testing import run_ranks
+from tests.processes import is_alive, wait_until_gone
 from tests.records import record
 
 TINY = ["--width", "32", "--layers", "1", "--sequence", "4", "--steps", "4"]
@@ -341,23 +341,47 @@ def test_a_step_that_calls_several_optimizers_is_one_step():
     assert len(stopwatch.ends) == 3
 
 
-def test_a_script_ends_with_whoever_measures_it(tmp_path):
-    script = tmp_path / "endless.py"
-    script.write_text("import time; print('running', flush=True); time.sleep(600)")
-    reading, writing = os.pipe()
-    task = {"recipe": None, "num_steps": 1, "script": str(script), "arguments": [], "is_module": False}
-    task.update(result=str(tmp_path / "result"), lifeline=reading)
-    command = [sys.executable, "-m", "gradwire.headroom.script_rank", json.dumps(task)]
-    rank = subprocess.Popen(command, pass_fds=[reading], stdout=subprocess.PIPE)
-    try:
-        assert rank.stdout.readline() == b"running\n"
-        os.close(writing)
-        assert rank.wait(120) == 1
-    finally:
-        rank.kill()
-        rank.wait()
-        rank.stdout.close()
-        os.close(reading)
+ENDLESS = """
+import os, subprocess, sys, time
+from pathlib import Path
+here = Path(__file__).with_name("told")
+if os.environ["RANK"] == "1":
+    while not here.exists():
+        time.sleep(0.01)
+child = subprocess.Popen(["sleep", "1000"])
+print("pids", os.getpid(), child.pid, flush=True)
+here.touch()
+if os.environ["RANK"] == "1" and sys.argv[1:] == ["fail"]:
+    sys.exit(3)
+time.sleep(1000)
+"""
+
+
+def pids_in(lines):
+    return [int(pid) for line in lines if line.startswith("pids") for pid in line.split()[1:]]
+
+
+def test_when_a_rank_of_a_script_fails_all_end_with_what_they_have_started(tmp_path, capfd):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    result = run("headroom", "--", str(tmp_path / "endless.py"), "fail")
+    assert result.exit_code == 1
+    assert "the script ended with exit code 3 on rank 1; its output says why" in result.stderr
+    pids = pids_in(capfd.readouterr().out.splitlines())
+    assert len(pids) == 4
+    wait_until_gone(pids)
+
+
+def test_a_script_and_what_it_has_started_end_with_whoever_measures_it(tmp_path):
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    command = [sys.executable, "-m", "gradwire", "headroom", "--", str(tmp_path / "endless.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as measuring:
+        try:
+            pids = pids_in([measuring.stdout.readline(), measuring.stdout.readline()])
+            assert len(pids) == 4
+            assert all(map(is_alive, pids))
+        finally:
+            measuring.kill()
+    wait_until_gone(pids)
 
 
 def test_words_of_a_command_line_name_a_script_or_a_module():

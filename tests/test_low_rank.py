@@ -6,6 +6,7 @@ import math
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from gradwire.layout import BucketLayout, Slot
 from gradwire.memory import Memory
 from gradwire.ops.batches import Batch, Batches, Matrix
 from gradwire.ops.cpu import low_rank as cpu
+from gradwire.ops.cpu import many_vectors, orthogonal
 from gradwire.ops.reference import low_rank as reference
 from gradwire.testing import VirtualRanks, run_ranks, run_virtual_ranks
 from tests.test_powersgd_hook import Given, draw, outer
@@ -84,8 +86,9 @@ def all_kernels(module, plan, flat):
     return found
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4, 5, 9])
-@pytest.mark.parametrize("module", FAST)
+@pytest.mark.parametrize(
+    ("module", "rank"), [*((module, rank) for module in FAST for rank in (1, 2, 4, 5, 9)), (cpu, 40)]
+)
 def test_the_kernels_equal_the_reference_within_rounding(module, rank):
     plan = plan_of(layout_of(*SHAPES), rank, 0, False)
     (flat,) = draw(3, layout_of(*SHAPES).numel)
@@ -128,19 +131,58 @@ def test_half_precision_buckets_go_through_the_same_kernels():
             assert torch.allclose(have, slow[name], atol=close, equal_nan=True), name
 
 
-def test_a_matrix_has_the_same_bits_in_every_bucket():
+@pytest.mark.parametrize("rank", [4, 20])
+def test_a_matrix_has_the_same_bits_in_every_bucket(rank):
     shapes = [(33, 65), (33, 65), (40, 7)]
-    plan = plan_of(layout_of(*shapes), 4, 0, False)
+    plan = plan_of(layout_of(*shapes), rank, 0, False)
     (flat,) = draw(1, plan.sums.numel)
     together = all_kernels(cpu, plan, flat)
     for batch in plan.batches:
         for k, matrix in enumerate(batch.matrices):
-            alone = plan_of(layout_of((matrix.rows, matrix.columns)), 4, 0, False)
+            alone = plan_of(layout_of((matrix.rows, matrix.columns)), rank, 0, False)
             votes, right = torch.empty(1), batch.factors("right", draw(1, *sizes_of(plan))[2])[k].flatten()
             values, left = batch.values(flat)[k].flatten(), torch.empty(alone.left.numel)
             sums = batch.sums(draw(1, plan.sums.numel)[0])[k].flatten().clone()
             cpu.accumulate_and_project(alone.batches, values, sums, votes, right, left)
             assert torch.equal(left, batch.factors("left", together["p"])[k].flatten())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(75, 1061), (300, 49), (33, 33)])
+@pytest.mark.parametrize("rank", [5, 16, 33])
+def test_products_of_many_vectors_are_exact_whatever_their_tiles(rows, columns, rank):
+    """Blocks, panels, lines and single numbers, each with a rest."""
+    matrix, values, left, right, own = (
+        each.numpy()
+        for each in draw(6, (rows, columns), (rows, columns), (rank, rows), *2 * [(rank, columns)])
+    )
+    total = matrix.astype(np.float64) + values
+    found, back, again = np.empty_like(left), np.empty_like(right), np.empty_like(right)
+    other = matrix.copy()
+    assert many_vectors.accumulate_and_project(values, matrix, right, found) == 1
+    assert many_vectors.project_back(values, other, True, left, again) == 1
+    many_vectors.project_back(matrix, matrix, False, left, back)
+    many_vectors.finish(left, right, left, own, matrix, True, values)
+    assert np.array_equal(back, again)
+    close = {"rtol": 0, "atol": 2e-6 * max(rows, columns, rank)}
+    np.testing.assert_allclose(found, right @ total.T, **close)
+    np.testing.assert_allclose(back, left @ total, **close)
+    np.testing.assert_allclose(values, left.T.astype(np.float64) @ right, **close)
+    np.testing.assert_allclose(matrix, total - left.T.astype(np.float64) @ own, **close)
+
+
+def test_a_number_of_a_product_has_the_same_bits_wherever_it_lies():
+    left, right = (each.numpy() for each in draw(7, (20, 77), (20, 131)))
+    whole = np.empty((77, 131), np.float32)
+    many_vectors.finish(left, right, left, right, whole, False, whole)
+    for rows, columns in (
+        (slice(0, 1), slice(3, 4)),
+        (slice(5, 50), slice(17, 131)),
+        (slice(9, 77), slice(1, 36)),
+    ):
+        p, q = np.ascontiguousarray(left[:, rows]), np.ascontiguousarray(right[:, columns])
+        part = np.empty((p.shape[1], q.shape[1]), np.float32)
+        many_vectors.finish(p, q, p, q, part, False, part)
+        assert np.array_equal(part, whole[rows, columns])
 
 
 def sizes_of(plan):
@@ -183,6 +225,30 @@ def test_what_is_not_finite_shows_unless_there_is_a_spare(module, dtype, poison)
     one_factor(module, vectors, None)
     assert vectors[0].isfinite().all()
     assert vectors[1:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("angle", "at_once"),
+    [(1.0, True), (1e-3, True), (1e-5, False), (0.0, False), (math.nan, False), (math.inf, False)],
+)
+def test_vectors_are_made_orthogonal_at_once_unless_they_are_too_much_alike(angle, at_once):
+    vectors, directions, spare = draw(8, (12, 101), (12, 101), (12, 101))
+    vectors *= 10.0 ** (3 * torch.arange(12.0) - 20)[:, None]
+    for i in (5, 10):  # the one before, and a little of something new
+        vectors[i] = vectors[i - 1] + angle * vectors[i - 1].norm() * directions[i]
+    before, given = vectors.clone(), vectors.double()
+    assert orthogonal._orthogonalize_at_once(vectors.numpy()) == at_once
+    assert at_once or torch.equal(vectors.nan_to_num(), before.nan_to_num()), "left as they were"
+    found = before.clone()
+    one_factor(cpu, found, spare)
+    torch.testing.assert_close(found @ found.T, torch.eye(12), rtol=0, atol=2e-6)
+    if at_once:
+        assert torch.equal(found, vectors)
+        scaled = given / given.norm(dim=1, keepdim=True)
+        shares = scaled @ found.double().T
+        torch.testing.assert_close(shares @ found.double(), scaled, rtol=0, atol=1e-5)
+        torch.testing.assert_close(shares.triu(1), torch.zeros_like(shares), rtol=0, atol=2e-6)  # in order
+        assert (shares.diag() > 0).all()
 
 
 # --- what becomes of a parameter ---

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import gradwire
 from gradwire.testing import Case, RanksFailed, cases, check_hook, run_ranks, send_message
 from gradwire.testing.promises import Promise, promise_of
+from tests.processes import is_alive, wait_until_gone
 
 
 def job_sum(rank, start):
@@ -30,21 +31,6 @@ def test_results_come_back_in_rank_order_and_messages_arrive():
     results = run_ranks(job_sum, 3, args=(1,), on_message=lambda rank, text: heard.add((rank, text)))
     assert results == [torch.tensor([6])] * 3
     assert heard == {(rank, f"hello from {rank}") for rank in range(3)}
-
-
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pids):
-    deadline, pids = time.monotonic() + 20, list(pids)
-    while left := list(filter(is_alive, pids)):
-        assert time.monotonic() < deadline, f"processes are left behind: {left}"
-        time.sleep(0.05)
 
 
 def job_with_children(rank):

@@ -1,5 +1,8 @@
 """Virtual ranks: the same exchanges, in one process, with the same bits."""
 
+import copy
+import operator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,54 +90,141 @@ def batch(step, rank):
     return torch.randn(5, 96, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def train(model, backward, steps=4):
+class Odd(nn.Module):
+    """What hooks stumble over: tied, frozen, unused, empty, 0-d, 16-bit and complex parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(30, 16)
+        self.inner = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 16))
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.short = nn.Parameter(torch.randn(16, dtype=torch.bfloat16))
+        self.turn = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
+        self.sometimes = nn.Linear(16, 16)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, words, use_all):
+        x = self.frozen(self.inner(self.table(words))) * self.short.float() + self.empty.sum()
+        x = (x.to(self.turn.dtype) @ self.turn).abs() * self.gain
+        return (self.sometimes(x) if use_all else x) @ self.table.weight.T
+
+
+def loss_of(model, step, rank):
+    words = torch.randint(30, (7,), generator=torch.Generator().manual_seed(100 * step + rank))
+    return nn.functional.cross_entropy(model(words, step % 2 == 0), words.roll(1))
+
+
+class Whole(Odd):
+    """The same, with every parameter used in every step."""
+
+    def forward(self, words, use_all):
+        return super().forward(words, True) + self.never.weight.sum() * self.never.bias.sum()
+
+
+UNUSED = {"find_unused_parameters": True}
+FORMS = [  # small buckets, so that there are several
+    ("fp32", Whole, {}),
+    ("int4", Whole, {"bucket_cap_mb": 0.002}),
+    ("int4", Odd, {"bucket_cap_mb": 0.002, **UNUSED}),
+    ("int4:rounding=stochastic,seed=3", Whole, {}),
+    ("int4:local_size=2,reduction=sum", Whole, {"bucket_cap_mb": 0.002}),
+    ("sign:feedback=true", Odd, UNUSED),
+    ("powersgd:rank=2", Whole, {"bucket_cap_mb": 0.002}),
+    ("acp:rank=2,factors=int8", Odd, UNUSED),
+    ("route(*.bias=fp32; numel>=300=fp8; *=bf16)", Whole, {}),
+    ("schedule(0=int4; 1=powersgd:rank=2; 3=sign:feedback=true)", Whole, {"bucket_cap_mb": 0.002}),
+]
+
+
+def go_on(model, backward, wire, steps, start):
+    """Train from a state, or from the beginning; the state that is reached."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(steps):
+    if start is not None:
+        for one, state in zip((model, optimizer, wire), start.values(), strict=True):
+            one.load_state_dict(state)
+    for step in steps:
         optimizer.zero_grad()
         backward(step)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    reached = {"model": model, "optimizer": optimizer, "wire": wire}
+    return {name: copy.deepcopy(one.state_dict()) for name, one in reached.items()}
 
 
-TRAINED = ["fp32", "int4", "sign:feedback=true"]
+def train_virtually(form, steps, start=None):
+    spec, kind, options = form
+    model = kind()
+    ranks = VirtualRanks(model, spec, world_size=4, **options)
+
+    def backward(step):
+        for rank in range(4):
+            with ranks.backward_of(rank):
+                loss_of(model, step, rank).backward()
+        ranks.average()
+
+    return go_on(model, backward, ranks, steps, start)
 
 
-def job_train(rank):
-    trained = {}
-    for spec in TRAINED:
-        model = DistributedDataParallel(Net())
-        with gradwire.attach(model, spec) as wire:
-            weights = train(model, lambda step: model(batch(step, rank)).square().mean().backward())  # noqa: B023
-            trained[spec] = weights, wire.state_dict()
-    return trained
+def train_really(rank, form, steps, start=None):
+    spec, kind, options = form
+    model = DistributedDataParallel(kind(), **options)
+    with gradwire.attach(model, spec) as wire:
+        return go_on(model.module, lambda step: loss_of(model, step, rank).backward(), wire, steps, start)
 
 
-def test_training_on_virtual_ranks_ends_with_the_weights_and_the_state_of_ddp(one_thread):
-    real = run_ranks(job_train, 3)
-    for spec in TRAINED:
-        model = Net()
-        ranks = VirtualRanks(model, spec, world_size=3)
+EARLY, LATE = range(3), range(3, 5)
 
-        def backward(step):
-            for rank in range(3):
-                with ranks.backward_of(rank):  # noqa: B023
-                    model(batch(step, rank)).square().mean().backward()  # noqa: B023
-            ranks.average()  # noqa: B023
 
-        weights = train(model, backward)
-        for rank in range(3):
-            assert all(map(torch.equal, weights, real[rank][spec][0])), f"{spec} on rank {rank}"
-        expected = gradwire.merge_state_dicts(real[rank][spec][1] for rank in range(3))
-        have = ranks.state_dict()
-        for rank, states in expected.pop("memory").items():
-            for name, tensors in states.items():
-                assert torch.equal(have["memory"][rank][name]["weight"], tensors["weight"]), (
-                    spec,
-                    rank,
-                    name,
-                )
-        assert {key: have[key] for key in expected} == expected
+def job_train(rank, path):
+    """Each form from the beginning, and on from where virtual ranks were."""
+    starts = zip(FORMS, torch.load(path), strict=True)
+    return [(train_really(rank, form, EARLY), train_really(rank, form, LATE, at)) for form, at in starts]
+
+
+def require_same(have, want, where):
+    """Every tensor and number the same."""
+    if isinstance(want, dict):
+        assert have.keys() == want.keys(), where
+        for key in want:
+            require_same(have[key], want[key], (*where, key))
+    else:
+        equal = torch.equal if isinstance(want, torch.Tensor) else operator.eq
+        assert equal(have, want), where
+
+
+def test_training_on_virtual_ranks_ends_with_the_weights_and_the_state_of_ddp_and_goes_on_from_there(
+    one_thread, tmp_path
+):
+    virtual = [train_virtually(form, EARLY) for form in FORMS]
+    torch.save(virtual, tmp_path / "virtual.pt")
+    real = run_ranks(job_train, 4, args=(tmp_path / "virtual.pt",))
+    for number, form in enumerate(FORMS):
+        for when in (0, 1):
+            reached = [real[rank][number][when] for rank in range(4)]
+            wire = gradwire.merge_state_dicts(each.pop("wire") for each in reached)
+            if when == 0:
+                have = virtual[number]
+                start = {**reached[0], "wire": wire}
+            else:
+                have = train_virtually(form, LATE, start)
+            for rank in range(4):
+                require_same(have, {**reached[rank], "wire": wire}, (form, when, rank))
+
+
+def test_gradients_that_are_put_in_the_place_of_a_ranks_own_are_averaged():
+    model, means = Net(), []
+    for habit in (lambda: None, model.zero_grad):
+        ranks = VirtualRanks(model, "fp32", world_size=2)
+        for rank in range(2):
+            with ranks.backward_of(rank):
+                habit()  # as many training loops begin; it takes .grad away
+                model(batch(0, rank)).square().mean().backward()
+        ranks.average()
+        means.append(model.weight.grad.clone())
+    assert means[0].any()
+    assert torch.equal(*means)
 
 
 def test_several_backward_passes_of_a_rank_add_up_over_many_ranks_and_buckets():
@@ -142,12 +232,13 @@ def test_several_backward_passes_of_a_rank_add_up_over_many_ranks_and_buckets():
     model = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 20), nn.Linear(20, 7))
     inputs = torch.randn(32, 2, 4, 30)
     ranks = VirtualRanks(model, "fp32", world_size=32, bucket_cap_mb=0.0005)
+    for _ in range(3):  # DDP has one bucket in its first steps
+        for rank in range(32):
+            with ranks.backward_of(rank):
+                for micro_batch in inputs[rank]:
+                    model(micro_batch).square().mean().backward()
+        ranks.average()
     assert len(ranks.layouts) >= 3
-    for rank in range(32):
-        with ranks.backward_of(rank):
-            for micro_batch in inputs[rank]:
-                model(micro_batch).square().mean().backward()
-    ranks.average()
     have = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     (2 * model(inputs.view(-1, 30)).square().mean()).backward()
@@ -211,7 +302,11 @@ def test_averaging_before_every_rank_has_gradients_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((Net(), "noop", 2), "noop does not"),
+        ((Net(), "noop", 2), "noop leaves every rank its own gradients, so virtual ranks"),
+        ((nn.Linear(3, 2), "route(bias=noop; *=int8)", 2), "leaves every rank its own gradients"),
+        ((Net(), "route(bias=fp32; *=int8)", 2), "no parameter goes by the route 'bias'"),
+        ((Net(), "int8:local_size=2", 3), "3 ranks cannot be nodes of 2"),
+        ((nn.Embedding(4, 2, sparse=True), "int8", 2), "are sparse"),
         ((Net(), "fp32", 0), "at least 1, not 0"),
         ((nn.ReLU(), "fp32", 2), "nothing to average"),
         ((Net(), "fp23", 2), "did you mean"),

@@ -22,6 +22,7 @@ from gradwire.execution import backend_name, open_lane, timeout_of
 from gradwire.fitting import agree_on_nodes, fit, kernels_of
 from gradwire.guard import Guard
 from gradwire.hook_runner import HookRunner, hook_name
+from gradwire.hook_slot import divides_by_active, free_slot
 from gradwire.layout import Layouts
 from gradwire.measuring import Meter
 from gradwire.meetings import meet
@@ -34,7 +35,6 @@ from gradwire.policy import NonfinitePolicy, OnNonfinite
 from gradwire.recipes import Recipe, is_factory
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
-from gradwire.slot import divides_by_active, free_slot
 from gradwire.telemetry import Recorder, Telemetry
 from gradwire.transport import NcclGroup
 from gradwire.verification import Verification

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,14 +27,19 @@ _LAUNCHERS = (
 
 def fit(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
     """``recipe`` as this model takes it, not yet placed on nodes; ValueError if it or its ranks cannot."""
-    group = ddp.process_group
-    parameters = trained(ddp)
-    fitted = with_tables_apart(recipe, ddp.module, parameters)
+    return fit_module(recipe, ddp.module, trained(ddp), ddp.process_group.size())
+
+
+def fit_module(
+    recipe: Recipe, module: nn.Module, parameters: Mapping[str, nn.Parameter], world_size: int
+) -> Recipe:
+    """The same for a model that is not wrapped, of which these ``parameters`` are averaged."""
+    fitted = with_tables_apart(recipe, module, parameters)
     for each in fitted.plain():
-        if group.size() % (each.local_size or 1):
-            raise ValueError(f"recipe {each}: {group.size()} ranks cannot be nodes of {each.local_size}")
+        if world_size % (each.local_size or 1):
+            raise ValueError(f"recipe {each}: {world_size} ranks cannot be nodes of {each.local_size}")
     if isinstance(fitted.exchange, Route):
-        for_want_of_buckets = Layouts(ddp.module).guess(list(parameters.values()))
+        for_want_of_buckets = Layouts(module).guess(list(parameters.values()))
         fitted.exchange.check(slot for layout in for_want_of_buckets for slot in layout.slots)
     return fitted
 

@@ -18,6 +18,7 @@ from gradwire.errors import WireError
 from gradwire.execution import open_lane
 from gradwire.fitting import agree_on_nodes, fit, kernels_of, require_averaging
 from gradwire.hook_runner import hook_name
+from gradwire.hook_slot import HookSlot
 from gradwire.layout import BucketLayout, Layouts
 from gradwire.meetings import meet
 from gradwire.models import claim_of, device_of, in_buckets, trained
@@ -26,7 +27,6 @@ from gradwire.plan import WirePlan, make_plan
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.runners import RecipeRunner, Runner
-from gradwire.slot import Slot
 from gradwire.stats import WireStats
 
 Hook = Callable[..., Any]
@@ -37,7 +37,7 @@ class Wire:
 
     def __init__(
         self,
-        slot: Slot,
+        slot: HookSlot,
         bridge: Bridge | None,
         recipe: Recipe | Hook,
         layouts: Layouts,

@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from gradwire.cli.consoles import open_console
-from gradwire.testing import RanksFailed
+from gradwire.ranks import RanksFailed
 
 FAILED = 1
 WRONG_ARGUMENTS = 2

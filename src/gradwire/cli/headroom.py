@@ -38,9 +38,9 @@ from gradwire.headroom import (
 )
 from gradwire.headroom.contenders import local_gpu
 from gradwire.lab import Lab, LabUnavailable, format_rate, parse_rate
+from gradwire.ranks import RanksFailed
 from gradwire.report import ReportUnavailable, check_plotly, render_page
 from gradwire.scripts import Script
-from gradwire.testing import RanksFailed
 
 # On a 1 Gbit/s link 8 MB instead of DDP's 25 gained as much as a recipe.
 _SMALL_BUCKET_MB = 8.0

@@ -35,7 +35,7 @@ from gradwire.planner import Calibration, Cluster, calibrate, predict, shapes_of
 from gradwire.planner.plans import can_be_planned
 from gradwire.planner.shapes import Shape
 from gradwire.planner.validation import CASES, Case, Comparison, validate
-from gradwire.testing import RanksFailed
+from gradwire.ranks import RanksFailed
 
 _WITHIN = 0.15
 # Beyond every model there is, and still counted in seconds.

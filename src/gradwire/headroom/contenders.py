@@ -23,7 +23,7 @@ from gradwire.headroom.contest import Contest, Entry, Found, Outcome
 from gradwire.headroom.records import Row, ring_bytes
 from gradwire.headroom.verdict import best_of, keeps_gradients
 from gradwire.headroom.workloads import Built
-from gradwire.testing.ranks import time_limit
+from gradwire.ranks import time_limit
 
 _Number = TypeVar("_Number", int, float)
 

@@ -51,7 +51,7 @@ class Contest:
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"the device is cpu or cuda, not {self.device!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("torch sees no CUDA device here; leave out --device cuda")
+            raise ValueError("torch sees no CUDA device here; the device must be cpu")
         object.__setattr__(self, "recipes", tuple(map(gradwire.recipe, self.recipes)))
 
     @property

@@ -20,7 +20,7 @@ from gradwire.headroom.records import ALLREDUCE, Machine, Record, Row, ring_byte
 from gradwire.headroom.workloads import Workload, count_of
 from gradwire.lab import Lab, format_rate
 from gradwire.meetings import meet
-from gradwire.testing import run_ranks, send_message
+from gradwire.ranks import run_ranks, send_message
 
 Progress = Callable[[int, int], None]
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradwire.processes import end_with_parent
 from gradwire.scripts import Attachments, Script, attach_to_all, run_script, show_error
 
 
@@ -57,7 +57,7 @@ class _Stopwatch:
 def main() -> None:
     """Run what the first argument describes, and leave what was found in the file that it names."""
     task = json.loads(sys.argv[1])
-    threading.Thread(target=_die_with_parent, args=(task["lifeline"],), daemon=True).start()
+    end_with_parent(lambda: os.read(task["lifeline"], 1))
     stopwatch = _Stopwatch(task["num_steps"])
     register_optimizer_step_post_hook(stopwatch)
     recipe = task["recipe"]
@@ -114,12 +114,6 @@ def _describe(attachments: Attachments) -> dict[str, Any]:
 
 def _mean(figures: list[Any], steps: Sequence[Any]) -> Any:
     return None if None in figures else sum(figures) / max(1, len(steps))
-
-
-def _die_with_parent(lifeline: int) -> None:
-    """Nothing is ever written there; it ends when whoever measures is gone."""
-    os.read(lifeline, 1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -10,8 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from gradwire.headroom.measure import conditions, slowest_ms
 from gradwire.headroom.records import ALLREDUCE, Record, Row, ring_bytes
 from gradwire.headroom.workloads import count_of
 from gradwire.lab import Lab
+from gradwire.processes import end_group, how_it_ended, wait_for_all
 from gradwire.scripts import Script
 
 # DDP rebuilds its buckets after the first; caches and allocators settle.
@@ -123,7 +124,7 @@ def _check(name: str, script: Script, ranks: list[dict[str, Any]], num_steps: in
     if shortest < num_steps:
         raise ScriptFailed(
             f"{script} ended after {shortest} optimizer steps with {name}; {num_steps} are needed, "
-            f"{_NUM_WARM_UP_STEPS} of them to warm up: give it more to do, or a smaller --steps"
+            f"{_NUM_WARM_UP_STEPS} of them to warm up: give it more to do, or time fewer"
         )
 
 
@@ -137,33 +138,25 @@ class _Local:
         self._lab = lab
 
     def run(self, task: dict[str, Any], index: int) -> list[dict[str, Any]] | None:
-        with tempfile.TemporaryDirectory(prefix="gradwire-script-") as folder, _lifeline() as lifeline:
-            results = [Path(folder) / str(rank) for rank in range(self._world_size)]
-            processes = []
+        with _Processes() as processes:
             port = str(_free_port())
-            try:
-                for rank, result in enumerate(results):
-                    command = _command({**task, "result": str(result), "lifeline": lifeline})
-                    if self._lab is not None:
-                        processes.append(self._lab.start(command, rank, pass_fds=[lifeline]))
-                        continue
-                    environment = {
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(self._world_size),
-                        "LOCAL_WORLD_SIZE": str(self._world_size),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": port,
-                        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-                    }
-                    environment = {**os.environ, **environment}
-                    processes.append(subprocess.Popen(command, env=environment, pass_fds=[lifeline]))
-                _wait(processes)
-                return [json.loads(_read(result)) for result in results]
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.wait()
+            for rank in range(self._world_size):
+                processes.start(rank, task, self._starter(rank, port))
+            return [json.loads(result) for result in processes.results()]
+
+    def _starter(self, rank: int, port: str) -> Callable[..., subprocess.Popen[Any]]:
+        if self._lab is not None:
+            return functools.partial(self._lab.start, host=rank)
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._world_size),
+            "LOCAL_WORLD_SIZE": str(self._world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        return functools.partial(subprocess.Popen, env={**os.environ, **environment})
 
 
 class _Torchrun:
@@ -178,58 +171,63 @@ class _Torchrun:
         self._store = TCPStore(address, port, is_master=not has_agent and self._rank == 0)
 
     def run(self, task: dict[str, Any], index: int) -> list[dict[str, Any]] | None:
-        with tempfile.TemporaryDirectory(prefix="gradwire-script-") as folder, _lifeline() as lifeline:
-            result = Path(folder) / "result"
-            # The agent's store remembers the ranks of an earlier run: each run has a store of its own.
-            if self._rank == 0:
-                self._store.set(f"gradwire/script/{index}/port", str(_free_port()))
-            port = self._store.get(f"gradwire/script/{index}/port").decode()
-            own_store = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-            environment = {**os.environ, **own_store}
-            command = _command({**task, "result": str(result), "lifeline": lifeline})
-            process = subprocess.Popen(command, env=environment, pass_fds=[lifeline])
-            try:
-                _wait([process])
-            finally:
-                process.kill()
-                process.wait()
-            self._store.set(f"gradwire/script/{index}/{self._rank}", _read(result))
+        # The agent's store remembers the ranks of an earlier run: each run has a store of its own.
+        if self._rank == 0:
+            self._store.set(f"gradwire/script/{index}/port", str(_free_port()))
+        port = self._store.get(f"gradwire/script/{index}/port").decode()
+        own_store = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        with _Processes() as processes:
+            popen = functools.partial(subprocess.Popen, env={**os.environ, **own_store})
+            processes.start(self._rank, task, popen)
+            (result,) = processes.results()
+        self._store.set(f"gradwire/script/{index}/{self._rank}", result)
         keys = [f"gradwire/script/{index}/{rank}" for rank in range(self._size)]
         self._store.wait(keys, timedelta(days=1))
         return [json.loads(self._store.get(key)) for key in keys] if self._rank == 0 else None
 
 
-def _command(task: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "gradwire.headroom.script_rank", json.dumps(task)]
+class _Processes:
+    """Ranks of a script; at the end of the block, or of this process in whatever way, they end whole."""
 
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="gradwire-script-")
+        self._lifeline, self._kept_open = os.pipe()
+        self._ranks: dict[int, subprocess.Popen[Any]] = {}
 
-def _wait(processes: list[subprocess.Popen[Any]]) -> None:
-    """Until all have ended well; ScriptFailed as soon as one has not."""
-    while True:
-        codes = [process.poll() for process in processes]
-        for rank, code in enumerate(codes):
-            if code:
-                raise ScriptFailed(f"the script ended with code {code} on rank {rank}; its output says why")
-        if None not in codes:
-            return
-        time.sleep(0.05)
+    def start(self, rank: int, task: dict[str, Any], popen: Callable[..., subprocess.Popen[Any]]) -> None:
+        """Start a rank by ``popen``, which knows where and in what environment."""
+        task = {**task, "result": str(self._result(rank)), "lifeline": self._lifeline}
+        command = [sys.executable, "-m", "gradwire.headroom.script_rank", json.dumps(task)]
+        # In a session, so in a group of its own, as torchrun's ranks are; a Ctrl-C is for this process.
+        self._ranks[rank] = popen(command, pass_fds=[self._lifeline], start_new_session=True)
 
+    def results(self) -> list[str]:
+        """What each rank has found. Raises ScriptFailed as soon as one has not ended well."""
+        ranks = list(self._ranks)
+        failed = wait_for_all(list(self._ranks.values()))
+        if failed is not None:
+            index, code = failed
+            how = how_it_ended(code)
+            raise ScriptFailed(f"the script ended with {how} on rank {ranks[index]}; its output says why")
+        paths = list(map(self._result, ranks))
+        if not all(path.exists() for path in paths):
+            raise ScriptFailed("the script left its process (os._exit) before it had taken enough steps")
+        return [path.read_text() for path in paths]
 
-def _read(result: Path) -> str:
-    if not result.exists():
-        raise ScriptFailed("the script left its process (os._exit) before it had taken enough steps")
-    return result.read_text()
+    def _result(self, rank: int) -> Path:
+        return Path(self._folder.name) / str(rank)
 
+    def __enter__(self) -> _Processes:
+        return self
 
-@contextlib.contextmanager
-def _lifeline() -> Iterator[int]:
-    """A file that ends when this process does, in whatever way: ranks of a script watch it."""
-    reading, writing = os.pipe()
-    try:
-        yield reading
-    finally:
-        os.close(reading)
-        os.close(writing)
+    def __exit__(self, *error: object) -> None:
+        for process in self._ranks.values():
+            end_group(process.pid)
+        for process in self._ranks.values():
+            process.wait()
+        os.close(self._lifeline)
+        os.close(self._kept_open)
+        self._folder.cleanup()
 
 
 def _free_port() -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from gradwire.lab import reaper
 from gradwire.lab.namespaces import Namespace
 from gradwire.lab.rates import format_rate, parse_rate
+from gradwire.processes import wait_for_all
 
 INTERFACE = "eth0"
 MASTER_PORT = 29500
@@ -131,9 +132,13 @@ class Lab:
         try:
             # Those started so far are in the list if one cannot be.
             processes.extend(self.start(command, host, env=env) for host in range(self.num_hosts))
-            return _wait_for_all(processes, timeout)
+            failed = wait_for_all(processes, timeout)
         finally:
             _end_all(processes)
+        if failed is None:
+            return 0
+        _, code = failed
+        return code if code > 0 else 128 - code
 
     def bytes_sent(self, host: int) -> int:
         """Bytes that a host's interface has sent so far, headers and acknowledgements included."""
@@ -222,7 +227,7 @@ def _make_namespaces(count: int) -> list[Namespace]:
         raise LabUnavailable(
             f"the lab needs the right to make network namespaces ({error.strerror}): run it as root; in a "
             "container, with --cap-add SYS_ADMIN --cap-add NET_ADMIN; or, where user namespaces are "
-            "allowed, as `unshare --map-root-user --net gradwire lab ...`"
+            "allowed, under `unshare --map-root-user --net`"
         ) from None
     return made
 
@@ -234,20 +239,6 @@ def _batch(tool: str, lines: list[str], namespace: Namespace) -> None:
         )
     if done.returncode != 0:
         raise LabUnavailable(f"{Path(tool).name} could not set up the lab: {done.stderr.strip()}")
-
-
-def _wait_for_all(processes: Sequence[subprocess.Popen[Any]], timeout: float | None) -> int:
-    deadline = None if timeout is None else time.monotonic() + timeout
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
-        if failed:
-            return failed[0] if failed[0] > 0 else 128 - failed[0]
-        if None not in codes:
-            return 0
-        if deadline is not None and timeout is not None and time.monotonic() > deadline:
-            raise subprocess.TimeoutExpired(processes[0].args, timeout)
-        time.sleep(0.05)
 
 
 def _end_all(processes: Sequence[subprocess.Popen[Any]]) -> None:

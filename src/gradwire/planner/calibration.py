@@ -20,8 +20,8 @@ from gradwire.headroom.records import ALLREDUCE, Machine
 from gradwire.headroom.saving import take
 from gradwire.planner.cost import Costs
 from gradwire.planner.messages import measure_messages
+from gradwire.ranks import run_ranks, send_message
 from gradwire.stats import BucketStats
-from gradwire.testing import run_ranks, send_message
 
 # Matrices, as most parameters are, and their side: DDP's bucket of 25 MB, and next to nothing.
 _LARGE, _SMALL = (25, 512), (1, 32)

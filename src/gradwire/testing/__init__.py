@@ -17,8 +17,8 @@ Example, as a pytest test::
         assert report.ok, report
 """
 
+from gradwire.ranks import RanksFailed, run_ranks, send_message
 from gradwire.testing.matrix import Case, CaseResult, Report, cases, check_hook
-from gradwire.testing.ranks import RanksFailed, run_ranks, send_message
 from gradwire.testing.virtual import VirtualRanks
 from gradwire.testing.virtual_group import run_virtual_ranks
 

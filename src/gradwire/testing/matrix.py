@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
+from gradwire.ranks import RanksFailed, run_ranks, send_message, time_limit
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.testing.invariants import Subject, check_invariants
 from gradwire.testing.promises import Expect, Promise, promise_of
-from gradwire.testing.ranks import RanksFailed, run_ranks, send_message, time_limit
 
 
 @dataclass(frozen=True)

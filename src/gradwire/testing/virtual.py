@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import checkpoint
 from gradwire.exchanges import Context, Scratch
-from gradwire.fitting import with_tables_apart
-from gradwire.layout import BucketLayout, Layouts, canonical_name
+from gradwire.fitting import fit_module, require_averaging
+from gradwire.layout import BucketLayout, canonical_name
 from gradwire.memory import Memory
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.regroup import grouping_of
+from gradwire.regroup import Grouping, Timeline, grouping_of
+from gradwire.testing.ddp_buckets import DDPBuckets
 from gradwire.testing.virtual_group import run_virtual_ranks
 from gradwire.transport import Group, Traffic
 
@@ -27,16 +28,22 @@ class VirtualRanks:
 
     What differs from worker to worker is kept for each: gradients, residuals and whatever else a recipe
     remembers. The rest is the same on all workers, since all step with the same bits, and is there once.
-    Gradients lie in buckets as in ``DistributedDataParallel``, the last parameter first; the averaging
-    is the code that real ranks run, and ends with the same bits.
+    Gradients lie in the buckets that ``DistributedDataParallel`` would make, in the first steps and later;
+    the averaging is the code that real ranks run, and ends with the same bits.
 
     Args:
         model: a model of parameters on one device, not wrapped.
-        recipe: what goes over the wire, as for `gradwire.attach`.
+        recipe: what goes over the wire, as for `gradwire.attach`. All ranks are on one node, unless it has
+            ``local_size=``.
         world_size: how many workers.
         bucket_cap_mb: how many MiB fill a bucket, as for ``DistributedDataParallel``.
+        find_unused_parameters: as for ``DistributedDataParallel``: a parameter that no worker has used in a
+            step has no gradient. Without it, its gradient is zero.
+        arrival: the names of parameters in the order in which gradients come, to have the same buckets from
+            the first step on. By default it is seen in the first backward pass, which a CUDA graph hides.
 
-    Raises ValueError for a recipe that does not communicate, or if there is nothing to average.
+    Raises ValueError for a recipe that does not average or does not fit, for gradients that are sparse, or
+    if there is nothing to average; TypeError for a model that is wrapped.
 
     >>> model = nn.Linear(4, 1)
     >>> ranks = VirtualRanks(model, "int8", world_size=16)
@@ -49,46 +56,61 @@ class VirtualRanks:
     """
 
     def __init__(
-        self, model: nn.Module, recipe: str | Recipe, world_size: int, *, bucket_cap_mb: float = 25.0
+        self,
+        model: nn.Module,
+        recipe: str | Recipe,
+        world_size: int,
+        *,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        arrival: Sequence[str] | None = None,
     ) -> None:
-        self.recipe = parse_recipe(recipe)
-        if not self.recipe.exchange.communicates:
-            raise ValueError(
-                f"virtual ranks share one model, so their recipe has to average: {recipe} does not"
-            )
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, not {world_size}")
         self.world_size = world_size
-        # In the order of a bucket: backward has the last one's gradient first.
-        self._parameters = [p for p in model.parameters() if p.requires_grad][::-1]
-        if not self._parameters:
-            raise ValueError("the model has no parameter that requires a gradient: nothing to average")
-        trained = [canonical_name(name) for name, p in model.named_parameters() if p.requires_grad]
-        self.recipe = with_tables_apart(self.recipe, model, trained)
-        self.layouts = _bucketed(model, self._parameters, bucket_cap_mb)
-        """Which parameter lies where in each bucket."""
-        device = self._parameters[0].device
-        self._buckets = [
-            [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for layout in self.layouts]
-            for _ in range(world_size)
-        ]
-        # Made once: a model has hundreds, to be shown again for every rank in every step.
-        self._views = [list(self.gradients(rank).values()) for rank in range(world_size)]
-        self._scratches = [Scratch() for _ in range(world_size)]
+        self._parameters = _averaged(model)
+        self.recipe = fit_module(parse_recipe(recipe), model, self._parameters, world_size)
+        require_averaging(self.recipe, "virtual ranks, which share one model, do not work with it")
+        self._finds_unused = find_unused_parameters
+        self._ddp = DDPBuckets(model, list(self._parameters.values()), bucket_cap_mb)
+        self._is_fixed = find_unused_parameters or arrival is not None
+        if arrival is not None:
+            if unknown := [name for name in arrival if name not in self._parameters]:
+                raise ValueError(f"arrival has {unknown[0]!r}, which is no parameter that is averaged")
+            self._arriving = self._ddp.rebuilt(self._parameters[name] for name in arrival)
+        else:
+            self._arriving = self._ddp.declared() if find_unused_parameters else self._ddp.one()
+        self._arrived: list[nn.Parameter] = []
+        self._timeline = Timeline(num_transient=0 if self._is_fixed else 1)
         self.memories = [Memory() for _ in range(world_size)]
         """What the recipe remembers, by rank: ``memories[3].named()["residual"]["fc.weight"]``."""
         self.traffic = [Traffic() for _ in range(world_size)]
         """What each rank has sent."""
         self.num_steps = 0
+        self._scratches = [Scratch() for _ in range(world_size)]
         self._ready: set[int] = set()
+        self._used: set[str] = set()
+        self._lay_out(self._arriving)
 
     @contextmanager
     def backward_of(self, rank: int) -> Iterator[None]:
         """Inside, backward passes add to the gradients of ``rank``, which start at zero."""
+        if not self._ready:
+            self._used.clear()
+            grouping = self._timeline.at(self.num_steps)
+            self._lay_out(self._arriving if grouping is None else self._grouped(grouping))
         for bucket in self._buckets[rank]:
             bucket.zero_()
-        self._show(rank)
-        yield
+        for name, parameter in self._parameters.items():
+            parameter.grad = None if self._finds_unused else self._views[rank][name]
+        watched = self._parameters.values() if rank == 0 and not (self._is_fixed or self._arrived) else ()
+        hooks = [p.register_post_accumulate_grad_hook(self._arrived.append) for p in watched]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._collect(rank)
         self._ready.add(rank)
 
     def average(self) -> None:
@@ -103,17 +125,17 @@ class VirtualRanks:
         for total, sent in zip(self.traffic, traffic, strict=True):
             total.bytes_sent += sent.bytes_sent
             total.num_messages += sent.num_messages
+        self._timeline.arrived(self.num_steps, grouping_of(self._arriving))
+        if not self._is_fixed:
+            self._arriving = self._ddp.rebuilt(self._arrived)
         self.num_steps += 1
         self._ready.clear()
-        self._show(0)
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._views[0][name] if name in self._used else None
 
     def gradients(self, rank: int) -> dict[str, Tensor]:
         """The gradients of ``rank`` by parameter, as views; after `average`, their mean."""
-        return {
-            name: view
-            for layout, bucket in zip(self.layouts, self._buckets[rank], strict=True)
-            for name, view in layout.views(bucket).items()
-        }
+        return dict(self._views[rank])
 
     def state_dict(self) -> dict[str, Any]:
         """What all ranks need to go on bit for bit, between steps; `load_state_dict` takes it back.
@@ -121,7 +143,7 @@ class VirtualRanks:
         It is what `gradwire.merge_state_dicts` makes of the states of as many real ranks, and
         `Wire.load_state_dict` takes it.
         """
-        recipe, timeline = str(self.recipe), [(0, grouping_of(self.layouts))]
+        recipe, timeline = str(self.recipe), self._timeline.save(self.num_steps)
         return checkpoint.merge_state_dicts(
             checkpoint.write(recipe, self.num_steps, timeline, memory.state_dict(), rank, self.world_size)
             for rank, memory in enumerate(self.memories)
@@ -132,64 +154,79 @@ class VirtualRanks:
 
         Raises ValueError, and changes nothing, when an entry is missing, unknown or of another shape.
         """
-        parameters = self.gradients(0)
+        parameters = self._parameters
         saved = [
             checkpoint.read(state, parameters, parameters, rank, self.world_size, self.recipe.reduction)
             for rank in range(self.world_size)
         ]
+        device = self._buckets[0][0].device
         for memory, own in zip(self.memories, saved, strict=True):
-            memory.load_state_dict(own.memory, self._parameters[0].device)
+            memory.load_state_dict(own.memory, device)
+        self._timeline.load(saved[0].step, saved[0].timeline)
         self.num_steps = saved[0].step
+        self._ready.clear()
 
     def _average(self, group: Group) -> Traffic:
         scale = 1.0 if self.recipe.reduction == "sum" else 1 / group.size
+        scratch, memory = self._scratches[group.rank], self.memories[group.rank]
         for layout, bucket in zip(self.layouts, self._buckets[group.rank], strict=True):
-            context = Context(
-                group,
-                self._scratches[group.rank],
-                scale,
-                layout,
-                self.memories[group.rank],
-                self.num_steps,
-            )
+            context = Context(group, scratch, scale, layout, memory, self.num_steps, self._finds_unused)
             self.recipe.exchange.run(bucket, context)
         return group.traffic
 
-    def _show(self, rank: int) -> None:
-        for parameter, view in zip(self._parameters, self._views[rank], strict=True):
-            parameter.grad = view
+    @torch.no_grad()
+    def _collect(self, rank: int) -> None:
+        """Take what was put in the place of our views, as ``zero_grad`` and ``create_graph`` make it be."""
+        for name, parameter in self._parameters.items():
+            view, gradient = self._views[rank][name], parameter.grad
+            if gradient is not None or not self._finds_unused:
+                self._used.add(name)
+            if gradient is not None and gradient is not view:
+                view.copy_(gradient)
+
+    def _lay_out(self, layouts: tuple[BucketLayout, ...]) -> None:
+        """Have gradients in these buckets from now on."""
+        if layouts == getattr(self, "layouts", None):
+            return
+        self.layouts = layouts
+        """Which parameter lies where in each bucket of this step."""
+        device = next(iter(self._parameters.values())).device
+        self._buckets: list[list[Tensor]] = []  # first of all, without the ones before
+        self._views: list[dict[str, Tensor]] = []
+        for _ in range(self.world_size):
+            own = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for layout in layouts]
+            self._buckets.append(own)
+            self._views.append(self._views_of(own))
+
+    def _views_of(self, buckets: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Made once: a model has hundreds, to be shown again for every rank in every step."""
+        return {
+            name: torch.view_as_complex(view) if self._parameters[name].is_complex() else view
+            for layout, bucket in zip(self.layouts, buckets, strict=True)
+            for name, view in layout.views(bucket).items()
+        }
+
+    def _grouped(self, grouping: Grouping) -> tuple[BucketLayout, ...]:
+        slots = {slot.name: slot for layout in self.layouts for slot in layout.slots}
+        return tuple(
+            BucketLayout.packed(index, getattr(torch, dtype), (slots[name] for name in names))
+            for index, (dtype, names) in enumerate(grouping)
+        )
 
 
-def _bucketed(
-    model: nn.Module, parameters: Sequence[nn.Parameter], bucket_cap_mb: float
-) -> tuple[BucketLayout, ...]:
-    """Parameters in the order given, in buckets of one dtype that a parameter may fill beyond the cap."""
-    runs: list[list[nn.Parameter]] = []
-    num_bytes = 0
-    for parameter in parameters:
-        if not runs or num_bytes >= bucket_cap_mb * 2**20 or runs[-1][0].dtype != parameter.dtype:
-            runs.append([])
-            num_bytes = 0
-        runs[-1].append(parameter)
-        num_bytes += parameter.numel() * parameter.element_size()
-    layouts = Layouts(model)
-    return tuple(layouts.of(cast("GradBucket", _Run(i, run))) for i, run in enumerate(runs))
-
-
-class _Run:
-    """Parameters of one bucket, in the form in which a reducer hands buckets out."""
-
-    def __init__(self, index: int, parameters: list[nn.Parameter]) -> None:
-        self._index, self._parameters = index, parameters
-
-    def index(self) -> int:
-        return self._index
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
-
-    def buffer(self) -> Tensor:
-        return self._parameters[0].detach()
-
-    def is_last(self) -> bool:
-        return False
+def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters whose gradients workers would average, by name; raises if that cannot be done here."""
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("virtual ranks take a model that is not wrapped; give them its .module")
+    found = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError("the model has no parameter that requires a gradient: nothing to average")
+    if len(devices := {str(p.device) for p in found.values()}) > 1:
+        raise ValueError(f"the model has parameters on {' and '.join(sorted(devices))}, not on one device")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"the gradients of {name or 'the model'} are sparse, and sparse ones are not compressed: "
+                "make it with sparse=False"
+            )
+    return found

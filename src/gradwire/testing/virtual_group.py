@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.testing.ranks import RanksFailed
+from gradwire.ranks import RanksFailed
 from gradwire.transport import ClosedGroup, Group, Messages, Traffic
 
 T = TypeVar("T")

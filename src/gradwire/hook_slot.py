@@ -17,7 +17,7 @@ from gradwire.hook_runner import hook_name
 from gradwire.mixed_precision import take_over
 
 
-class Slot:
+class HookSlot:
     """The closure that DDP holds, and the bridge behind it, if one is attached."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -88,10 +88,10 @@ def divides_by_active(model: weakref.ref[DistributedDataParallel]) -> bool:
     return ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size
 
 
-_slots: weakref.WeakKeyDictionary[DistributedDataParallel, Slot] = weakref.WeakKeyDictionary()
+_slots: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.WeakKeyDictionary()
 
 
-def free_slot(ddp: DistributedDataParallel) -> Slot:
+def free_slot(ddp: DistributedDataParallel) -> HookSlot:
     """The model's slot; ValueError if something stands in it that does not give way."""
     slot = _slots.get(ddp)
     if slot is None:
@@ -106,7 +106,7 @@ def free_slot(ddp: DistributedDataParallel) -> Slot:
                 f"the model has a hook of DDP's own already, {builtin}, and DDP takes one in its life; leave "
                 "_register_builtin_comm_hook out, and attach 'fp32' or 'fp16'"
             )
-        slot = _slots[ddp] = Slot(ddp)
+        slot = _slots[ddp] = HookSlot(ddp)
     if slot.bridge is not None and slot.give_way is None:
         raise ValueError(
             f"{slot.bridge.runner.name} is attached to this model already; call detach() on its wire first"

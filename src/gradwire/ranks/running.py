@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
-import gc
 import math
 import multiprocessing as mp
 import multiprocessing.connection
@@ -19,30 +16,27 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from gradwire.hook_runner import hook_name
 from gradwire.lab import Lab
-from gradwire.lab.namespaces import enter
+from gradwire.processes import end_group, how_it_ended
+from gradwire.ranks.inside import Job, rank_main
 
 T = TypeVar("T")
 
 # Once one rank has failed, the others get this long to fail as well and tell why.
 _GRACE_S = 10.0
-# bf16 layers die with SIGILL on some virtual CPUs that advertise AMX; a user's own setting wins.
-_ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 # DistributedDataParallel imports torch._dynamo when it is made, which alone takes a second or two.
-_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.testing"]
+_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.ranks"]
 # numba and its kernels, which are compiled here once and not by each rank.
 _PRELOAD += [f"gradwire.ops.cpu.{family}" for family in ("casts", "blocks", "low_rank")]
+# What a test imports, and its ranks with it.
+_PRELOAD_IF_HERE = {"pytest", "hypothesis", "gradwire.testing"}
 
 
 class RanksFailed(RuntimeError):
@@ -88,7 +82,7 @@ def run_ranks(
     context = mp.get_context("forkserver" if sys.platform != "win32" else "spawn")
     if sys.platform != "win32":
         # The server imports torch once; a rank is then forked in milliseconds instead of seconds.
-        context.set_forkserver_preload([*_PRELOAD, *{"pytest", "hypothesis"}.intersection(sys.modules)])
+        context.set_forkserver_preload([*_PRELOAD, *_PRELOAD_IF_HERE.intersection(sys.modules)])
         with _ignoring_interrupts():
             multiprocessing.forkserver.ensure_running()
     with contextlib.nullcontext() if lab is None else _on_first_host(lab):
@@ -98,7 +92,7 @@ def run_ranks(
         ranks = []
         try:
             for rank in range(world_size):
-                job = _Job(fn, tuple(args), rank, world_size, timeout, address, store.port, folder)
+                job = Job(fn, tuple(args), rank, world_size, timeout, address, store.port, folder)
                 if lab is not None:
                     job = replace(job, namespace=lab.path(rank), environment=lab.environment(rank))
                 ranks.append(_Rank.start(context, job))
@@ -142,49 +136,11 @@ def _on_first_host(lab: Lab) -> Iterator[None]:
         os.close(before)
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """From inside a rank: end this rank, with its stack, if the block takes longer."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=_stack_file or sys.stderr)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def send_message(message: Any) -> None:
-    """From inside a rank: hand ``message`` to the ``on_message`` of `run_ranks`."""
-    if _to_parent is None:
-        raise RuntimeError("send_message is for ranks that run_ranks has started")
-    with _sending:
-        _to_parent.send_bytes(pickle.dumps(("message", message)))
-
-
-@dataclass(frozen=True)
-class _Job:
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    rank: int
-    world_size: int
-    timeout: float
-    address: str
-    """Where the store is."""
-    port: int
-    folder: str
-    namespace: str | None = None
-    """The network namespace to run in, if not this one."""
-    environment: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def stack_file(self) -> Path:
-        return Path(self.folder) / f"stack{self.rank}"
-
-
 @dataclass
 class _Rank:
     """One rank as its parent sees it."""
 
-    job: _Job
+    job: Job
     process: mp.process.BaseProcess
     connection: Connection
     result: Any = None
@@ -195,9 +151,9 @@ class _Rank:
     """Whether the rank has closed its end of the pipe: there is nothing more to read."""
 
     @classmethod
-    def start(cls, context: Any, job: _Job) -> _Rank:
+    def start(cls, context: Any, job: Job) -> _Rank:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank_main, args=(theirs, job), daemon=True)
+        process = context.Process(target=rank_main, args=(theirs, job), daemon=True)
         try:
             process.start()
         except BaseException as error:
@@ -234,9 +190,8 @@ class _Rank:
         except (EOFError, ConnectionResetError):
             self.silent = True
         if code is not None and self.error is None and (code != 0 or not self.reported):
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             when = "while exiting, its function had returned" if self.reported else "while running"
-            self.error = f"ended with {how}, {when}\n{self._stack()}"
+            self.error = f"ended with {how_it_ended(code)}, {when}\n{self._stack()}"
 
     def dump_stack(self) -> None:
         if self.process.exitcode is None and self.process.pid and hasattr(signal, "SIGUSR1"):
@@ -255,10 +210,8 @@ class _Rank:
         if self.ended:
             return
         self.ended = True  # once: the system may later give its number to another
-        if hasattr(os, "killpg"):
-            assert self.process.pid is not None
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        assert self.process.pid is not None
+        end_group(self.process.pid)
         if self.process.exitcode is None:  # it may not have come to lead its group yet
             self.process.kill()
         self.process.join()
@@ -295,68 +248,3 @@ def _collect(ranks: list[_Rank], deadline: float, on_message: Callable[[int, Any
         waitable: list[Any] = [r.process.sentinel for r in running]
         waitable += [r.connection for r in running if not r.silent]
         multiprocessing.connection.wait(waitable, timeout=min(left, 1.0))
-
-
-# --- inside a rank ---
-
-_to_parent: Connection | None = None
-_stack_file: TextIO | None = None
-_sending = threading.Lock()
-
-
-def _rank_main(connection: Connection, job: _Job) -> None:
-    global _to_parent, _stack_file
-    if connection.poll():  # the parent never writes: it was interrupted before this rank was there
-        os._exit(1)
-    if hasattr(os, "setpgrp"):
-        os.setpgrp()  # so that what this rank starts can be ended with it
-    # What a rank starts, it starts as any program does: as a daemon it could not, from a server only slowly.
-    mp.current_process().daemon = False
-    mp.set_start_method(None, force=True)
-    gc.freeze()  # what the server has imported is no garbage, and looking at it would copy its pages
-    if job.namespace is not None:
-        enter(job.namespace)  # before there are threads, which would stay behind
-    _to_parent, _stack_file = connection, job.stack_file.open("w")
-    threading.Thread(target=_die_with_parent, args=(connection,), daemon=True).start()
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(job.rank))
-    os.environ.update(job.environment)
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, file=_stack_file, all_threads=True)
-    torch.set_num_threads(1)
-    store = TCPStore(job.address, job.port, is_master=False)
-    try:
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=job.rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=job.timeout),
-        )
-        _meet(store, job.world_size)
-        outcome = pickle.dumps(("result", job.fn(job.rank, *job.args)))
-    except BaseException:
-        outcome = pickle.dumps(("error", traceback.format_exc()))
-    with _sending:
-        connection.send_bytes(outcome)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    # multiprocessing ends its children without them; a program of its own would run them.
-    atexit._run_exitfuncs()
-
-
-def _meet(store: TCPStore, world_size: int) -> None:
-    """Wait until every rank is connected: one that is done at once would end what others still connect to."""
-    if store.add("gradwire/connected", 1) == world_size:
-        store.set("gradwire/all-connected", "")
-    store.wait(["gradwire/all-connected"], timedelta(days=1))  # ended by `run_ranks` before that
-
-
-def _die_with_parent(connection: Connection) -> None:
-    """The parent never writes; the pipe ends when the parent is gone."""
-    with contextlib.suppress(EOFError, OSError):
-        connection.recv_bytes()
-    if hasattr(os, "killpg"):
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)

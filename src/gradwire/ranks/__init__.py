@@ -1,0 +1,6 @@
+"""A function on real Gloo ranks, each a process of this machine or of a lab."""
+
+from gradwire.ranks.inside import send_message, time_limit
+from gradwire.ranks.running import RanksFailed, run_ranks
+
+__all__ = ["RanksFailed", "run_ranks", "send_message", "time_limit"]

@@ -1,0 +1,78 @@
+"""Which parameters ``DistributedDataParallel`` puts into which bucket."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    GradBucket,
+    _compute_bucket_assignment_by_size,
+)
+
+from gradwire.layout import BucketLayout, Layouts
+
+_DEFAULT_CAP_MB = 25.0
+
+
+class DDPBuckets:
+    """The buckets that a model would get, by torch's own function: at first, and once they are rebuilt."""
+
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], bucket_cap_mb: float | None
+    ) -> None:
+        """Of these ``parameters``, in the order in which the model has them."""
+        self._model = model
+        self._parameters = parameters
+        cap = int((_DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
+        # By default the first one is small, so that something is sent early.
+        self._limits = [_DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
+
+    def one(self) -> tuple[BucketLayout, ...]:
+        """Those of the first step: one for each dtype."""
+        found, _ = _compute_bucket_assignment_by_size(list(self._parameters), [sys.maxsize])
+        return self._layouts(found[::-1])
+
+    def declared(self) -> tuple[BucketLayout, ...]:
+        """Those that are never rebuilt, since parameters may be unused."""
+        found, _ = _compute_bucket_assignment_by_size(list(self._parameters), self._limits)
+        return self._layouts(found[::-1])
+
+    def rebuilt(self, arrived: Iterable[nn.Parameter]) -> tuple[BucketLayout, ...]:
+        """Those of all later steps, when gradients have come in this order; what has not come is last."""
+        number = {id(p): i for i, p in enumerate(self._parameters)}
+        order = list(dict.fromkeys([*(number[id(p)] for p in arrived), *reversed(number.values())]))
+        tensors: list[Tensor] = [self._parameters[i] for i in order]
+        dense = [False] * len(order)
+        found, _ = _compute_bucket_assignment_by_size(tensors, self._limits, dense, order)
+        return self._layouts(found)
+
+    def _layouts(self, buckets: Sequence[Sequence[int]]) -> tuple[BucketLayout, ...]:
+        layouts = Layouts(self._model)
+        named = (_Named(i, [self._parameters[j] for j in own]) for i, own in enumerate(buckets))
+        return tuple(layouts.of(cast("GradBucket", bucket)) for bucket in named)
+
+
+class _Named:
+    """Parameters of one bucket, in the form in which a reducer hands buckets out."""
+
+    def __init__(self, index: int, parameters: list[nn.Parameter]) -> None:
+        self._index, self._parameters = index, parameters
+
+    def index(self) -> int:
+        return self._index
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def buffer(self) -> Tensor:
+        """A tensor of the bucket's dtype; complex gradients lie in it as pairs."""
+        dtype = self._parameters[0].dtype
+        return torch.empty(0, dtype=dtype.to_real() if dtype.is_complex else dtype)
+
+    def is_last(self) -> bool:
+        return False
