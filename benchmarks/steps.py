@@ -48,6 +48,8 @@ from gradwire.testing import run_ranks
 
 STEPS_PER_TURN = 3
 BASE = "DDP's fp32 allreduce"
+# Of the matrices in a bucket that is averaged alone.
+SIDE = 512
 T = TypeVar("T")
 NUM_WARM_UP_TURNS = 1
 
@@ -160,6 +162,17 @@ def interface_bytes() -> int | None:
     return None
 
 
+def layers(bucket: int, numel: int) -> tuple[Slot, ...]:
+    """What a bucket holds: matrices, as many as there are whole ones, and a vector of the rest."""
+    num_whole, rest = divmod(numel, SIDE * SIDE)
+    matrices = [
+        Slot(f"layer{bucket}.{i}.weight", i * SIDE * SIDE, torch.Size((SIDE, SIDE)), (SIDE, 1))
+        for i in range(num_whole)
+    ]
+    vector = Slot(f"layer{bucket}.bias", numel - rest, torch.Size((rest,)), (1,))
+    return (*matrices, vector) if rest else tuple(matrices)
+
+
 def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -> dict[str, list[float]]:
     """The exchange of buckets of these sizes, handed over all at once as DDP does."""
     buckets = [torch.randn(n) for n in sizes]
@@ -177,8 +190,7 @@ def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -
         memory = Memory()
 
         def average(index: int, flat: Tensor, lane_group: Any, scratch: Any) -> Tensor:
-            slot = Slot(f"parameter{index}", 0, flat.shape, flat.stride())
-            layout = BucketLayout(index, flat.dtype, (slot,))
+            layout = BucketLayout(index, flat.dtype, layers(index, flat.numel()))
             recipe.exchange.run(flat, Context(lane_group, scratch, 1 / world_size, layout, memory))
             return flat
 

@@ -51,7 +51,7 @@ def give_verdict(record: Record) -> str:
     if _may_be_chance(record, record.noop):
         return (
             f"{opening}, but that may be noise: without it a step {_wins(record, record.noop)}. "
-            "Nothing is shown to be gained here; more steps, by --seconds or --steps, may tell."
+            "Nothing is shown to be gained here; more steps may tell."
         )
     opening += f"; without it a step would be {most:.2f}x as fast, which is the most any recipe could gain."
     best = _best(record)
