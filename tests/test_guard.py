@@ -47,10 +47,25 @@ def check_the_wait_after_a_peer_has_left(rank):
     guard.close()
 
 
+def check_what_had_failed_before(rank):
+    guard, error = Guard(dist.group.WORLD, "before"), WireError("connection closed")
+    guard.add_reason(error, PLACE, waited_s=0.0)
+    assert error.text == "connection closed", "nobody has failed yet"
+    dist.barrier()
+    if rank == 1:
+        guard._core.failure.board.post_failure("rank 1 is out of memory")
+    dist.barrier()
+    guard.add_reason(error, PLACE, waited_s=0.0)
+    assert error.text == "connection closed. Before that another rank had failed: rank 1 is out of memory"
+    dist.barrier()
+    guard.close()
+
+
 def job_guard(rank):
+    check_what_had_failed_before(rank)
     check_a_failure_during_the_call(rank)
     check_the_wait_after_a_peer_has_left(rank)
 
 
-def test_a_wait_ends_with_the_failure_and_is_told_from_its_beginning():
+def test_a_wait_ends_with_the_failure_and_tells_its_reason_and_beginning():
     run_ranks(job_guard, 2, timeout=60)

@@ -42,12 +42,15 @@ class Failure:
         if self._lock.acquire(timeout=10):
             self._lock.release()
 
+    def left_by_peers(self) -> str | None:
+        """The text of a failure, if some rank has left one by now."""
+        return None if self.board is None else self.board.failure()
+
     def ask_peers(self) -> PeerError | None:
         """The failure that some rank has left, or None when there is none for a while."""
         give_up = time.monotonic() + _PATIENCE_S
         while self.board is not None and self.board.answers:
-            text = self.board.failure()
-            if text is not None:
+            if (text := self.left_by_peers()) is not None:
                 return PeerError(text)
             if time.monotonic() >= give_up:
                 break

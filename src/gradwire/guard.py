@@ -68,10 +68,13 @@ class Guard:
         """Run ``talk`` over the ring, after those before it; what it raises is a failure."""
         return self._core.start_talk(talk, place)
 
-    def add_who_is_last(self, error: WireError, place: Place, waited_s: float) -> None:
-        """If a hook failed after a long wait, its own timeout has struck: say for whom it waited."""
-        if waited_s > self._core.timeout_s / 2:
+    def add_reason(self, error: WireError, place: Place, waited_s: float) -> None:
+        """Why a hook may have failed: for whom it waited long, or what another rank had failed of before."""
+        if waited_s > self._core.timeout_s / 2:  # its own timeout has struck
             error.text += f". {self._core.who(place, timed_out=True)}"
+        elif (before := self._core.failure.left_by_peers()) is not None:
+            # Who comes late finds the connections of its hook closed, and no more than that.
+            error.text += f". Before that another rank had failed: {before}"
 
     def close(self) -> None:
         self._finalizer()

@@ -119,7 +119,7 @@ class HookRunner:
         except Exception as error:
             located = locate(original(error), place)
             if self._guard is not None:
-                self._guard.add_who_is_last(located, place, time.perf_counter() - called)
+                self._guard.add_reason(located, place, time.perf_counter() - called)
             self.fail(located)
             return local
         waited_s = time.perf_counter() - called
