@@ -9,11 +9,10 @@ import numpy as np
 
 from gradwire.ops.cpu.compiling import kernel
 from gradwire.ops.cpu.lines import F4, I4, I8
-from gradwire.ops.cpu.scalars import larger
+from gradwire.ops.cpu.scalars import INFINITY, larger
 
 MOST = 4
 
-_INFINITY = 0x7F800000
 _VECTOR, _MATRIX = F4[::1], F4[:, ::1]
 
 
@@ -24,13 +23,13 @@ def accumulate(values: Any, sums: Any) -> Any:
     for i in range(values.size):
         magnitude = larger(I4(0), values[i])
         largest = larger(largest, values[i])
-        sums[i] += values[i] if magnitude < I4(_INFINITY) else F4(0)
+        sums[i] += values[i] if magnitude < I4(INFINITY) else F4(0)
     return largest
 
 
 @kernel((I4,))
 def vote(largest: Any) -> Any:
-    if largest >= I4(_INFINITY):
+    if largest >= I4(INFINITY):
         return F4(np.nan)
     return F4(largest > I4(0))
 
@@ -49,7 +48,7 @@ def accumulate_and_project(values: Any, matrix: Any, basis: Any, out: Any) -> An
         for j in range(m):
             value = own[j]
             largest = larger(largest, value)
-            total = row[j] + (value if larger(I4(0), value) < I4(_INFINITY) else F4(0))
+            total = row[j] + (value if larger(I4(0), value) < I4(INFINITY) else F4(0))
             row[j] = total
             s0 += total * b0[j]
             s1 += total * b1[j]

@@ -18,9 +18,7 @@ from gradwire.ops.batches import Batches, Side
 from gradwire.ops.cpu import few_vectors, many_vectors, orthogonal
 from gradwire.ops.cpu.compiling import kernel
 from gradwire.ops.cpu.lines import F4, I4
-from gradwire.ops.cpu.scalars import larger
-
-_INFINITY = 0x7F800000
+from gradwire.ops.cpu.scalars import INFINITY, larger
 
 
 @kernel((F4[:, ::1],))
@@ -30,7 +28,7 @@ def _is_finite(factor: Any) -> Any:
         row = factor[c]
         for j in range(row.size):
             largest = larger(largest, row[j])
-    return largest < I4(_INFINITY)
+    return largest < I4(INFINITY)
 
 
 def accumulate_and_project(

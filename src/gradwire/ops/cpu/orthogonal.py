@@ -11,11 +11,10 @@ import torch
 from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.few_vectors import MOST
 from gradwire.ops.cpu.lines import F4, I4, I8, LINE, point
-from gradwire.ops.cpu.scalars import from_bits, larger
+from gradwire.ops.cpu.scalars import INFINITY, from_bits, larger
 from gradwire.ops.cpu.tiles import ADD, NOWHERE, PANEL64, ROWS, SET, multiply64
 from gradwire.ops.reference.low_rank import NEGLIGIBLE
 
-_INFINITY = 0x7F800000
 _VECTOR, _MATRIX = F4[::1], F4[:, ::1]
 _F8 = numba.float64
 _NEGLIGIBLE = NEGLIGIBLE[torch.float32]
@@ -126,7 +125,7 @@ def _direction(own: Any, rest: Any, vectors: Any, num_before: Any) -> Any:
     top = I4(0)
     for j in range(own.size):
         top = larger(top, own[j])
-    if top >= I4(_INFINITY) or top == I4(0):
+    if top >= I4(INFINITY) or top == I4(0):
         return False
     scale = 1.0 / _F8(from_bits(top))
     whole = 0.0
@@ -161,7 +160,7 @@ def orthogonalize(vectors: Any, spare: Any, has_spare: Any) -> None:
         own = vectors[i]
         if not has_spare:
             for j in range(own.size):
-                poisoned |= larger(I4(0), own[j]) >= I4(_INFINITY)
+                poisoned |= larger(I4(0), own[j]) >= I4(INFINITY)
         if poisoned:
             own[:] = np.nan
         elif _direction(own, rest, vectors, i) or (has_spare and _direction(spare[i], rest, vectors, i)):

@@ -15,6 +15,7 @@ import numpy as np
 from gradwire.ops.cpu.compiling import helper
 from gradwire.ops.cpu.lines import LINE, counting, largest_of, load, spread, store, sum_by_halves
 from gradwire.ops.cpu.scalars import (
+    INFINITY,
     add_sign,
     bf16_to_f32,
     bits,
@@ -35,7 +36,7 @@ from gradwire.ops.cpu.unpacking import FP8, INT4, SIGN
 from gradwire.ops.cpu.vectors import prefetch
 from gradwire.ops.formats import MIN_SCALE
 
-_INFINITY = np.int32(0x7F800000)
+_INFINITY = np.int32(INFINITY)
 _LARGEST_BF16 = np.int32(0x7F7F0000)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _NAN = np.float32(np.nan)

@@ -15,6 +15,8 @@ from gradwire.ops.cpu.lines import F4, I4, U1, U2, constant, elementwise, like
 
 _BYTE, _HALF, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _F2, _F4 = ir.HalfType(), ir.FloatType()
+# The bits of fp32's infinity: what is as large, without its sign, is not finite.
+INFINITY = 0x7F800000
 _ABS = 0x7FFFFFFF
 _SIGN = -0x80000000
 
