@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from convergence import SETTINGS
-from gradwire.fitting import tables_of
+from gradwire.recipes.resolution import tables_of
 from lm import corpus
 from trainer import Trainer
 

@@ -29,8 +29,8 @@ from torch import Tensor
 import gradwire
 import replicas
 from curves import draw, table
-from gradwire.fitting import require_averaging
 from gradwire.headroom import Machine
+from gradwire.recipes.resolution import require_averaging
 from optimizers import OPTIMIZERS
 from rows import Row, Taken
 from runs import Run, Setting, append, read

@@ -36,14 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import gradwire.recipes
+from gradwire.buckets.layout import BucketLayout, Slot
+from gradwire.buckets.memory import Memory
 from gradwire.errors import Place
 from gradwire.exchanges import Context
-from gradwire.execution import open_lane
 from gradwire.headroom import Machine, Workload
 from gradwire.lab import Lab
-from gradwire.layout import BucketLayout, Slot
-from gradwire.memory import Memory
-from gradwire.tasks import Task
+from gradwire.lanes.lane import open_lane
+from gradwire.lanes.task import Task
 from gradwire.testing import run_ranks
 
 STEPS_PER_TURN = 3

@@ -21,14 +21,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import execution
-from gradwire.agreement import agree
+from gradwire.ddp.options import Options
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
-from gradwire.meetings import meet, next_meeting
-from gradwire.options import Options
+from gradwire.lanes import lane as execution
+from gradwire.peers.agreement import agree
+from gradwire.peers.groups import ClosedGroup, gather
+from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.testing import run_ranks
-from gradwire.transport import ClosedGroup, gather
 from tests.test_bridge import backward, gradients, small_model
 
 
@@ -154,10 +154,10 @@ def job_disagreement(rank):
     error = ValueError(os.fsdecode(b"cannot read weights-\xff.bin"))
     group, timeout = dist.group.WORLD, timedelta(seconds=20)
     if rank == 1:
-        agree(group, meet(group, timeout), error, timeout)
+        agree(group, join_rendezvous(group, timeout), error, timeout)
     else:
         with pytest.raises(RuntimeError, match=r"failed on rank 1: cannot read weights-\\udcff\.bin"):
-            agree(group, meet(group, timeout), {"recipe": "bf16"}, timeout)
+            agree(group, join_rendezvous(group, timeout), {"recipe": "bf16"}, timeout)
     with gradwire.attach(model, "bf16"):
         backward(model)
 
@@ -283,7 +283,7 @@ def test_a_rank_that_comes_too_late_does_not_go_on_alone(what):
 
 def job_meetings(rank):
     world = dist.group.WORLD
-    names = [next_meeting(world) for _ in range(3)]
+    names = [next_rendezvous(world) for _ in range(3)]
     assert len(set(names)) == 3
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, names)

@@ -16,9 +16,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.ddp.user_hooks import hook_name
 from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.errors import Place, locate
-from gradwire.hook_runner import hook_name
 from gradwire.testing import run_ranks
 from tests import annotated_hooks
 

@@ -18,18 +18,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import fingerprint
-from gradwire.agreement import differences
-from gradwire.board import Standing
+from gradwire.ddp.verification import _hash as hash_of
+from gradwire.ddp.verification import check_interval
 from gradwire.errors import Place
-from gradwire.failure import Failure
-from gradwire.marks import Mark, Marks
+from gradwire.lanes.stream_progress import StreamMark, StreamProgress
+from gradwire.peers.agreement import differences
+from gradwire.peers.failure import Failure
+from gradwire.peers.failure_store import Standing
+from gradwire.peers.gloo import GlooGroup
+from gradwire.peers.groups import ClosedGroup, gather
+from gradwire.peers.main_thread import describe_main_thread
+from gradwire.peers.stall_watcher import Progress, StallWatcher
+from gradwire.recipes import fingerprint
 from gradwire.testing import RanksFailed, run_ranks, send_message
-from gradwire.transport import ClosedGroup, GlooGroup, gather
-from gradwire.verification import _hash as hash_of
-from gradwire.verification import check_interval
-from gradwire.watch import Progress, Watch
-from gradwire.whereabouts import whereabouts
 
 TIMEOUT_S = 8.0  # no rank of a busy machine stands still for so long
 FAULTY_STEP = 3  # DDP has rebuilt its buckets, and every step is exchanged as it arrives
@@ -127,7 +128,7 @@ def start_anew(case, rank, size):
     return parents
 
 
-def meet(store, size):
+def join_rendezvous(store, size):
     """Wait until all cases have come this far: a machine that still starts ranks is slow."""
     store.add("ready", 1)
     while store.add("ready", 0) < size:
@@ -143,7 +144,7 @@ def job_fault(world_rank, names):
     gradwire.attach(model, attached.get(what, what))
     for step in range(FAULTY_STEP):
         backward(model, step)
-    meet(parents.underlying_store, len(names) * SIZE)
+    join_rendezvous(parents.underlying_store, len(names) * SIZE)
     if rank == faulty:
         parents.set("pid", str(os.getpid()))
         if how == "busy":
@@ -259,7 +260,7 @@ class Posted:
 def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(caplog):
     failure = Failure(None, "")
     failure.board = board = Posted({1: Standing(6, 2, is_done=True)})
-    watch = Watch(failure, 1000, lambda: None, "test")
+    watch = StallWatcher(failure, 1000, lambda: None, "test")
     watch.end()
     place, now = Place(0, 7, 1, "int8"), time.monotonic()
     try:
@@ -315,7 +316,7 @@ def test_advice_about_the_timeout_is_for_those_who_have_waited_that_long():
 def test_a_rank_between_buckets_says_which_line_of_the_users_code_it_is_at():
     def seen_by_another_thread():
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(whereabouts).result()
+            return pool.submit(describe_main_thread).result()
 
     here = rf"{re.escape(__file__)}:\d+ in seen_by_another_thread"
     assert re.fullmatch(f"its main thread is at {here}", seen_by_another_thread())
@@ -330,10 +331,10 @@ def test_the_oldest_bucket_that_the_device_has_not_finished_is_the_one_that_is_t
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
 
     def told(num_marks, since=-100.0, running=None):
-        marks = Marks(patience_s=1.0)
+        marks = StreamProgress(patience_s=1.0)
         for bucket in range(num_marks):
             place = Place(0, 3, bucket, "int8")
-            marks.add(Mark(place, Events(reached=bucket < 2), None, time.monotonic() + since + bucket))
+            marks.add(StreamMark(place, Events(reached=bucket < 2), None, time.monotonic() + since + bucket))
         marks.running = running
         progress = marks.look()
         return None if progress.place is None else progress.place.bucket, progress.is_done

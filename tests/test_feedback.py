@@ -14,7 +14,7 @@ import gradwire
 from gradwire import recipes
 from gradwire.codecs import Raw
 from gradwire.exchanges import TwoShot
-from gradwire.fitting import own_node_size
+from gradwire.recipes.resolution import own_node_size
 from gradwire.testing import run_ranks
 
 FP32_ROUNDING = 2.0**-20  # of the largest sum, over a dozen steps of a few roundings each

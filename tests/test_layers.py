@@ -1,4 +1,4 @@
-"""Imports point one way through the house."""
+"""Imports between packages point one way, and enter packages through their fronts."""
 
 import ast
 import re
@@ -8,51 +8,89 @@ import gradwire
 
 ROOT = Path(gradwire.__file__).parent
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
-# From the ground up, as the page's table has them; a room may import those above it, and itself.
-FLOORS = [
-    room
-    for row in PAGE.read_text().partition("## Rooms")[2].partition("##")[0].splitlines()
+# In the order of the page's table: a package may import those above it, and itself.
+ORDER = [
+    name
+    for row in PAGE.read_text().partition("## Packages")[2].partition("\n## ")[0].splitlines()
     if row.startswith("| `")
-    for room in re.findall(r"`(\w+)`", row.split("|")[1])
+    for name in re.findall(r"`(\w+)`", row.split("|")[1])
 ]
+# The only packages that may know DistributedDataParallel.
+KNOW_DDP = {"ddp", "ddp_comm_hooks", "adapters"}
+# Backends of kernels, which nobody but the front of `ops` chooses between.
+PATHS = sorted(ROOT.rglob("*.py"))
 
 
-def room_of(module: str) -> str:
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "gradwire"
+def package_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "gradwire" if parts == ("__init__",) else parts[0]
 
 
 def imports(path: Path):
-    """Every module of ours that a file imports, also inside functions."""
+    """Every module of ours that a file imports, also inside functions, and the name taken from it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from ((alias.name, None) for alias in node.names if alias.name.split(".")[0] == "gradwire")
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide which room they enter"
-            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = submodules if node.module == "gradwire" else [node.module]
-        else:
-            continue
-        yield from (name for name in names if name.split(".")[0] == "gradwire")
+            assert node.level == 0, f"{path}: relative imports hide which package they enter"
+            if node.module.split(".")[0] == "gradwire":
+                yield from ((node.module, alias.name) for alias in node.names)
 
 
-def test_every_module_has_a_floor():
-    rooms = {
-        path.stem if path.parent == ROOT else path.relative_to(ROOT).parts[0] for path in ROOT.rglob("*.py")
-    }
-    assert len(FLOORS) == len(set(FLOORS)), "a room has one place"
-    assert rooms - {"__init__"} <= set(FLOORS), "a new room needs a place in the table"
-    assert set(FLOORS) - {"gradwire"} <= rooms, "a room in the table is gone"
+def target_of(module: str, name: str | None) -> str:
+    """The package that an import enters; `from gradwire import attach` enters the package's own front."""
+    parts = module.split(".")
+    if len(parts) > 1:
+        return parts[1]
+    return name if name in ORDER else "gradwire"
+
+
+def test_every_package_is_in_the_table():
+    found = {package_of(path) for path in PATHS}
+    assert len(ORDER) == len(set(ORDER)), "a package stands in the table once"
+    assert found <= set(ORDER), "a new package needs a line in the table"
+    assert set(ORDER) <= found, "a package in the table is gone"
+
+
+def test_few_modules_lie_at_the_root():
+    modules = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}
+    assert len(modules) <= 3, modules
 
 
 def test_imports_point_one_way():
-    upward = []
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        room = "gradwire" if parts == ("__init__",) else parts[0]
-        for name in imports(path):
-            # `from gradwire import ops` enters a room, `from gradwire import attach` the front door.
-            target = room_of(name) if room_of(name) in FLOORS else "gradwire"
-            if FLOORS.index(target) > FLOORS.index(room):
-                upward.append(f"{path.relative_to(ROOT)} imports {name}")
+    upward = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in PATHS
+        for module, name in imports(path)
+        if ORDER.index(target_of(module, name)) > ORDER.index(package_of(path))
+    ]
     assert not upward, upward
+
+
+def test_packages_are_entered_through_their_fronts():
+    sideways = [
+        f"{path.relative_to(ROOT)} imports {name} from {module}"
+        for path in PATHS
+        for module, name in imports(path)
+        if module.count(".") > 1 and module.split(".")[1] != package_of(path)
+    ]
+    assert not sideways, sideways
+
+
+def test_every_package_says_what_belongs_there():
+    for front in sorted(ROOT.glob("*/__init__.py")):
+        docstring = ast.get_docstring(ast.parse(front.read_text())) or ""
+        assert len(docstring) > 40, f"{front.parent.name} does not say what belongs there"
+
+
+def test_nothing_but_ddp_and_what_stands_on_it_knows_ddp():
+    knowing = [
+        str(path.relative_to(ROOT))
+        for path in PATHS
+        if package_of(path) not in KNOW_DDP
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom | ast.Import)
+        for alias in node.names
+        if alias.name.rpartition(".")[2] == "DistributedDataParallel"
+    ]
+    assert not knowing, knowing

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.layout import BucketLayout, Layouts, NamedState, Slot, canonical_name
-from gradwire.runners import completed
+from gradwire.averaging.runners import completed
+from gradwire.buckets.layout import BucketLayout, Layouts, NamedState, Slot, canonical_name
 from gradwire.testing import run_ranks
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import gradwire
+from gradwire.buckets.layout import BucketLayout, Slot
+from gradwire.buckets.memory import Memory
 from gradwire.exchanges import Context, Links, Scratch
-from gradwire.layout import BucketLayout, Slot
-from gradwire.memory import Memory
 from gradwire.testing import run_virtual_ranks
 from tests.rows import ROWS
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from gradwire.local_sgd import loop
 from gradwire.testing import check_hook, run_ranks
+from gradwire.training import local_sgd as loop
 from tests.test_bridge import small_model
 
 

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gradwire
+from gradwire.buckets.layout import BucketLayout, Slot
+from gradwire.buckets.memory import Memory
 from gradwire.codecs import Blocks
 from gradwire.exchanges import Context, LowRank, Scratch
 from gradwire.exchanges.matrices import plan_of
 from gradwire.exchanges.one_shot import one_round_pays
 from gradwire.exchanges.skipped import _sizes
-from gradwire.layout import BucketLayout, Slot
-from gradwire.memory import Memory
 from gradwire.ops.batches import Batch, Batches, Matrix
 from gradwire.ops.cpu import low_rank as cpu
 from gradwire.ops.cpu import many_vectors, orthogonal

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire import execution
 from gradwire.cli import app
+from gradwire.lanes import lane as execution
 from gradwire.planner import (
     Bucket,
     Calibration,

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import checkpoint
-from gradwire.regroup import Timeline
+from gradwire.averaging import checkpoint
+from gradwire.averaging.regroup import Timeline
 from gradwire.testing import run_ranks
 from tests.rows import ROWS
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.exchanges.selector import Selector
-from gradwire.layout import BucketLayout, Slot
-from gradwire.plan import make_plan
+from gradwire.recipes.plan import make_plan
 from gradwire.testing import run_ranks
 from tests.test_bridge import backward, small_model
 from tests.test_swap import check_law

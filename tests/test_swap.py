@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.buckets.layout import BucketLayout, Slot
+from gradwire.buckets.memory import Memory
 from gradwire.exchanges import Context, Scratch
 from gradwire.exchanges.handover import take_over_residuals
-from gradwire.layout import BucketLayout, Slot
-from gradwire.memory import Memory
+from gradwire.peers.groups import Alone
 from gradwire.testing import run_ranks
-from gradwire.transport import Alone
 from tests.test_bridge import backward, small_model
 
 NUM_STEPS = 9

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.fitting import tables_of, with_tables_apart
-from gradwire.recipes import apart, placed
+from gradwire.recipes import route_tables, with_node_size
+from gradwire.recipes.resolution import tables_of, with_tables_apart
 from gradwire.testing import VirtualRanks, run_ranks
 
 
@@ -115,12 +115,12 @@ def test_what_goes_apart_can_be_chosen_and_is_part_of_the_recipe():
         "powersgd:tables=same": "powersgd:tables=same",
         "int4": "int4",
     }.items():
-        fitted = apart(gradwire.recipe(spec), names)
+        fitted = route_tables(gradwire.recipe(spec), names)
         assert str(fitted) == wanted
-        assert gradwire.recipe(wanted) == fitted == apart(fitted, names)
-    assert apart(gradwire.recipe("sign"), []) == gradwire.recipe("sign")
+        assert gradwire.recipe(wanted) == fitted == route_tables(fitted, names)
+    assert route_tables(gradwire.recipe("sign"), []) == gradwire.recipe("sign")
     for odd in ("a=b", "a<2", "(a)", "a)"):
-        assert apart(gradwire.recipe("sign"), [odd]) == gradwire.recipe("sign"), odd
+        assert route_tables(gradwire.recipe("sign"), [odd]) == gradwire.recipe("sign"), odd
     with pytest.raises(ValueError, match="tables must be one of 'same', 'fp32'"):
         gradwire.RECIPES["sign"](tables="int2")
 
@@ -132,9 +132,9 @@ def test_every_recipe_in_a_composed_one_is_placed_on_nodes_as_it_is_alone():
         "route(a=int4:local_size=1; *=schedule(0=bf16; 9=acp))": "route(a=int4:local_size=1; "
         "*=schedule(0=bf16:local_size=4; 9=acp))",
     }.items():
-        found = placed(gradwire.recipe(spec), 4)
+        found = with_node_size(gradwire.recipe(spec), 4)
         assert str(found) == wanted
-        assert gradwire.recipe(wanted) == found == placed(found, 2)
+        assert gradwire.recipe(wanted) == found == with_node_size(found, 2)
 
 
 SPECS = ["sign", "sign:feedback=true,tables=int8", "schedule(0=int4; 2=sign)"]

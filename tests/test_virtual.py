@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.buckets.layout import BucketLayout, Slot
+from gradwire.buckets.memory import Memory
 from gradwire.exchanges import Context, Scratch
-from gradwire.execution import open_gloo
-from gradwire.layout import BucketLayout, Slot
-from gradwire.memory import Memory
+from gradwire.peers.gloo import open_gloo
+from gradwire.peers.groups import gather
 from gradwire.testing import RanksFailed, VirtualRanks, run_ranks, run_virtual_ranks
-from gradwire.transport import gather
 from tests.rows import ROWS
 
 MORE_SPECS = ["int4:rounding=stochastic,seed=3", "sign:feedback=true,residual=bf16"]

@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire import execution
+from gradwire.buckets.layout import BucketLayout, Slot
+from gradwire.buckets.memory import Memory
 from gradwire.errors import Place, WireError, describe
-from gradwire.failure import Failure
-from gradwire.layout import BucketLayout, Slot
-from gradwire.memory import Memory
-from gradwire.tasks import Task, report_nothing
+from gradwire.lanes import lane as execution
+from gradwire.lanes.task import Task, report_nothing
+from gradwire.lanes.workers import WorkerLane
+from gradwire.peers.failure import Failure
+from gradwire.peers.groups import Alone
 from gradwire.testing import run_ranks
-from gradwire.transport import Alone
-from gradwire.workers import WorkerLane
 
 LIMIT_S = 20
 

@@ -30,13 +30,13 @@ from gradwire.headroom import (
     ScriptFailed,
     Workload,
     give_verdict,
+    local_gpu,
     measure_here,
     measure_script,
     measure_steps,
     step_table,
     write_records,
 )
-from gradwire.headroom.contenders import local_gpu
 from gradwire.lab import Lab, LabUnavailable, format_rate, parse_rate
 from gradwire.ranks import RanksFailed
 from gradwire.report import ReportUnavailable, check_plotly, render_page

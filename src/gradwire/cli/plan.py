@@ -27,14 +27,22 @@ from gradwire.cli.ending import (
 )
 from gradwire.cli.options import ALL_RECIPES, Model, Recipes, check_positive, check_writable
 from gradwire.cli.progress import show_progress
-from gradwire.headroom import ModelFactory
-from gradwire.headroom.records import ALLREDUCE
-from gradwire.headroom.workloads import count_of
+from gradwire.headroom import ALLREDUCE, ModelFactory, count_of
 from gradwire.lab import LabUnavailable, format_rate, parse_rate
-from gradwire.planner import Calibration, Cluster, calibrate, predict, shapes_of, typical_shapes
-from gradwire.planner.plans import can_be_planned
-from gradwire.planner.shapes import Shape
-from gradwire.planner.validation import CASES, Case, Comparison, validate
+from gradwire.planner import (
+    CASES,
+    Calibration,
+    Case,
+    Cluster,
+    Comparison,
+    Shape,
+    calibrate,
+    can_be_planned,
+    predict,
+    shapes_of,
+    typical_shapes,
+    validate,
+)
 from gradwire.ranks import RanksFailed
 
 _WITHIN = 0.15

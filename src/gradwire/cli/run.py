@@ -11,7 +11,8 @@ import typer
 
 import gradwire
 from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
-from gradwire.scripts import Script, attach_to_all, run_script, show_error, summarize
+from gradwire.ddp import attach_to_all
+from gradwire.scripts import Script, run_script, show_error, summarize
 
 
 def run(

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.attachment import attach
+from gradwire.ddp import attach
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
 from gradwire.ddp_comm_hooks import powerSGD_hook as powerSGD

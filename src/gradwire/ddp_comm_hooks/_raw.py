@@ -12,12 +12,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire.bridge import Bridge
-from gradwire.execution import open_lane
-from gradwire.layout import Layouts
-from gradwire.meetings import next_meeting
+from gradwire.averaging import RecipeRunner
+from gradwire.buckets import Layouts
+from gradwire.ddp import Bridge
+from gradwire.lanes import open_lane
+from gradwire.peers import next_rendezvous
 from gradwire.recipes import Recipe
-from gradwire.runners import RecipeRunner
 
 
 class _Models:
@@ -67,7 +67,7 @@ def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: 
     models = _models.setdefault(group, {}).setdefault((recipe, device.type), _Models())
 
     def make() -> Bridge:
-        lane = open_lane(group, device, next_meeting(group), late=True)
+        lane = open_lane(group, device, next_rendezvous(group), late=True)
         return Bridge(RecipeRunner(recipe, lane, Layouts()), group.rank())
 
     return models.bridge_of(bucket, make).run(bucket)

@@ -20,15 +20,19 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwire.bridge import Bridge
+from gradwire.buckets import Layouts
+from gradwire.ddp import (
+    Bridge,
+    HookInfo,
+    HookRunner,
+    SteppingRunner,
+    hook_name,
+    register_hook_info,
+    step_parameters,
+)
 from gradwire.ddp_comm_hooks.default_hooks import Hook
-from gradwire.execution import backend_name, open_lane
-from gradwire.hook_runner import HookRunner, hook_name
-from gradwire.layout import Layouts
-from gradwire.meetings import next_meeting
-from gradwire.own_hooks import Known, make_known
-from gradwire.stepping import SteppingRunner, step_parameters
-from gradwire.transport import Group, gather
+from gradwire.lanes import open_lane
+from gradwire.peers import Group, backend_name, gather, next_rendezvous
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -89,7 +93,7 @@ def _zero_hook(
             model = ddp_ref()
             assert model is not None, "a hook is called by its model's reducer alone"
             group = model.process_group
-            lane = open_lane(group, bucket.buffer().device, next_meeting(group), late=True)
+            lane = open_lane(group, bucket.buffer().device, next_rendezvous(group), late=True)
             runner = SteppingRunner(
                 HookRunner(hook, state, None),
                 lane,
@@ -100,7 +104,7 @@ def _zero_hook(
             bridges.append(Bridge(runner, group.rank()))
         return bridges[0].run(bucket)
 
-    make_known(zero_step, Known(wraps=hook))
+    register_hook_info(zero_step, HookInfo(wraps=hook))
     zero_step.__qualname__ = f"zero_step({hook_name(hook)})"
     return zero_step
 

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradwire.own_hooks import Known, make_known
+from gradwire.averaging import completed
+from gradwire.ddp import HookInfo, register_hook_info
 from gradwire.recipes import noop
-from gradwire.runners import completed
 
 __all__ = ["noop_hook"]
 
@@ -18,4 +18,4 @@ def noop_hook(_: Any, bucket: GradBucket) -> Future[Tensor]:
     return completed(bucket.buffer())
 
 
-make_known(noop_hook, Known(recipe=noop()))
+register_hook_info(noop_hook, HookInfo(recipe=noop()))

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from gradwire.ddp import HookInfo, check_result, hook_name, register_hook_info, require_future
 from gradwire.ddp_comm_hooks._raw import run_recipe
-from gradwire.hook_runner import check_result, hook_name, require_future
-from gradwire.own_hooks import Known, make_known
 from gradwire.recipes import Recipe, bf16, fp16, fp32
 
 __all__ = [
@@ -35,7 +34,7 @@ def _hook(recipe: Recipe, name: str, doc: str) -> Hook:
     hook.__name__ = f"gradwire_{name}"
     hook.__qualname__ = name  # what pickle looks it up by
     hook.__doc__ = doc
-    make_known(hook, Known(recipe=recipe))
+    register_hook_info(hook, HookInfo(recipe=recipe))
     return hook
 
 
@@ -95,7 +94,7 @@ def _wrapper(hook: Hook, dtype: torch.dtype, name: str, around_allreduce: Hook) 
 
         return require_future(hook_name(hook), hook(state, bucket)).then(decompress)
 
-    make_known(compress_wrapper_hook, Known(wraps=hook))
+    register_hook_info(compress_wrapper_hook, HookInfo(wraps=hook))
     compress_wrapper_hook.__name__ = f"gradwire_{name}"
     compress_wrapper_hook.__qualname__ = f"gradwire_{name}({hook_name(hook)})"
     return compress_wrapper_hook

@@ -15,17 +15,13 @@ from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_h
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bridge import Bridge
+from gradwire.averaging import RecipeRunner, Runner
+from gradwire.buckets import Layouts
+from gradwire.ddp import Bridge, HookInfo, HookRunner, SteppingRunner, hook_name, register_hook_info
 from gradwire.ddp_comm_hooks.default_hooks import Hook
-from gradwire.execution import open_lane, open_local_lane
-from gradwire.hook_runner import HookRunner, hook_name
-from gradwire.layout import Layouts
-from gradwire.meetings import next_meeting
-from gradwire.own_hooks import Known, make_known
+from gradwire.lanes import open_lane, open_local_lane
+from gradwire.peers import Group, next_rendezvous
 from gradwire.recipes import fp32
-from gradwire.runners import RecipeRunner, Runner
-from gradwire.stepping import SteppingRunner
-from gradwire.transport import Group
 
 __all__: list[str] = []
 
@@ -63,7 +59,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: upstream._OptimizerHookSta
             bridges.append(_stepping_bridge(inner, bucket, rank, step))
         return bridges[0].run(bucket)
 
-    make_known(hook_then_optimizer, Known(wraps=hook))
+    register_hook_info(hook_then_optimizer, HookInfo(wraps=hook))
     hook_then_optimizer.__qualname__ = f"_hook_then_optimizer({hook_name(hook)})"
     return hook_then_optimizer
 
@@ -97,12 +93,12 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
             ddp = hook_state()
             assert ddp is not None, "a hook is called by its model's reducer alone"
             group = ddp.process_group
-            lane = open_lane(group, bucket.buffer().device, next_meeting(group), late=True)
+            lane = open_lane(group, bucket.buffer().device, next_rendezvous(group), late=True)
             inner = RecipeRunner(fp32(), lane, Layouts())
             bridges.append(_stepping_bridge(inner, bucket, group.rank(), step, drop_gradients))
         return bridges[0].run(bucket)
 
-    make_known(apply_optim_in_backward, Known(prepare=_take_over))
+    register_hook_info(apply_optim_in_backward, HookInfo(prepare=_take_over))
     return apply_optim_in_backward
 
 

@@ -14,11 +14,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as upstream
 from torch.futures import Future
 
+from gradwire.averaging import completed
 from gradwire.ddp_comm_hooks._raw import group_or_world, run_recipe
-from gradwire.execution import backend_name
-from gradwire.meetings import next_meeting
+from gradwire.peers import backend_name, next_rendezvous
 from gradwire.recipes import fp32
-from gradwire.runners import completed
 
 log = logging.getLogger("gradwire")
 
@@ -71,7 +70,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 
 def _group_of_this_machine(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """The ranks of ``group`` that run on a machine of the same name; collective over ``group``."""
-    store, meeting = group.get_group_store(), next_meeting(group)
+    store, meeting = group.get_group_store(), next_rendezvous(group)
     store.set(f"{meeting}/machine/{group.rank()}", socket.gethostname())
     machines = [store.get(f"{meeting}/machine/{rank}") for rank in range(group.size())]
     world_ranks = dist.get_process_group_ranks(group)

@@ -10,18 +10,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.bridge import Bridge
-from gradwire.checkpoint import read_layouts, write_layouts
+from gradwire.averaging import Grouping, RecipeRunner, read_layouts, write_layouts
+from gradwire.buckets import Layouts, Memory
+from gradwire.ddp import Bridge, num_transient
 from gradwire.ddp_comm_hooks._raw import group_or_world
 from gradwire.exchanges import LowRank
-from gradwire.execution import open_lane
-from gradwire.layout import Layouts
-from gradwire.meetings import next_meeting
-from gradwire.memory import Memory
-from gradwire.models import num_transient
+from gradwire.lanes import open_lane
+from gradwire.peers import next_rendezvous
 from gradwire.recipes import Recipe, powersgd
-from gradwire.regroup import Grouping
-from gradwire.runners import RecipeRunner
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -209,7 +205,7 @@ class PowerSGDState:
         key = recipe, bucket.buffer().device.type, id(group)
         bridge = self._bridges.get(key)
         if bridge is None:
-            lane = open_lane(group, bucket.buffer().device, next_meeting(group), late=True)
+            lane = open_lane(group, bucket.buffer().device, next_rendezvous(group), late=True)
             # A raw hook cannot know whether a parameter may be unused; one matrix for all must.
             moves = self._num_transient if whole and self._loaded_layouts else 0
             runner = RecipeRunner(

@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradwire.codecs import Affine
+from gradwire.ddp import HookInfo, register_hook_info
 from gradwire.ddp_comm_hooks._raw import run_recipe
 from gradwire.exchanges import TwoShot
-from gradwire.own_hooks import Known, make_known
 from gradwire.recipes import Recipe
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -43,5 +43,5 @@ def quantization_perchannel_hook(
     return run_recipe(_per_channel(bucket_size), process_group, bucket)
 
 
-make_known(quantization_pertensor_hook, Known(recipe=_PER_TENSOR))
-make_known(quantization_perchannel_hook, Known(recipe=_per_channel(512)))
+register_hook_info(quantization_pertensor_hook, HookInfo(recipe=_PER_TENSOR))
+register_hook_info(quantization_perchannel_hook, HookInfo(recipe=_per_channel(512)))

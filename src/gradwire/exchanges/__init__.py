@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from gradwire.buckets import BucketLayout
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.hierarchical import Hierarchical
 from gradwire.exchanges.links import Links
@@ -19,7 +20,6 @@ from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.selector import Selector
 from gradwire.exchanges.sparse import average_sparse
 from gradwire.exchanges.two_shot import TwoShot
-from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 
 __all__ = [

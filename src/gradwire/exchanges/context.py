@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gradwire.buckets import BucketLayout, Memory
 from gradwire.exchanges.scratch import Scratch
-from gradwire.layout import BucketLayout
-from gradwire.memory import Memory
 from gradwire.ops import Scale
-from gradwire.transport import Group
+from gradwire.peers import Group
 
 
 @dataclass(frozen=True)

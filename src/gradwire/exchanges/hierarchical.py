@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradwire.buckets import BucketLayout, as_real
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.rounds import Rounds, sum_rounds
-from gradwire.exchanges.shots import Shots, Sum, average_alone, bounds_of, two_shot_bytes
 from gradwire.exchanges.skipped import skipped_parameters
+from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, average_alone, bounds_of, two_shot_bytes
 from gradwire.exchanges.two_shot import TwoShot
-from gradwire.layout import BucketLayout, as_real
 from gradwire.ops import Family
-from gradwire.transport import Subgroup
+from gradwire.peers import Subgroup
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Hierarchical:
         node, index = divmod(group.rank, self.local_size)
         within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
         across = Subgroup(group, range(index, group.size, self.local_size))
-        shots = Shots([Sum(values)], replace(context, group=within, scale=1.0))
+        shots = TwoPhaseReduce([Sum(values)], replace(context, group=within, scale=1.0))
         shots.scatter_reduce()
         start, end = bounds_of(values.numel(), self.local_size)[index]
         kept = None if residual is None else residual[start:end]

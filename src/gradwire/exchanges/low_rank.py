@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
+from gradwire.buckets import BucketLayout
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
@@ -19,10 +20,9 @@ from gradwire.exchanges.matrices import Plan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
 from gradwire.exchanges.plain import PLAIN
 from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
-from gradwire.exchanges.shots import Sum, two_shot_bytes
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
-from gradwire.layout import BucketLayout
-from gradwire.ops.batches import OTHER, Side
+from gradwire.exchanges.two_phase import Sum, two_shot_bytes
+from gradwire.ops import OTHER, Side
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradwire.layout import BucketLayout, Slot
-from gradwire.ops.batches import Batch, Batches, Matrix
-from gradwire.ops.keeping import kept
+from gradwire.buckets import BucketLayout, Slot
+from gradwire.ops import Batch, Batches, Matrix, cached_on_owner
 
 # How far from a square the one matrix of a bucket may be, to leave out fewer values.
 _NUM_SIDES = 64
@@ -47,7 +46,7 @@ def pays(rows: int, columns: int, rank: int, min_compression_rate: float) -> boo
     )
 
 
-@kept
+@cached_on_owner
 def plan_of(layout: BucketLayout, rank: int, min_compression_rate: float, whole: bool) -> Plan:
     """One matrix for each parameter for which that pays, or with ``whole`` one for all of the bucket."""
     matrices = _whole(layout) if whole else [_matrix(slot) for slot in layout.slots if slot.numel]

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from gradwire.buckets import BucketLayout
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
-from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 
 

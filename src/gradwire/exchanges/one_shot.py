@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.shots import Shots, Sum, aligned_rows, average_alone, two_shot_bytes
+from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, aligned_rows, average_alone, two_shot_bytes
 from gradwire.ops import Seed
-from gradwire.transport import gather
+from gradwire.peers import gather
 
 # A second round costs a fast network about as much time as this many bytes.
 _ROUND_BYTES = 16 << 10
@@ -29,7 +29,7 @@ def sum_values(values: Tensor, context: Context) -> None:
         if group.native_sum is not None:
             group.native_sum(values.mul_(context.scale))
             return
-        Shots([Sum(values)], context).run()
+        TwoPhaseReduce([Sum(values)], context).run()
         return
     arriving = aligned_rows(context.scratch, "arriving", group.size, num_bytes, values.device)
     rows = [row[:num_bytes] for row in arriving]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from gradwire.buckets import BucketLayout
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.one_shot import sum_values
-from gradwire.exchanges.shots import Shots, Sum
-from gradwire.layout import BucketLayout
+from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce
 
 if TYPE_CHECKING:
     from gradwire.exchanges import Exchange
@@ -66,7 +66,7 @@ def _sum_side_by_side(running: list[Rounds], context: Context) -> None:
         sums = [each for _, round_ in asked for each in round_ if each.values.numel()]
         encoded = [each for each in sums if each.codec is not None]
         if encoded:
-            Shots(encoded, context).run()
+            TwoPhaseReduce(encoded, context).run()
         exact: dict[torch.dtype, list[Tensor]] = {}
         for each in sums:
             if each.codec is None:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from gradwire.buckets import BucketLayout, Slot
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
 from gradwire.exchanges.selector import Selector
-from gradwire.layout import BucketLayout, Slot
-from gradwire.ops import Family
-from gradwire.ops.keeping import kept
+from gradwire.ops import Family, cached_on_owner
 
 if TYPE_CHECKING:
     from gradwire.exchanges import Exchange
@@ -109,7 +108,7 @@ class Route:
 
 
 # The patterns of every parameter of a bucket, in every step, would take longer than a small exchange.
-@kept
+@cached_on_owner
 def _split(layout: BucketLayout, route: Route) -> tuple[Part, ...]:
     parts = []
     for number, (_, exchange) in enumerate(route.routes):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from gradwire.buckets import BucketLayout
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
-from gradwire.layout import BucketLayout
 from gradwire.ops import Family
 
 if TYPE_CHECKING:

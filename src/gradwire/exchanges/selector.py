@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 import torch  # noqa: F401  # for the example below
 
-from gradwire.layout import Slot
+from gradwire.buckets import Slot
 
 _NUMBER = "[0-9]+(?:_[0-9]+)*"
 _COMPARISON = re.compile(rf"(\w*)\s*(<=|>=|<|>)\s*({_NUMBER})")

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from gradwire.buckets import BucketLayout
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.rounds import Round
-from gradwire.exchanges.shots import Sum
-from gradwire.layout import BucketLayout
-from gradwire.ops.keeping import kept
+from gradwire.exchanges.two_phase import Sum
+from gradwire.ops import cached_on_owner
 
 
 @contextmanager
@@ -48,6 +48,6 @@ def mask_of_skipped(flat: Tensor, context: Context) -> Generator[Round, None, Te
     return is_zero.repeat_interleave(_sizes(layout, flat.device), output_size=flat.numel())
 
 
-@kept
+@cached_on_owner
 def _sizes(layout: BucketLayout, device: torch.device) -> Tensor:
     return torch.tensor([slot.numel for slot in layout.slots], device=device)

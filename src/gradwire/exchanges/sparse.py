@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.ops import Scale
-from gradwire.transport import Group, gather
+from gradwire.peers import Group, gather
 
 
 def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.buckets import BucketLayout, as_real
 from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
-from gradwire.exchanges.shots import Shots, Sum, average_alone, seeds_of, two_shot_bytes
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
-from gradwire.layout import BucketLayout, as_real
+from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, average_alone, seeds_of, two_shot_bytes
 from gradwire.ops import Family
 
 
@@ -102,7 +102,7 @@ class TwoShot:
 
     def average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
         """Average values of a dtype that the codec takes, over a group of any size."""
-        Shots([self._sum(values, residual, context)], context).run()
+        TwoPhaseReduce([self._sum(values, residual, context)], context).run()
 
     def _sum(self, values: Tensor, residual: Tensor | None, context: Context) -> Sum:
         codec = self.codec.resolve(values.dtype)

@@ -8,16 +8,20 @@ Example::
     print(give_verdict(record))
 """
 
+from gradwire.headroom.contenders import local_gpu
 from gradwire.headroom.contest import Contest
 from gradwire.headroom.measure import measure_here, measure_steps
-from gradwire.headroom.records import Machine, Record, Row
-from gradwire.headroom.saving import read_records, write_records
+from gradwire.headroom.records import ALLREDUCE, NOOP, Machine, Record, Row
+from gradwire.headroom.saving import read_records, take, write_records
 from gradwire.headroom.scripts import ScriptFailed, measure_script
 from gradwire.headroom.verdict import give_verdict, recommend
-from gradwire.headroom.views import step_table
-from gradwire.headroom.workloads import ModelFactory, Workload
+from gradwire.headroom.views import COLUMNS, cells_of, notes_on, step_table
+from gradwire.headroom.workloads import ModelFactory, Workload, count_of
 
 __all__ = [
+    "ALLREDUCE",
+    "COLUMNS",
+    "NOOP",
     "Contest",
     "Machine",
     "ModelFactory",
@@ -25,12 +29,17 @@ __all__ = [
     "Row",
     "ScriptFailed",
     "Workload",
+    "cells_of",
+    "count_of",
     "give_verdict",
+    "local_gpu",
     "measure_here",
     "measure_script",
     "measure_steps",
+    "notes_on",
     "read_records",
     "recommend",
     "step_table",
+    "take",
     "write_records",
 ]

@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.ddp import wrap
 from gradwire.headroom.contest import Contest, Entry, Found, Outcome
 from gradwire.headroom.records import Row, ring_bytes
 from gradwire.headroom.verdict import best_of, keeps_gradients
@@ -45,7 +45,7 @@ class _Contender:
 
     def __init__(self, entry: Entry, built: Built, group: dist.ProcessGroup, device: torch.device) -> None:
         self.found = Found(entry)
-        self.model = DistributedDataParallel(built.model, bucket_cap_mb=entry.bucket_mb, process_group=group)
+        self.model = wrap(built.model, bucket_cap_mb=entry.bucket_mb, process_group=group)
         self.wire = None if entry.recipe is None else gradwire.attach(self.model, entry.recipe)
         if self.wire is not None and not self.wire.attached:
             raise RuntimeError(
@@ -198,7 +198,7 @@ def _square(gradient: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
-def gradient_bytes(model: DistributedDataParallel) -> int:
+def gradient_bytes(model: nn.Module) -> int:
     """The size of what is averaged in a step."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.execution import timeout_of
 from gradwire.headroom.contenders import TURN_LIMIT_S, measure
 from gradwire.headroom.contest import Contest, Entry, Found, Outcome
 from gradwire.headroom.records import ALLREDUCE, Machine, Record, Row, ring_bytes
 from gradwire.headroom.workloads import Workload, count_of
 from gradwire.lab import Lab, format_rate
-from gradwire.meetings import meet
+from gradwire.peers import join_rendezvous, timeout_of
 from gradwire.ranks import run_ranks, send_message
 
 Progress = Callable[[int, int], None]
@@ -59,7 +58,10 @@ def measure_here(contest: Contest, *, on_progress: Progress | None = None) -> Re
     # As text through the store: nothing is unpickled that came over a network.
     world = dist.group.WORLD
     assert world is not None
-    store, meeting = world.get_group_store(), meet(world, timeout_of(world), "headroom.measure_here")
+    store, meeting = (
+        world.get_group_store(),
+        join_rendezvous(world, timeout_of(world), "headroom.measure_here"),
+    )
     times = [[*row.times_s] for row in outcome.rows]
     counts = [row.bytes_per_step for row in outcome.rows]
     store.set(f"{meeting}/{rank}", json.dumps({"times": times, "counts": counts}))

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradwire.ddp import Attachments, attach_to_all
 from gradwire.processes import end_with_parent
-from gradwire.scripts import Attachments, Script, attach_to_all, run_script, show_error
+from gradwire.scripts import Script, run_script, show_error
 
 
 class _Enough(BaseException):

@@ -11,7 +11,8 @@ Example::
         print(lab.bytes_sent(0))
 """
 
+from gradwire.lab.namespaces import enter
 from gradwire.lab.network import Lab, LabUnavailable
 from gradwire.lab.rates import format_rate, parse_rate
 
-__all__ = ["Lab", "LabUnavailable", "format_rate", "parse_rate"]
+__all__ = ["Lab", "LabUnavailable", "enter", "format_rate", "parse_rate"]

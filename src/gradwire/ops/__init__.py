@@ -15,18 +15,26 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradwire.ops.batches import OTHER, Batch, Batches, Matrix, Side
 from gradwire.ops.formats import BlockFormat, Kind, Seed
+from gradwire.ops.owner_cache import cached_on_owner
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.ops.reference import casts as reference_casts
 from gradwire.ops.reference import low_rank as reference_low_rank
 
 __all__ = [
+    "OTHER",
+    "Batch",
+    "Batches",
     "BlockFormat",
     "Family",
     "Kind",
+    "Matrix",
     "Scale",
     "Seed",
+    "Side",
     "absmax",
+    "cached_on_owner",
     "cast_scaled",
     "decode_blocks",
     "encode_blocks",

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.headroom.records import ALLREDUCE, Machine
-from gradwire.headroom.saving import take
+from gradwire.ddp import wrap
+from gradwire.headroom import ALLREDUCE, Machine, take
 from gradwire.planner.cost import Costs
 from gradwire.planner.messages import measure_messages
 from gradwire.ranks import run_ranks, send_message
-from gradwire.stats import BucketStats
+from gradwire.telemetry import BucketStats
 
 # Matrices, as most parameters are, and their side: DDP's bucket of 25 MB, and next to nothing.
 _LARGE, _SMALL = (25, 512), (1, 32)
@@ -172,7 +171,7 @@ def _exchange(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) ->
     count, side = size
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(count, side, side)
-    model = DistributedDataParallel(_Matrices(count, side), bucket_cap_mb=1000)
+    model = wrap(_Matrices(count, side), bucket_cap_mb=1000)
     cpu_ms = []
     with gradwire.attach(model, recipe) as wire:
         for _ in range(num_steps):

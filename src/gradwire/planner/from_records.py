@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import gradwire
-from gradwire.headroom.records import ALLREDUCE, NOOP, Record, Row
+from gradwire.headroom import ALLREDUCE, NOOP, Record, Row
 from gradwire.lab import parse_rate
 from gradwire.planner.cost import NUM_IN_FLIGHT, Cluster, Costs, Wire, predict_step
 from gradwire.planner.plans import can_be_planned, wire_of

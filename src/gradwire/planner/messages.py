@@ -12,8 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from gradwire.execution import open_gloo
-from gradwire.transport import GlooGroup
+from gradwire.peers import GlooGroup, open_gloo
 
 # As many at once as a worker has peers in a cluster, and one of a size that buckets are cut into.
 _MANY = 64

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 import gradwire
+from gradwire.buckets import BucketLayout, Slot
 from gradwire.exchanges import Exchange, LowRank
-from gradwire.headroom.records import ALLREDUCE, NOOP
-from gradwire.layout import BucketLayout, Slot
+from gradwire.headroom import ALLREDUCE, NOOP
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import Bucket, Cluster, Prediction, Wire, predict_step
 from gradwire.planner.shapes import Shape, ddp_buckets
@@ -62,7 +62,7 @@ def wire_of(
     if recipe == ALLREDUCE:
         return Wire(tuple(_ring_bucket(sum(map(math.prod, bucket)), cluster) for bucket in cut))
     # Placed as `attach` does, where nodes have several workers.
-    placed = gradwire.recipe(recipe).placed(num_local if cluster.num_nodes > 1 else 1)
+    placed = gradwire.recipe(recipe).with_node_size(num_local if cluster.num_nodes > 1 else 1)
     exchange, num_together = placed.exchange, placed.local_size or 1
     # Most buckets of a large model are alike, and thousands of workers take long to count.
     bucket_of = functools.cache(lambda bucket: _bucket(exchange, _layout(bucket), cluster, num_together))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradwire.headroom import Contest, Record, Row, Workload, measure_steps
-from gradwire.headroom.records import NOOP
+from gradwire.headroom import NOOP, Contest, Record, Row, Workload, measure_steps
 from gradwire.lab import Lab
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import Cluster

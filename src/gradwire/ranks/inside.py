@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from gradwire.lab.namespaces import enter
+from gradwire.lab import enter
 from gradwire.processes import end_with_parent
 
 # bf16 layers die with SIGILL on some virtual CPUs that advertise AMX; a user's own setting wins.

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 
-from gradwire.hook_runner import hook_name
+from gradwire.ddp import hook_name
 from gradwire.lab import Lab
 from gradwire.processes import end_group, how_it_ended
 from gradwire.ranks.inside import Job, rank_main

@@ -1,6 +1,6 @@
 """What goes over the wire: plain recipes by name, and those composed of them, by step and by parameter."""
 
-from gradwire.recipes.composed import apart, placed, recipe, route, schedule
+from gradwire.recipes.composed import recipe, route, route_tables, schedule, with_node_size
 from gradwire.recipes.plain import (
     RECIPES,
     Recipe,
@@ -16,14 +16,17 @@ from gradwire.recipes.plain import (
     powersgd,
     sign,
 )
+from gradwire.recipes.plan import WirePlan, make_plan
+from gradwire.recipes.resolution import agree_on_nodes, kernels_of, require_averaging, resolve_for_module
 from gradwire.recipes.spelling import is_factory
 
 __all__ = [
     "RECIPES",
     "Recipe",
     "Reduction",
+    "WirePlan",
     "acp",
-    "apart",
+    "agree_on_nodes",
     "bf16",
     "fp8",
     "fp16",
@@ -31,11 +34,16 @@ __all__ = [
     "int4",
     "int8",
     "is_factory",
+    "kernels_of",
+    "make_plan",
     "noop",
-    "placed",
     "powersgd",
     "recipe",
+    "require_averaging",
+    "resolve_for_module",
     "route",
+    "route_tables",
     "schedule",
     "sign",
+    "with_node_size",
 ]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gradwire.exchanges import Route, Schedule, Selector
+from gradwire.recipes.option_text import parse_options
 from gradwire.recipes.plain import RECIPES, Recipe
 from gradwire.recipes.spelling import Misspelt, no_recipe
-from gradwire.specs import parse_options
 
 
 def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
@@ -73,24 +73,24 @@ def _with_each(changed: Recipe, change: Callable[[Recipe], Recipe]) -> Recipe:
     return _compose(kind, {key: _with_each(each, change) for key, each in changed.parts})
 
 
-def placed(whole: Recipe, local_size: int) -> Recipe:
+def with_node_size(whole: Recipe, local_size: int) -> Recipe:
     """``whole`` on nodes of so many ranks: each recipe in it as it is alone.
 
-    >>> print(placed(schedule({0: "fp32", 9: "int4"}), local_size=8))
+    >>> print(with_node_size(schedule({0: "fp32", 9: "int4"}), local_size=8))
     schedule(0=fp32; 9=int4:local_size=8)
     """
-    return _with_each(whole, lambda each: each.placed(local_size))
+    return _with_each(whole, lambda each: each.with_node_size(local_size))
 
 
-def apart(whole: Recipe, names: Iterable[str]) -> Recipe:
+def route_tables(whole: Recipe, names: Iterable[str]) -> Recipe:
     """A route that takes the parameters ``names`` by the recipe for tables, and all others by ``whole``.
 
     Itself if it has none, if there are no such parameters, or if a name cannot stand in a route. Of a
     schedule, each stage as it is alone. A route says itself what goes how.
 
-    >>> print(apart(recipe("powersgd"), ["embed.weight"]))
+    >>> print(route_tables(recipe("powersgd"), ["embed.weight"]))
     route(embed.weight=int4; *=powersgd:tables=same)
-    >>> print(apart(recipe("schedule(0=int4; 9=sign)"), ["embed.weight"]))
+    >>> print(route_tables(recipe("schedule(0=int4; 9=sign)"), ["embed.weight"]))
     route(embed.weight=int4; *=schedule(0=int4; 9=sign:tables=same))
     """
     chosen = [name for name in names if not set(name) & set("*?[=;&<>()")]

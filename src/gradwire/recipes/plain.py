@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from gradwire.buckets import BucketLayout, Slot
 from gradwire.codecs import Blocks, Cast, Codec, Raw
 from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Noop, Selector, TwoShot
-from gradwire.layout import BucketLayout, Slot
-from gradwire.specs import parse_options, spec_of
+from gradwire.recipes.option_text import parse_options, spec_of
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -44,7 +44,7 @@ class Recipe:
     local_size: int | None = None
     """Ranks in a node, for a recipe in two levels; 1 for one level; None for what the launcher says."""
     tables: Tables = "same"
-    """The recipe of parameters over a vocabulary, whose gradients this one would lose: see `apart`."""
+    """The recipe of parameters over a vocabulary, whose gradients this one would lose: see `route_tables`."""
     parts: tuple[tuple[int | Selector, Recipe], ...] = field(default=(), repr=False)
     """Of a schedule its recipes by first step, of a route by parameter; a plain recipe has none."""
 
@@ -58,7 +58,7 @@ class Recipe:
     def __str__(self) -> str:
         return self.name
 
-    def placed(self, local_size: int) -> Recipe:
+    def with_node_size(self, local_size: int) -> Recipe:
         """This plain recipe on nodes of so many ranks; itself if it knows its nodes, or cannot have any."""
         if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
             return self

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from gradwire.headroom.records import Record
+from gradwire.headroom import Record
 from gradwire.lab import format_rate
-from gradwire.planner import Cluster
-from gradwire.planner.from_records import Forecast, bits_per_s, cores_per_worker
+from gradwire.planner import Cluster, Forecast, bits_per_s, cores_per_worker
 
 Chart = dict[str, Any]
 

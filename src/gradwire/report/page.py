@@ -7,9 +7,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from gradwire.headroom.records import Record
-from gradwire.headroom.verdict import give_verdict, recommend
-from gradwire.headroom.views import COLUMNS, cells_of, notes_on
+from gradwire.headroom import COLUMNS, Record, cells_of, give_verdict, notes_on, recommend
 from gradwire.report.charts import Chart, comparison_chart, error_chart, link_chart, step_chart, worker_chart
 
 _STYLE = """

@@ -1,7 +1,6 @@
 """Run training scripts as they are, with gradwire attached to every DDP model they make."""
 
-from gradwire.scripts.attaching import Attachments, attach_to_all
 from gradwire.scripts.launching import Script, run_script, show_error
 from gradwire.scripts.summary import summarize
 
-__all__ = ["Attachments", "Script", "attach_to_all", "run_script", "show_error", "summarize"]
+__all__ = ["Script", "run_script", "show_error", "summarize"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.filesize import decimal
 
 import gradwire
-from gradwire.plan import make_plan
-from gradwire.scripts.attaching import Attachment, Attachments
+from gradwire.ddp import Attachment, Attachments
+from gradwire.recipes import make_plan
 
 
 def summarize(attachments: Attachments) -> str:

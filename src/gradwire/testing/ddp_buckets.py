@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import (
     _compute_bucket_assignment_by_size,
 )
 
-from gradwire.layout import BucketLayout, Layouts
+from gradwire.buckets import BucketLayout, Layouts
 
 _DEFAULT_CAP_MB = 25.0
 

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.attachment import attach
-from gradwire.hook_runner import hook_name
+from gradwire.ddp import attach, hook_name, wrap
 from gradwire.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -88,7 +86,7 @@ class _Batch:
     use_sometimes: bool
     factor: float
 
-    def losses(self, model: nn.Module) -> Iterator[Tensor]:
+    def losses(self, model: Any) -> Iterator[Tensor]:
         for images in self.images:
             yield model(images, self.use_sometimes).square().mean() * self.factor
 
@@ -104,7 +102,7 @@ def check_invariants(subject: Subject, case: Case) -> float:
     num_steps = max(_num_batches(case, r, size) for r in range(size))
     expected = _expected(net, batches, num_steps, subject.expect, checks)
 
-    model = DistributedDataParallel(
+    model = wrap(
         net,
         process_group=group,
         bucket_cap_mb=0.004 if case.buckets == "many" else 25,
@@ -225,7 +223,7 @@ def _expected(
 
 
 @contextlib.contextmanager
-def _installed(subject: Subject, model: DistributedDataParallel) -> Iterator[None]:
+def _installed(subject: Subject, model: Any) -> Iterator[None]:
     if isinstance(subject.hook, Recipe):
         with attach(model, subject.hook):
             yield
@@ -237,7 +235,7 @@ def _installed(subject: Subject, model: DistributedDataParallel) -> Iterator[Non
         yield
 
 
-def _train(model: DistributedDataParallel, case: Case, batches: list[_Batch], rank: int) -> list[Gradients]:
+def _train(model: Any, case: Case, batches: list[_Batch], rank: int) -> list[Gradients]:
     pauses = random.Random(rank)
     seen = []
     with model.join() if case.join else contextlib.nullcontext():
@@ -271,7 +269,7 @@ def _generator_states() -> list[bytes]:
     return [bytes(state.numpy()) for state in states]
 
 
-def _check_num_buckets(model: DistributedDataParallel, case: Case) -> None:
+def _check_num_buckets(model: Any, case: Case) -> None:
     data = model._get_ddp_logging_data()
     sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])
     num_buckets = len([size for size in sizes.split(",") if size.strip()])

@@ -8,19 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import checkpoint
+from gradwire.averaging import Grouping, Timeline, checkpoint, grouping_of
+from gradwire.buckets import BucketLayout, Memory, canonical_name
+from gradwire.ddp import is_ddp
 from gradwire.exchanges import Context, Scratch
-from gradwire.fitting import fit_module, require_averaging
-from gradwire.layout import BucketLayout, canonical_name
-from gradwire.memory import Memory
-from gradwire.recipes import Recipe
+from gradwire.peers import Group, Traffic
+from gradwire.recipes import Recipe, require_averaging, resolve_for_module
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.regroup import Grouping, Timeline, grouping_of
 from gradwire.testing.ddp_buckets import DDPBuckets
 from gradwire.testing.virtual_group import run_virtual_ranks
-from gradwire.transport import Group, Traffic
 
 
 class VirtualRanks:
@@ -69,7 +66,7 @@ class VirtualRanks:
             raise ValueError(f"world_size must be at least 1, not {world_size}")
         self.world_size = world_size
         self._parameters = _averaged(model)
-        self.recipe = fit_module(parse_recipe(recipe), model, self._parameters, world_size)
+        self.recipe = resolve_for_module(parse_recipe(recipe), model, self._parameters, world_size)
         require_averaging(self.recipe, "virtual ranks, which share one model, do not work with it")
         self._finds_unused = find_unused_parameters
         self._ddp = DDPBuckets(model, list(self._parameters.values()), bucket_cap_mb)
@@ -216,7 +213,7 @@ class VirtualRanks:
 
 def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters whose gradients workers would average, by name; raises if that cannot be done here."""
-    if isinstance(model, DistributedDataParallel):
+    if is_ddp(model):
         raise TypeError("virtual ranks take a model that is not wrapped; give them its .module")
     found = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     if not found:

@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from gradwire.peers import ClosedGroup, Group, Messages, Traffic
 from gradwire.ranks import RanksFailed
-from gradwire.transport import ClosedGroup, Group, Messages, Traffic
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def run_virtual_ranks(fn: Callable[[Group], T], world_size: int) -> list[T]:
 
     Raises `RanksFailed` when a rank raises, or when every rank waits for another.
 
-    >>> from gradwire.transport import gather
+    >>> from gradwire.peers import gather
     >>> def everyone(group):
     ...     rows = [torch.full((1,), group.rank) for _ in range(group.size)]
     ...     gather(rows, group)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.ops.batches import Batches, Side
-from gradwire.ops.keeping import kept
+from gradwire.ops.owner_cache import cached_on_owner
 from gradwire.ops.reference import low_rank as reference
 from gradwire.ops.reference.low_rank import project, project_back
 
@@ -242,7 +242,7 @@ def _on(device: torch.device, table: Sequence[tuple[int, ...]]) -> Tensor:
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
-@kept
+@cached_on_owner
 def _tiles(batches: Batches, device: torch.device) -> Tensor:
     """Of each tile: matrix, rows, columns, first row and column, starts of values, sums, factors; rank."""
     tiles = [
@@ -266,7 +266,7 @@ def _tiles(batches: Batches, device: torch.device) -> Tensor:
     return _on(device, tiles)
 
 
-@kept
+@cached_on_owner
 def _matrices(batches: Batches, side: Side, block: int, device: torch.device) -> Tensor:
     """Of each matrix, or each whose vectors take such a block: where its factor begins, rank, length."""
     matrices = [
@@ -282,7 +282,7 @@ def _matrices(batches: Batches, side: Side, block: int, device: torch.device) ->
     return _on(device, matrices)
 
 
-@kept
+@cached_on_owner
 def _blocks(batches: Batches, side: Side) -> tuple[int, ...]:
     return tuple(sorted({_block(batch.length(side)) for batch in batches}))
 

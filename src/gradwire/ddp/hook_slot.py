@@ -1,0 +1,114 @@
+"""A model's one hook slot: DDP takes one hook in its life, so ours stays and what is behind it changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.ddp.bridge import Bridge
+from gradwire.ddp.mixed_precision import take_over
+from gradwire.ddp.user_hooks import hook_name
+
+
+class HookSlot:
+    """The closure that DDP holds, and the bridge behind it, if one is attached."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.bridge: Bridge | None = None
+        self.give_way: Callable[[], None] | None = None
+        """Frees the slot for somebody else; None if what stands in it stays."""
+        # Weakly: DDP's reducer holds the closure, and the closure this.
+        self._ddp = weakref.ref(ddp)
+        self._registered = False
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The model whose slot this is."""
+        ddp = self._ddp()
+        assert ddp is not None, "the model is gone"
+        return ddp
+
+    def is_of(self, ddp: DistributedDataParallel) -> bool:
+        """Whether this is the slot of ``ddp``."""
+        return self._ddp() is ddp
+
+    def take(self, bridge: Bridge) -> None:
+        """Put ``bridge`` behind the closure, registered if it is not yet; what is there gives way."""
+        if not self._registered:
+            ddp = self.model
+
+            # No annotations, and a parameter called `bucket`: DDP inspects both.
+            def gradwire_hook(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+                return self._run(bucket)
+
+            if ddp.mixed_precision is not None:
+                take_over(ddp, self._run)
+            else:
+                ddp.register_comm_hook(None, gradwire_hook)
+            # DDP keeps a second reference for its Python reducer alone, which would end in copies and
+            # pickles of the model.
+            ddp._comm_hooks.clear()
+            self._registered = True
+        if self.give_way is not None:
+            self.give_way()
+        self.bridge = bridge
+
+    def leave(self, bridge: Bridge) -> None:
+        """Return to plain averaging, unless another bridge has the slot by now."""
+        if self.bridge is bridge:
+            self.bridge = None
+
+    def _run(self, bucket: GradBucket) -> Future[Tensor]:
+        return self.bridge.run(bucket) if self.bridge is not None else self._average_plainly(bucket)
+
+    def _average_plainly(self, bucket: GradBucket) -> Future[Tensor]:
+        """What DDP does without a hook, on the model's own group."""
+        group, flat = self.model.process_group, bucket.buffer()
+        divisor = torch.tensor(float(group.size()))
+        if divides_by_active(self._ddp):
+            in_backward = torch._C._current_graph_task_id() != -1
+            divisor = torch.tensor(float(in_backward), dtype=torch.float64, device=flat.device)
+            dist.all_reduce(divisor, group=group)
+        work = dist.all_reduce(flat.div_(divisor), group=group, async_op=True)
+        assert work is not None
+        future: Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return future
+
+
+def divides_by_active(model: weakref.ref[DistributedDataParallel]) -> bool:
+    """Whether ``join()`` was told to divide by the ranks that still have input."""
+    ddp = model()
+    return ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size
+
+
+_slots: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.WeakKeyDictionary()
+
+
+def free_slot(ddp: DistributedDataParallel) -> HookSlot:
+    """The model's slot; ValueError if something stands in it that does not give way."""
+    slot = _slots.get(ddp)
+    if slot is None:
+        if ddp._comm_hooks and ddp.mixed_precision is None:
+            raise ValueError(
+                f"the model has a hook already, {hook_name(ddp._comm_hooks[0][0])}, and DDP takes one in "
+                "its life; register that hook through gradwire.attach(model, hook, state=...) instead"
+            )
+        builtin = ddp._get_ddp_logging_data().get("comm_hook")
+        if builtin and ddp.mixed_precision is None:
+            raise ValueError(
+                f"the model has a hook of DDP's own already, {builtin}, and DDP takes one in its life; leave "
+                "_register_builtin_comm_hook out, and attach 'fp32' or 'fp16'"
+            )
+        slot = _slots[ddp] = HookSlot(ddp)
+    if slot.bridge is not None and slot.give_way is None:
+        raise ValueError(
+            f"{slot.bridge.runner.name} is attached to this model already; call detach() on its wire first"
+        )
+    return slot

@@ -1,0 +1,89 @@
+"""What DDP tells of a model: its parameters, its buckets, and what all ranks must have alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.buckets import canonical_name
+from gradwire.ddp.user_hooks import hook_name
+from gradwire.recipes import Recipe, fingerprint, resolve_for_module
+
+
+def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Return ``DistributedDataParallel(module, **options)``, for packages that do not know DDP themselves."""
+    return DistributedDataParallel(module, **options)
+
+
+def is_ddp(model: nn.Module) -> bool:
+    """Return True if ``model`` is a ``DistributedDataParallel``."""
+    return isinstance(model, DistributedDataParallel)
+
+
+def unwrap(model: nn.Module) -> DistributedDataParallel:
+    """The ``DistributedDataParallel`` that ``model`` is or compiles; TypeError if it is none."""
+    inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    hint = ""
+    if isinstance(getattr(inner, "module", None), DistributedDataParallel):
+        hint = "; its .module is one: attach to that"
+    elif isinstance(inner, nn.Module):
+        hint = "; wrap the model first"
+    raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{hint}")
+
+
+def device_of(ddp: DistributedDataParallel) -> torch.device:
+    """Where the model's gradients are; ValueError if it has none."""
+    for parameter in ddp.module.parameters():
+        if parameter.requires_grad:
+            device: torch.device = parameter.device
+            return device
+    raise ValueError("no parameter of this model requires a gradient any more: there is nothing to average")
+
+
+def trained(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that lie in buckets, by name."""
+    return {name: p for name, p in _not_ignored(ddp).items() if p.requires_grad}
+
+
+def in_buckets(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """`trained`, and if some were frozen when DDP had made its buckets, all that may lie in those."""
+    now = trained(ddp)
+    was_frozen_later = len(now) != ddp._get_ddp_logging_data()["num_parameter_tensors"]
+    return _not_ignored(ddp) if was_frozen_later else now
+
+
+def _not_ignored(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    ignored = ddp.parameters_to_ignore
+    return {canonical_name(name): p for name, p in ddp.module.named_parameters() if name not in ignored}
+
+
+def claim_of(ddp: DistributedDataParallel, chosen: Recipe | Callable[..., Any]) -> dict[str, str]:
+    """What must be the same on every rank that averages this model so."""
+    what = fingerprint.of_recipe(chosen) if isinstance(chosen, Recipe) else {"hook": hook_name(chosen)}
+    return {
+        **fingerprint.of_version(),
+        **what,
+        "find_unused_parameters": str(ddp.find_unused_parameters),
+        "static_graph": str(ddp.static_graph),
+        **fingerprint.of_parameters(trained(ddp).items()),
+    }
+
+
+def num_transient(ddp: DistributedDataParallel) -> int:
+    """After how many steps DDP rebuilds its buckets; 0 if never, or if buckets cannot wait for others."""
+    if ddp.mixed_precision is not None:
+        return 0  # its hook waits for one bucket before it takes the next
+    if ddp.static_graph:
+        return 2
+    return 0 if ddp.find_unused_parameters else 1
+
+
+def resolve_for_model(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
+    """``recipe`` as this model takes it, not yet placed on nodes; ValueError if it or its ranks cannot."""
+    return resolve_for_module(recipe, ddp.module, trained(ddp), ddp.process_group.size())

@@ -1,0 +1,79 @@
+"""What `attach` is asked for beside the recipe: checked, and told to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from gradwire.buckets import LossScale
+from gradwire.ddp.nonfinite import OnNonfinite, check_mode
+from gradwire.ddp.verification import check_interval
+from gradwire.recipes import Recipe, require_averaging
+from gradwire.telemetry import Meter, Telemetry
+
+
+@dataclass(frozen=True)
+class Options:
+    """Raises TypeError for an argument that is not what it should be, ValueError for one that cannot be."""
+
+    on_nonfinite: OnNonfinite = "propagate"
+    verify_every: int = 0
+    grad_scaler: GradScaler | None = None
+    telemetry: Telemetry | None = None
+
+    def __post_init__(self) -> None:
+        check_mode(self.on_nonfinite)
+        check_interval(self.verify_every)
+        _require("grad_scaler", self.grad_scaler, GradScaler)
+        _require("telemetry", self.telemetry, Telemetry)
+        if self.grad_scaler is not None and self.on_nonfinite != "propagate":
+            raise ValueError(
+                "a GradScaler has to see gradients that are not finite, and skips such steps itself: leave "
+                f"on_nonfinite={self.on_nonfinite!r} out"
+            )
+
+    def check(self, chosen: Recipe | Callable[..., Any], device: torch.device, *, is_nccl: bool) -> None:
+        """ValueError or TypeError unless these options go with that recipe or hook, and where it runs."""
+        if not isinstance(chosen, Recipe):
+            if self.grad_scaler is not None:
+                raise TypeError("grad_scaler= goes with a recipe; a hook of your own has its own memory")
+            if self.verify_every and device.type != "cpu" and not is_nccl:
+                raise ValueError(f"verify_every= with a hook on {device.type} needs NCCL")
+            return
+        if self.on_nonfinite != "propagate":
+            require_averaging(chosen, f"ranks would not {self.on_nonfinite} together")
+        if self.verify_every:
+            require_averaging(chosen, "verify_every would find them to differ")
+
+    def claim(self) -> dict[str, str]:
+        """What all ranks must have alike."""
+        return {
+            "on_nonfinite": self.on_nonfinite,
+            "verify_every": str(self.verify_every),
+            "grad_scaler": "given" if self.grad_scaler is not None else "not given",
+            "telemetry of errors": f"every {self.every} steps" if self.every is not None else "not asked for",
+        }
+
+    @property
+    def every(self) -> int | None:
+        """Every how many steps averages are compared with exact ones, if at all."""
+        return self.telemetry.every if self.telemetry is not None and self.telemetry.errors else None
+
+    def loss_scale(self) -> LossScale | None:
+        """What residuals follow, if the loss is scaled."""
+        is_scaled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
+        return LossScale(self.grad_scaler) if self.grad_scaler is not None and is_scaled else None
+
+    def meter(self) -> Meter | None:
+        """What compares averages with exact ones, if that is asked for."""
+        return None if self.every is None else Meter(self.every)
+
+
+def _require(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        wanted = f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}"  # torch.amp.GradScaler
+        raise TypeError(f"{name} must be a {wanted}, not {type(value).__name__}")

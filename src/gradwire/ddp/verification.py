@@ -1,0 +1,116 @@
+"""A check that averaged gradients are the same on every rank, bit for bit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.buckets import canonical_name
+from gradwire.errors import WireError
+from gradwire.peers import Group, gather
+
+_CHUNK = 1 << 20
+# 64-bit values in halves: of two sign bits in bit 63, the changes would cancel out.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+# Weights 1 + n * _STRIDE are odd, and so is _CARRY: no change of a single value is lost modulo 2**64.
+_STRIDE, _CARRY = 0x1E3779B97F4A7C14, 0x1F123BB5159A55E5
+
+
+def check_interval(verify_every: int) -> None:
+    """TypeError or ValueError unless ``verify_every`` is a number of steps, or 0 for never."""
+    if isinstance(verify_every, bool) or not isinstance(verify_every, int):
+        raise TypeError(f"verify_every must be a number of steps, not {verify_every!r}")
+    if verify_every < 0:
+        raise ValueError(f"verify_every must be 0 (never) or a number of steps, not {verify_every}")
+
+
+class Verification:
+    """Compares the hashes of every gradient over the ranks, every so many steps."""
+
+    def __init__(self, every: int, ddp: DistributedDataParallel) -> None:
+        self._every = every
+        self._ddp = weakref.ref(ddp)  # the model's hook holds this
+
+    def is_due(self, step: int) -> bool:
+        ddp = self._ddp()
+        assert ddp is not None, "the model is gone"
+        # There, DDP asks all ranks which parameters they used, on some before this and on others after it.
+        may_not = ddp.find_unused_parameters and ddp._join_config.enable
+        return step % self._every == 0 and not may_not
+
+    def hashes(self, *, shadow: bool) -> Tensor:
+        """This rank's, led by a 1; a rank that ``join()`` keeps in step has none, and leads with 0."""
+        named = list(self._named())
+        if shadow:
+            return torch.zeros(1 + len(named), dtype=torch.int64)
+        device = named[0][1].device
+        hashes = [_hash(parameter.grad).to(device) for _, parameter in named]
+        return torch.stack([torch.ones_like(hashes[0]), *hashes])
+
+    def conclude(self, step: int, rank: int, everyone: list[list[int]]) -> None:
+        """WireError if what `compare` returned differs, with the first parameter in which it does."""
+        ranks = [r for r, row in enumerate(everyone) if row[0]]
+        if len({tuple(everyone[r]) for r in ranks}) < 2:
+            return
+        names = [canonical_name(name) for name, _ in self._named()]
+        bad = [i for i in range(len(names)) if len({everyone[r][1 + i] for r in ranks}) > 1]
+        values = [everyone[r][1 + bad[0]] for r in ranks]
+        sides = [[r for r, v in zip(ranks, values, strict=True) if v == value] for value in set(values)]
+        told = ", another on ".join(
+            f"rank(s) {', '.join(map(str, side))}"
+            for side in sorted(sides, key=lambda side: (-len(side), side))
+        )
+        more = f" (as are {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise WireError(
+            f"rank {rank}, step {step}: the averaged gradient of {names[bad[0]]}{more} is not the same on "
+            f"every rank: one on {told}. Something changed it after it was averaged, or the hook leaves each "
+            "rank its own; go on from a checkpoint that is older than the difference"
+        )
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        ddp = self._ddp()
+        assert ddp is not None, "the model is gone"
+        for name, parameter in ddp.module.named_parameters():
+            if parameter.requires_grad and name not in ddp.parameters_to_ignore:
+                yield name, parameter
+
+
+def compare(hashes: Tensor, group: Group, device: torch.device) -> list[list[int]]:
+    """Every rank's hashes: all of them as one number, or, only if those differ, one by one."""
+    own = hashes.to(device)
+    everyone = _gather(torch.stack([own[0], _hash(own)]), group)
+    return everyone if len({tuple(row) for row in everyone if row[0]}) < 2 else _gather(own, group)
+
+
+def _gather(own: Tensor, group: Group) -> list[list[int]]:
+    rows = [torch.zeros_like(own) for _ in range(group.size)]
+    rows[group.rank].copy_(own)
+    if group.size > 1:
+        gather([row.view(torch.uint8) for row in rows], group)
+    return [row.tolist() for row in rows]
+
+
+@torch.no_grad()
+def _hash(values: Tensor | None) -> Tensor:
+    """A number that depends on each bit and its place: sums of integers, in any order, modulo 2**64.
+
+    >>> _hash(torch.tensor([1.0, 2.0])) == _hash(torch.tensor([2.0, 1.0]))
+    tensor(False)
+    """
+    if values is None:
+        return torch.zeros((), dtype=torch.int64)
+    if values.is_sparse:
+        values = values.coalesce()
+        return _hash(values.indices()) * _CARRY + _hash(values.values())
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    bits = values.contiguous().reshape(-1).view(_BITS[values.element_size()])
+    weights = torch.arange(min(_CHUNK, bits.numel()), device=bits.device).mul_(_STRIDE).add_(1)
+    total = torch.ones((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(_CHUNK):
+        total = total * _CARRY + (chunk * weights[: chunk.numel()]).sum()
+    return total

@@ -1,0 +1,67 @@
+"""Messages over the user's own NCCL group."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.peers.groups import ClosedGroup, Messages, Traffic
+
+
+class NcclGroup:
+    """The model's own NCCL group; every call is enqueued on the current CUDA stream, none waits."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self.traffic = Traffic()
+        # Weakly: lanes are kept by group, and must not keep it.
+        self._group_ref = weakref.ref(group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_ref()
+        if group is None:
+            raise ClosedGroup(self.rank, "the process group has been destroyed")
+        return group
+
+    def post(self, rows: Sequence[Tensor]) -> Messages:
+        return _NcclMessages(self, self._group, rows)
+
+    def native_sum(self, tensor: Tensor) -> None:
+        """NCCL's own allreduce: not in rank order, but the same on every rank."""
+        # What a ring sends; NCCL may choose a tree, which sends about the same.
+        numel = 2 * (self.size - 1) * tensor.numel() // self.size
+        self.traffic.bytes_sent += numel * tensor.element_size()
+        self.traffic.num_messages += 2 * (self.size - 1)
+        dist.all_reduce(tensor, group=self._group)
+
+    def close(self) -> None:
+        """Nothing to do: the group is the user's."""
+
+
+class _NcclMessages:
+    def __init__(self, owner: NcclGroup, group: dist.ProcessGroup, rows: Sequence[Tensor]) -> None:
+        self._owner = owner
+        self._group = group
+        nothing = rows[0].new_empty(0)
+        self._rows = [nothing if peer == owner.rank else row for peer, row in enumerate(rows)]
+        self._outgoing = [nothing] * owner.size
+        self._launched = False
+
+    def send(self, peer: int, row: Tensor) -> None:
+        self._outgoing[peer] = row
+        self._owner.traffic.bytes_sent += row.numel() * row.element_size()
+        self._owner.traffic.num_messages += int(row.numel() > 0)
+
+    def wait(self, peer: int) -> None:
+        # One grouped launch for all peers: NCCL builds its own all-to-all the same way.
+        if not self._launched:
+            dist.all_to_all(self._rows, self._outgoing, group=self._group)
+            self._launched = True
+
+    def finish(self) -> None:
+        self.wait(0)

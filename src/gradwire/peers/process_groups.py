@@ -1,0 +1,22 @@
+"""Facts about a torch process group: its backend and its timeout."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves tensors on ``device`` in ``group``."""
+    return group._get_backend(device).name().lower()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long the group's own collectives wait."""
+    for device in group._device_types:
+        timeout = getattr(group._get_backend(device).options, "_timeout", None)
+        if timeout is not None:
+            return timedelta(seconds=timeout.total_seconds())
+    return dist.default_pg_timeout

@@ -1,0 +1,70 @@
+"""What must be the same on every rank, field by field: version, recipe, parameters, buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.buckets import BucketLayout, canonical_name
+from gradwire.recipes import Recipe
+from gradwire.version import __version__
+
+
+def of_version() -> dict[str, str]:
+    """Ranks of different versions may send different bytes for the same recipe."""
+    return {"gradwire": __version__}
+
+
+def of_recipe(recipe: Recipe) -> dict[str, str]:
+    """The recipe and all that it is made of.
+
+    >>> from gradwire.recipes import bf16
+    >>> of_recipe(bf16())["recipe.exchange.codec.dtype"]
+    'torch.bfloat16'
+    """
+    return {
+        "recipe": str(recipe),
+        "recipe.reduction": recipe.reduction,
+        **dict(_flatten("recipe.exchange", recipe.exchange)),
+    }
+
+
+def of_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """The parameters that are averaged, in order."""
+    return {
+        f"parameter {number}": f"{canonical_name(name)}, {_describe(p.shape, p.dtype)}"
+        for number, (name, p) in enumerate(named)
+    }
+
+
+def of_bucket(layout: BucketLayout) -> dict[str, str]:
+    """What lies where in a bucket."""
+    name = f"bucket {layout.index}"
+    return {
+        name: f"{_describe(torch.Size([layout.numel]), layout.dtype)} of {len(layout.slots)} parameters",
+        **{
+            f"parameter {number} of {name}": f"{slot.name}, {_describe(slot.shape)}, strides {slot.stride}"
+            for number, slot in enumerate(layout.slots)
+        },
+    }
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype | None = None) -> str:
+    text = f"shape {tuple(shape)}"
+    return text if dtype is None else f"{text}, {str(dtype).removeprefix('torch.')}"
+
+
+def _flatten(name: str, value: object) -> Iterator[tuple[str, str]]:
+    if is_dataclass(value):
+        yield name, type(value).__name__
+        for field in fields(value):
+            yield from _flatten(f"{name}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, tuple):
+        yield name, f"{len(value)} entries"
+        for number, entry in enumerate(value):
+            yield from _flatten(f"{name}.{number}", entry)
+    else:
+        yield name, repr(value)

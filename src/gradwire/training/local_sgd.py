@@ -1,0 +1,296 @@
+"""The object that owns a run of local SGD: its period, its averaging and its checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.optim import Optimizer
+
+from gradwire.averaging import RecipeRunner, checkpoint
+from gradwire.buckets import Layouts, canonical_name
+from gradwire.ddp import attach, claim_of, device_of, in_buckets, resolve_for_model, trained, unwrap
+from gradwire.errors import Place
+from gradwire.lanes import open_lane
+from gradwire.ops import warm_up
+from gradwire.peers import agree, join_rendezvous, timeout_of
+from gradwire.recipes import Recipe, agree_on_nodes, kernels_of, noop
+from gradwire.recipes import recipe as parse_recipe
+from gradwire.telemetry import WireStats
+from gradwire.training.outer import Outer
+from gradwire.training.parameter_buckets import ParameterBucket, load_tensors, make_buckets, tensors_of
+
+
+class LocalSGD:
+    """Gradients averaged for ``warmup_steps`` steps; from then on parameters, every ``period`` steps.
+
+    What travels is how far each rank has come since the last averaging, so low-precision recipes
+    encode small numbers, and an outer optimizer can take the mean for a gradient. All ranks have the
+    same parameters bit for bit after each averaging.
+
+    Args:
+        model: a ``DistributedDataParallel``, or ``torch.compile`` of one, its weights loaded.
+        optimizer: the local optimizer; those of its parameters that are the model's are averaged.
+        period: number of steps from one averaging to the next.
+        warmup_steps: number of steps with averaged gradients, as without local SGD.
+        recipe: what an averaging looks like on the wire.
+        gradient_recipe: the same for gradients during warm-up; by default ``recipe``.
+        outer: None to go on from the mean, `SlowMo` or `DiLoCo`.
+        timeout: how long to wait for the other ranks when recipes change; by default the group's.
+
+    Raises ValueError or TypeError for arguments that do not fit, or that differ between ranks.
+
+    Collective, and so is every method but `state_dict` and `stats`. Call `step` after each step of the
+    optimizer, also after one that a ``GradScaler`` has skipped::
+
+        local = gradwire.LocalSGD(model, optimizer, period=16, recipe="bf16", outer=gradwire.DiLoCo())
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+            local.step()
+        local.average()  # whatever the period has left over
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        period: int,
+        warmup_steps: int = 0,
+        recipe: str | Recipe = "fp32",
+        gradient_recipe: str | Recipe | None = None,
+        outer: Outer | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._ddp = ddp = unwrap(model)
+        self._optimizer = optimizer
+        self._group: dist.ProcessGroup = ddp.process_group
+        self._timeout = timeout or timeout_of(self._group)
+        self._layouts = Layouts(ddp.module)
+        meeting = join_rendezvous(self._group, self._timeout, "gradwire.LocalSGD")
+        try:
+            _check_counts(period, warmup_steps)
+            self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
+            chosen = resolve_for_model(_averaging(recipe), ddp)
+            self._gradient_recipe = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
+            self._parameters()
+            warm_up(device_of(ddp), kernels_of(chosen, self._group))
+        except Exception as error:
+            agree(self._group, meeting, error, self._timeout, "gradwire.LocalSGD")
+            raise
+        options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
+        claim = {**options, **claim_of(ddp, chosen)}
+        self.recipe = agree_on_nodes(chosen, self._group, meeting, claim, self._timeout, "gradwire.LocalSGD")
+
+        self._num_steps = self._num_averages = 0
+        self._buckets: list[ParameterBucket] = []
+        self._asked = self._wanted_recipe(0)
+        self._wire = attach(ddp, self._asked, timeout=self._timeout)
+        self._disabled = not self._wire.attached  # GRADWIRE_DISABLE leaves all to DDP
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._wire.detach)
+            if self._disabled:
+                self._runner = RecipeRunner(noop(), None, self._layouts)
+            else:
+                lane = open_lane(self._group, device_of(ddp), meeting)
+                self._runner = RecipeRunner(self.recipe, lane, self._layouts)
+                undo.callback(self._runner.close)
+            if self.is_local:
+                self._begin()
+            undo.pop_all()
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have been counted."""
+        return self._num_steps
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the warm-up is over: gradients are not averaged any more."""
+        return self._num_steps >= self.warmup_steps
+
+    def step(self) -> bool:
+        """Count a step, and average if a period ends with it; returns whether it has.
+
+        Raises `WireError` when the averaging fails on any rank; parameters are then as they were.
+        """
+        self._num_steps += 1
+        num_local = self._num_steps - self.warmup_steps
+        if num_local == 0:
+            self._begin()
+        if num_local <= 0 or num_local % self.period or self._disabled:
+            return False
+        self.average()
+        return True
+
+    def average(self) -> None:
+        """Average now, wherever in its period training is: before an evaluation, or at the end.
+
+        During warm-up there is nothing to average.
+        """
+        if not self._buckets:
+            return
+        self._check_parameters()
+        futures = []
+        for bucket in self._buckets:
+            place = Place(self._group.rank(), self._num_steps, bucket.index(), self._runner.name)
+            bucket.set_pseudo_gradient()
+            futures.append(self._runner.start(cast("GradBucket", bucket), place, shadow=False))
+        means = [future.wait() for future in futures]
+        if self._runner.failure is not None:
+            raise self._runner.failure.with_traceback(None)
+        for bucket, mean in zip(self._buckets, means, strict=True):
+            lr = float(self._optimizer.param_groups[bucket.param_group].get("lr", 1.0))
+            bucket.move(mean, lr)
+        self._num_averages += 1
+
+    def stats(self) -> WireStats:
+        """Bytes, messages and times of the averagings, each of which counts as a step."""
+        return self._runner.stats.read(self._num_averages)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step count, by parameter where the period began and the outer momentum, and residuals.
+
+        Of tensors and numbers alone, and the same on all ranks but for the residuals, which have the rank in
+        their key: each rank saves its own. Between two averagings the model's own parameters differ from
+        rank to rank too: `average` first, or save every rank's.
+        """
+        rank, size, memory = self._group.rank(), self._group.size(), self._runner.memory.state_dict()
+        averaging = checkpoint.write(str(self.recipe), self._num_steps, (), memory, rank, size)
+        wire = self._wire.state_dict()
+        return {
+            "num_steps": self._num_steps,
+            **tensors_of(self._buckets),
+            "averaging": averaging,
+            "wire": wire,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; the model's parameters are loaded apart.
+
+        On another number of ranks, what ranks held back is needed of all of them: ``state["averaging"]`` and
+        ``state["wire"]`` are then each `merge_state_dicts` of every rank's. A recipe without feedback holds
+        nothing back, and any rank's state will do.
+
+        Raises ValueError, and loads nothing on any rank, when the state is none of a LocalSGD, belongs to
+        other parameters, misses what some rank held back, or has another step than the other ranks'.
+        """
+        caller = "LocalSGD.load_state_dict"
+        meeting = join_rendezvous(self._group, self._timeout, caller)
+        try:
+            num_steps, buckets, memory, of_wire = self._read(state)
+        except Exception as error:
+            agree(self._group, meeting, error, self._timeout, caller)
+            raise
+        claim = {"the saved step": str(num_steps), "the wire's saved layout": str(of_wire.timeline)}
+        claim |= {"the wire's saved step": str(of_wire.step), **claim_of(self._ddp, self.recipe)}
+        agree(self._group, meeting, claim, self._timeout, caller)
+        self._use_wire(num_steps)
+        self._wire.load_state_dict(state["wire"])
+        self._num_steps, self._buckets = num_steps, buckets
+        self._runner.memory.load_state_dict(memory, device_of(self._ddp))
+
+    def _read(
+        self, state: dict[str, Any]
+    ) -> tuple[int, list[ParameterBucket], checkpoint.States, checkpoint.Saved]:
+        """The step, the buckets, what this rank held back, the wire's part; ValueError if one is unfit."""
+        for key in ("num_steps", "start", "momentum", "averaging", "wire"):
+            if key not in state:
+                raise ValueError(f"this is no state of a LocalSGD: it has no {key!r}")
+        num_steps = int(state["num_steps"])
+        is_local = num_steps >= self.warmup_steps and not self._disabled
+        buckets = make_buckets(self._parameters(), self._layouts, self.outer) if is_local else []
+        load_tensors(buckets, state)
+        rank, size = self._group.rank(), self._group.size()
+        for key in ("averaging", "wire"):
+            _require_everyone(key, state[key], size)
+        named = {canonical_name(name): p for name, p in self._ddp.module.named_parameters()}
+        memory = checkpoint.read(state["averaging"], named, (), rank, size, "mean").memory
+        # The wire checks its part itself, but then another has taken its place already.
+        in_wire, must_be = in_buckets(self._ddp), trained(self._ddp).keys()
+        of_wire = checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
+        return num_steps, buckets, memory, of_wire
+
+    def detach(self) -> None:
+        """Return the model to plain averaging of gradients, and end the lane; call it on every rank."""
+        self._wire.detach()
+        self._runner.close()
+
+    def __enter__(self) -> LocalSGD:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.detach()
+
+    def _wanted_recipe(self, num_steps: int) -> Recipe:
+        return noop() if num_steps >= self.warmup_steps else self._gradient_recipe
+
+    def _use_wire(self, num_steps: int) -> None:
+        """Average gradients during warm-up, and not after it."""
+        if not self._disabled and self._asked != self._wanted_recipe(num_steps):
+            self._wire.detach()
+            self._asked = self._wanted_recipe(num_steps)
+            self._wire = attach(self._ddp, self._asked, timeout=self._timeout)
+
+    def _begin(self) -> None:
+        """End the warm-up: from here on, ranks train alone."""
+        self._use_wire(self._num_steps)
+        if self._disabled:
+            return
+        self._buckets = make_buckets(self._parameters(), self._layouts, self.outer)
+        for bucket in self._buckets:
+            # The one thing that has to be the same on all ranks for everything after it to be.
+            dist.broadcast(bucket.start, group=self._group, group_src=0)
+            bucket.write_parameters()
+
+    def _parameters(self) -> list[tuple[nn.Parameter, int]]:
+        """The parameters to average, each with the number of its param group."""
+        own = {id(parameter) for parameter in self._ddp.module.parameters()}
+        found = [
+            (parameter, number)
+            for number, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+            if id(parameter) in own and parameter.requires_grad
+        ]
+        if not found:
+            raise ValueError("the optimizer holds no parameter of the model: there is nothing to average")
+        return found
+
+    def _check_parameters(self) -> None:
+        now = [id(parameter) for parameter, _ in self._parameters()]
+        if now != [id(parameter) for bucket in self._buckets for parameter in bucket.parameters()]:
+            raise ValueError(
+                "the optimizer's parameters have changed since local SGD began; make a new LocalSGD after "
+                "add_param_group or a change of requires_grad"
+            )
+
+
+def _require_everyone(key: str, part: Mapping[str, Any], size: int) -> None:
+    """ValueError if a part was saved on another number of ranks and misses what one of them held back."""
+    saved, there = part.get("world_size"), part.get("memory", {})
+    if part.get("entries") and saved not in (size, len(there)):
+        raise ValueError(
+            f"this state was saved on {saved} ranks and this group has {size}, and its {key!r} has only what "
+            f"{', '.join(there)} held back: put gradwire.merge_state_dicts of every rank's {key!r} there"
+        )
+
+
+def _check_counts(period: int, warmup_steps: int) -> None:
+    if period < 1:
+        raise ValueError(f"period must be at least 1, not {period}")
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")
+
+
+def _averaging(recipe: str | Recipe) -> Recipe:
+    chosen = parse_recipe(recipe)
+    if not chosen.exchange.communicates or chosen.reduction != "mean":
+        raise ValueError(f"local SGD needs a recipe that averages, and {chosen} does not")
+    return chosen

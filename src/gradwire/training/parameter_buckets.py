@@ -1,0 +1,130 @@
+"""Parameters that travel together when local SGD averages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+
+from gradwire.buckets import Layouts
+from gradwire.training.outer import Outer
+
+# Small enough that one bucket travels while the next is prepared, large enough to amortise a round.
+_BUCKET_NUMEL = 8 << 20
+
+
+def make_buckets(
+    parameters: Sequence[tuple[nn.Parameter, int]], layouts: Layouts, outer: Outer | None
+) -> list[ParameterBucket]:
+    """Buckets of parameters, each given with the number of its param group, in order."""
+    runs: list[tuple[int, list[nn.Parameter]]] = []
+    for parameter, number in parameters:
+        fits = (
+            runs
+            and runs[-1][0] == number
+            and runs[-1][1][0].dtype == parameter.dtype
+            and sum(p.numel() for p in runs[-1][1]) + parameter.numel() <= _BUCKET_NUMEL
+        )
+        if fits:
+            runs[-1][1].append(parameter)
+        else:
+            runs.append((number, [parameter]))
+    return [
+        ParameterBucket(index, index == len(runs) - 1, number, own, layouts, outer)
+        for index, (number, own) in enumerate(runs)
+    ]
+
+
+class ParameterBucket:
+    """Parameters that travel together: to a runner it looks like a bucket of gradients."""
+
+    def __init__(
+        self,
+        index: int,
+        last: bool,
+        param_group: int,
+        parameters: Sequence[nn.Parameter],
+        layouts: Layouts,
+        outer: Outer | None,
+    ) -> None:
+        self._index, self._last, self._parameters = index, last, list(parameters)
+        self.param_group = param_group
+        self._outer = outer
+        # Sums of many small steps, so never narrower than fp32.
+        wide = torch.promote_types(parameters[0].dtype, torch.float32)
+        numel = sum(parameter.numel() for parameter in parameters)
+        self.start = torch.empty(numel, dtype=wide, device=parameters[0].device)
+        self.momentum = None if outer is None else torch.zeros_like(self.start)
+        self._pseudo_gradient: Tensor | None = None
+        self._layout = layouts.of(cast("GradBucket", self))
+        for slot, parameter in zip(self._layout.slots, parameters, strict=True):
+            slot.view(self.start).copy_(parameter.detach())
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._last
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._parameters)
+
+    def buffer(self) -> Tensor:
+        return self.start if self._pseudo_gradient is None else self._pseudo_gradient
+
+    def views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
+        return list(self._layout.views(flat).items())
+
+    def set_pseudo_gradient(self) -> None:
+        """How far this rank has come, reversed, as a gradient would say it."""
+        # From where the parameters really started, which narrow ones rounded.
+        flat = self.start.to(self._parameters[0].dtype).to(self.start.dtype, copy=True)
+        for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
+            slot.view(flat).sub_(parameter.detach())
+        self._pseudo_gradient = flat
+
+    def move(self, mean: Tensor, inner_lr: float) -> None:
+        """Go where the ranks went on average, or where the outer optimizer makes of it."""
+        self._pseudo_gradient = None
+        if self._outer is None or self.momentum is None:
+            self.start.sub_(mean)
+        else:
+            self._outer.update(self.start, mean, self.momentum, inner_lr)
+        self.write_parameters()
+
+    def write_parameters(self) -> None:
+        with torch.no_grad():
+            for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
+                parameter.copy_(slot.view(self.start))
+
+
+def tensors_of(buckets: Sequence[ParameterBucket]) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds of them, by kind and parameter."""
+    return {
+        "start": {name: view for bucket in buckets for name, view in bucket.views(bucket.start)},
+        "momentum": {
+            name: view
+            for bucket in buckets
+            if bucket.momentum is not None
+            for name, view in bucket.views(bucket.momentum)
+        },
+    }
+
+
+def load_tensors(buckets: Sequence[ParameterBucket], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Take over what `tensors_of` has given; ValueError, and nothing is changed, if it is of others."""
+    own = tensors_of(buckets)
+    for key, views in own.items():
+        different = views.keys() ^ saved[key].keys()
+        different |= {n for n in views.keys() & saved[key].keys() if views[n].shape != saved[key][n].shape}
+        if different:
+            raise ValueError(
+                f"the {key} of this state does not fit: it differs in {sorted(different)[:5]}; "
+                "load what was saved with the same parameters, warmup_steps and kind of outer optimizer"
+            )
+    for key, views in own.items():
+        for name, view in views.items():
+            view.copy_(saved[key][name])

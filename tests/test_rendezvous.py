@@ -1,0 +1,115 @@
+"""Ranks find each other in a store, also in one where ranks of an earlier run have left something."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from gradwire.peers.agreement import agree
+from gradwire.peers.rendezvous import join_rendezvous
+
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.05)
+
+
+@dataclass(eq=False)
+class Member:
+    """What a process group is to those who meet; one of these is one process's."""
+
+    number: int
+    num_ranks: int
+    store: dist.Store
+
+    def rank(self):
+        return self.number
+
+    def size(self):
+        return self.num_ranks
+
+    def get_group_store(self):
+        return self.store
+
+
+class Noticing(dist.Store):
+    """A store that says when a rank other than 0 has answered somebody, and else is the one behind it."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.answered = threading.Event()
+        self.check, self.get, self._store = store.check, store.get, store
+
+    def set(self, key, value):
+        self._store.set(key, value)
+        if "/answer/" in key:
+            self.answered.set()
+
+
+@pytest.fixture
+def store():
+    return dist.HashStore()
+
+
+def together(work, members):
+    """Each member's result of ``work``, which all do at the same time."""
+    with ThreadPoolExecutor(len(members)) as threads:
+        return list(threads.map(work, members))
+
+
+def start(store, size=3):
+    return [Member(rank, size, store) for rank in range(size)]
+
+
+def test_ranks_that_start_again_know_a_living_rank_0_from_a_dead_one(store):
+    names = together(lambda m: join_rendezvous(m, LONG), start(store))
+    assert len(set(names)) == 1
+    first, second, third = start(store)
+    early = Noticing(store)
+    second.store = early
+    with ThreadPoolExecutor(3) as threads:
+        waiting = threads.submit(join_rendezvous, second, LONG)
+        assert early.answered.wait(30), "it has answered the dead one, whose name is there still"
+        assert not waiting.done()
+        others = threads.map(lambda m: join_rendezvous(m, LONG), [first, third])
+        again = [waiting.result(), *others]
+    assert len(set(again)) == 1
+    assert again[0] not in names
+
+
+def test_a_rank_that_died_between_meetings_keeps_those_that_start_again_from_nothing(store):
+    members = start(store)
+    together(lambda m: join_rendezvous(m, LONG), members)
+    saved = {"step": "400"}
+    for alive in members[:2]:  # the third has died before it came to load
+        with pytest.raises(RuntimeError, match=r"load is collective, but rank\(s\) .*2 of 3 did not call it"):
+            agree(alive, join_rendezvous(alive, SHORT), saved, SHORT, "load")
+    for _ in range(2):
+        members = start(store)
+        together(lambda m: agree(m, join_rendezvous(m, LONG), {"recipe": "int8"}, LONG), members)
+        together(lambda m: agree(m, join_rendezvous(m, LONG), saved, LONG, "load"), members)
+
+
+def test_every_meeting_has_a_name_of_its_own(store):
+    members = start(store)
+    names = together(lambda m: [join_rendezvous(m, LONG) for _ in range(3)], members)
+    assert names[0] == names[1] == names[2]
+    assert len(set(names[0])) == 3
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_those_who_wait_in_vain_say_for_whom(store, missing):
+    def work(member):
+        with pytest.raises(RuntimeError) as caught:
+            join_rendezvous(member, timedelta(seconds=0.3), "swap")
+        return str(caught.value)
+
+    members = start(store)
+    del members[missing]
+    for text in together(work, members):
+        assert f"swap is collective, but rank(s) {missing} of 3 did not call it within 0.3 s" in text
+
+
+def test_a_rank_alone_waits_for_nobody(store):
+    (alone,) = start(store, size=1)
+    assert join_rendezvous(alone, SHORT) != join_rendezvous(alone, SHORT)
