@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,14 +35,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import gradwire.recipes
+from gradwire.averaging import Bucket, open_engine
 from gradwire.buckets.layout import BucketLayout, Slot
-from gradwire.buckets.memory import Memory
 from gradwire.errors import Place
-from gradwire.exchanges import Context
 from gradwire.headroom import Machine, Workload
 from gradwire.lab import Lab
-from gradwire.lanes.lane import open_lane
-from gradwire.lanes.task import Task
 from gradwire.testing import run_ranks
 
 STEPS_PER_TURN = 3
@@ -176,7 +172,6 @@ def layers(bucket: int, numel: int) -> tuple[Slot, ...]:
 def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -> dict[str, list[float]]:
     """The exchange of buckets of these sizes, handed over all at once as DDP does."""
     buckets = [torch.randn(n) for n in sizes]
-    world_size = dist.get_world_size()
     group = dist.group.WORLD
     assert group is not None
 
@@ -185,28 +180,22 @@ def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -
         for work in works:
             work.wait()
 
-    def exchange(name: str) -> Callable[[], None]:
-        lane, recipe = open_lane(group, torch.device("cpu"), f"averaging/{name}"), gradwire.recipe(name)
-        memory = Memory()
-
-        def average(index: int, flat: Tensor, lane_group: Any, scratch: Any) -> Tensor:
-            layout = BucketLayout(index, flat.dtype, layers(index, flat.numel()))
-            recipe.exchange.run(flat, Context(lane_group, scratch, 1 / world_size, layout, memory))
-            return flat
+    def average(name: str) -> Callable[[], None]:
+        engine = open_engine(gradwire.recipe(name), group, torch.device("cpu"), f"averaging/{name}")
+        layouts = [BucketLayout(i, b.dtype, layers(i, b.numel())) for i, b in enumerate(buckets)]
 
         def run() -> None:
-            place = Place(rank, 0, 0, name)
             futures = [
-                lane.submit(Task(b, partial(average, i), place, lambda *_: None, overlaps=True))
-                for i, b in enumerate(buckets)
+                engine.start(Bucket(flat, layout, layout is layouts[-1]), Place(rank, 0, layout.index, name))
+                for flat, layout in zip(buckets, layouts, strict=True)
             ]
             for future in futures:
                 future.wait()
-            assert lane.failure is None, lane.failure
+            assert engine.failure is None, engine.failure
 
         return run
 
-    ways = {BASE: allreduce, **{f"gradwire {n}": exchange(n) for n in names}}
+    ways = {BASE: allreduce, **{f"gradwire {n}": average(n) for n in names}}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(NUM_WARM_UP_TURNS + rounds):
         for name, run in shuffled(ways, turn):

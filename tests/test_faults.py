@@ -21,6 +21,7 @@ import gradwire
 from gradwire.ddp.verification import _hash as hash_of
 from gradwire.ddp.verification import check_interval
 from gradwire.errors import Place
+from gradwire.exchanges import average
 from gradwire.lanes.stream_progress import StreamMark, StreamProgress
 from gradwire.peers.agreement import differences
 from gradwire.peers.failure import Failure
@@ -79,7 +80,7 @@ class Deadly:
             messages = context.group.post([flat[:1].clone() for _ in range(context.group.size)])
             messages.send((context.group.rank + 1) % context.group.size, flat[:1])
             self.action()
-        gradwire.fp32().exchange.run(flat, context)
+        average(flat, gradwire.fp32().exchange, context)
 
 
 def end_me(how):
@@ -362,7 +363,7 @@ class Raising:
     def run(self, flat, context):
         if context.group.rank == 1 and context.step == FAULTY_STEP and context.layout.index == 1:
             raise FloatingPointError("overflow")
-        gradwire.fp32().exchange.run(flat, context)
+        average(flat, gradwire.fp32().exchange, context)
 
 
 def raising_hook(where):
@@ -422,7 +423,7 @@ class Corrupting:
         return "Corrupting()"
 
     def run(self, flat, context):
-        gradwire.fp32().exchange.run(flat, context)
+        average(flat, gradwire.fp32().exchange, context)
         corrupt(flat, context.step, [slot.name for slot in context.layout.slots])
 
 

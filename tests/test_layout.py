@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from gradwire.averaging.runners import completed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.averaging.runners import completed
 from gradwire.buckets.layout import BucketLayout, Layouts, NamedState, Slot, canonical_name
 from gradwire.testing import run_ranks
 

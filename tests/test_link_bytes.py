@@ -6,7 +6,7 @@ import torch
 import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
-from gradwire.exchanges import Context, Links, Scratch
+from gradwire.exchanges import Context, Links, Scratch, average
 from gradwire.testing import run_virtual_ranks
 from tests.rows import ROWS
 
@@ -70,7 +70,7 @@ def count(exchange, layout, world_size):
         for step in range(NUM_STEPS):
             torch.manual_seed(10 * step + group.rank)
             flat = torch.randn(layout.numel, dtype=layout.dtype)
-            exchange.run(flat, Context(group, scratch, 1 / group.size, layout, memory, step))
+            average(flat, exchange, Context(group, scratch, 1 / group.size, layout, memory, step))
             steps.append(list(messages))
             messages.clear()
         return steps

@@ -18,7 +18,7 @@ import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
 from gradwire.codecs import Blocks
-from gradwire.exchanges import Context, LowRank, Scratch
+from gradwire.exchanges import Context, LowRank, Scratch, average
 from gradwire.exchanges.matrices import plan_of
 from gradwire.exchanges.one_shot import one_round_pays
 from gradwire.exchanges.skipped import _sizes
@@ -498,7 +498,7 @@ def run_steps(group, exchange, layout, steps, memory, first_step=0):
     scratch, seen = Scratch(), []
     for step, given in enumerate(steps, first_step):
         flat = given.clone()
-        exchange.run(flat, Context(group, scratch, 1 / group.size, layout, memory, step))
+        average(flat, exchange, Context(group, scratch, 1 / group.size, layout, memory, step))
         seen.append(flat)
     return seen
 
@@ -556,7 +556,7 @@ def test_a_steady_state_allocates_no_tensors(num_rounds):
         for step in range(5):
             context = Context(group, scratch, 0.5, layout, memory, step)
             with largest_allocation() as found:
-                exchange.run(flat, context)
+                average(flat, exchange, context)
             largest.append(found)
         return largest
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
-from gradwire.exchanges import Context, Scratch
+from gradwire.exchanges import Context, Scratch, average
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.peers.groups import Alone
 from gradwire.testing import run_ranks
@@ -105,7 +105,7 @@ def test_what_is_held_back_from_complex_parameters_is_handed_over_once():
     for _ in take_over_residuals(torch.view_as_real(flat).view(-1), context, torch.bfloat16):
         raise AssertionError("nothing to sum over ranks")
     assert torch.equal(residual(torch.bfloat16), torch.arange(6.0)), "complex states have one dtype"
-    gradwire.fp32().exchange.run(flat, context)
+    average(flat, gradwire.fp32().exchange, context)
     assert torch.equal(flat, torch.tensor([1 + 1j, 3 + 3j, 5 + 5j]))
     assert not memory.has("residual", layout, torch.float32)
     assert memory.state_dict() == {}

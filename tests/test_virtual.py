@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
-from gradwire.exchanges import Context, Scratch
+from gradwire.exchanges import Context, Scratch, average
 from gradwire.peers.gloo import open_gloo
 from gradwire.peers.groups import gather
 from gradwire.testing import RanksFailed, VirtualRanks, run_ranks, run_virtual_ranks
@@ -47,7 +47,7 @@ def averages(group, specs):
             for layout in layouts():
                 seed = 1000 * step + 100 * layout.index + group.rank
                 flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(seed))
-                recipe.exchange.run(flat, Context(group, scratch, scale, layout, memory, step))
+                average(flat, recipe.exchange, Context(group, scratch, scale, layout, memory, step))
                 results.append(flat)
         residuals = [r.clone() for states in memory.named().values() for r in states.values()]
         found[spec] = results, residuals, group.traffic.bytes_sent - before

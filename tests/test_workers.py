@@ -14,6 +14,7 @@ import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
 from gradwire.errors import Place, WireError, describe
+from gradwire.exchanges import average
 from gradwire.lanes import lane as execution
 from gradwire.lanes.task import Task, report_nothing
 from gradwire.lanes.workers import WorkerLane
@@ -218,7 +219,7 @@ class Raising:
     def run(self, flat, context):
         if (context.group.rank, context.step, context.layout.index) == (1, 3, self.bucket):
             raise FloatingPointError("overflow")
-        gradwire.fp32().exchange.run(flat, context)
+        average(flat, gradwire.fp32().exchange, context)
 
 
 def train(rank, recipe, num_in_flight, num_steps=6, **options):

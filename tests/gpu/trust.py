@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.exchanges import average
 from gradwire.testing import run_ranks
 
 NUM_STEPS = 7
@@ -141,7 +142,7 @@ class Corrupting:
         return "Corrupting()"
 
     def run(self, flat, context):
-        gradwire.fp32().exchange.run(flat, context)
+        average(flat, gradwire.fp32().exchange, context)
         has_first = any(slot.name == "0.weight" for slot in context.layout.slots)
         corrupt(flat, context.step, has_first=has_first)
 

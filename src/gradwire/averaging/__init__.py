@@ -1,21 +1,29 @@
 """The engine: it takes buckets of any origin to a lane, in stages, and keeps the state a resume needs.
 
-It knows no DDP.
+It knows no DDP: DDP, local SGD and loops of one's own are its callers.
 """
 
-from gradwire.averaging.checkpoint import merge_state_dicts, read_layouts, write_layouts
-from gradwire.averaging.regroup import Grouping, Timeline, grouping_of
-from gradwire.averaging.runners import CollectiveWork, RecipeRunner, Runner, completed
+from gradwire.averaging import checkpoint
+from gradwire.averaging.bucket import Bucket
+from gradwire.averaging.checkpoint import merge_state_dicts
+from gradwire.averaging.coalesce import Coalescer
+from gradwire.averaging.engine import Engine, open_engine
+from gradwire.averaging.layout_check import LayoutCheck
+from gradwire.averaging.pending import Pending
+from gradwire.averaging.state import RunState
+from gradwire.averaging.timeline import Grouping, Timeline, grouping_of
 
 __all__ = [
-    "CollectiveWork",
+    "Bucket",
+    "Coalescer",
+    "Engine",
     "Grouping",
-    "RecipeRunner",
-    "Runner",
+    "LayoutCheck",
+    "Pending",
+    "RunState",
     "Timeline",
-    "completed",
+    "checkpoint",
     "grouping_of",
     "merge_state_dicts",
-    "read_layouts",
-    "write_layouts",
+    "open_engine",
 ]

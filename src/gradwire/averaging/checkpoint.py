@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.averaging.regroup import Grouping
+from gradwire.averaging.timeline import Grouping
 from gradwire.recipes import Reduction
 
 _VERSION = 2

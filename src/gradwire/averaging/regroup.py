@@ -1,175 +1,123 @@
-"""Steps that are exchanged in another layout than the one in which their buckets arrive.
+"""Regrouping: steps exchanged in other buckets than those in which they arrive.
 
-Note [Which layout a step is exchanged in]: block scales and seeds depend on where in which bucket a value
-lies, and DDP begins every run with other buckets than those it rebuilds after ``num_transient`` steps. If
-each step were exchanged as it arrives, a resumed run would differ from one that was not stopped. So a wire
-keeps a timeline of layouts, and a checkpoint carries it. In its first ``num_transient`` steps, a run is
-exchanged by the timeline, whatever arrives. What arrives after them is the timeline's next entry, from step
-``2 * num_transient`` on and not before: so also a run that was resumed from within the first steps, and
-sees the rebuilt buckets that much later, changes its layout at the same step. After that, buckets are
-exchanged as they arrive, without a copy. (A run that is stopped twice within its first steps, before it
-has seen the rebuilt buckets again, cannot know them, and changes its layout later.)
+See the note *Which layout a step is exchanged in* in `timeline.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.averaging.job import Job
+from gradwire.averaging.pending import Pending
+from gradwire.averaging.timeline import Grouping, Timeline, grouping_of
 from gradwire.buckets import BucketLayout
-from gradwire.errors import Place, WireError, locate
-from gradwire.lanes import future_for, pass_on
-
-Grouping = tuple[tuple[str, tuple[str, ...]], ...]
-"""Of every bucket its dtype and its parameters' names, in order."""
-
-Submit = Callable[[Tensor, BucketLayout, Place, bool], "Future[Tensor]"]
-"""Exchange a bucket; at last, whether it is the step's last one."""
-Fail = Callable[[WireError], None]
+from gradwire.errors import WireError, locate
+from gradwire.lanes import Promise
 
 
-def grouping_of(layouts: Iterable[BucketLayout]) -> Grouping:
-    """How these buckets group the parameters."""
-    return tuple(
-        (str(layout.dtype).removeprefix("torch."), tuple(slot.name for slot in layout.slots))
-        for layout in layouts
-    )
+class Regrouper:
+    """Collects the jobs of a step that must be exchanged in another grouping, and makes those of that one."""
+
+    def __init__(self, timeline: Timeline, fail: Callable[[WireError], None]) -> None:
+        """Follow ``timeline``; ``fail`` takes errors from the way back to the buckets that arrived."""
+        self._timeline = timeline
+        self._fail = fail
+        self._pending: Pending[Job] = Pending()
+        self._layouts: dict[int, BucketLayout] = {}
+
+    def take(self, job: Job) -> list[Job]:
+        """Take one job, and return those to exchange now: itself, none yet, or all of a regrouped step."""
+        grouping = self._timeline.at(job.place.step)
+        self._note_layout(job)
+        if grouping is None:
+            return [job]
+        self._pending.add(job)
+        if not job.is_last:
+            return []
+        arrived = list(self._pending)
+        if grouping_of(each.layout for each in arrived) != grouping:
+            regrouped = _regroup(arrived, grouping)
+            regrouped[-1].promise.future.add_done_callback(_WayBack(arrived, regrouped, self._fail))
+        else:
+            regrouped = arrived
+        self._pending.take()
+        return regrouped
+
+    def give_up(self) -> None:
+        """Complete the jobs that wait, as they are."""
+        self._pending.give_up()
+
+    def _note_layout(self, job: Job) -> None:
+        """Tell the timeline in which buckets a step has arrived, when all are there."""
+        index = job.layout.index
+        self._layouts[index] = job.layout
+        if job.is_last:
+            self._layouts = {each: layout for each, layout in self._layouts.items() if each <= index}
+            in_order = [layout for _, layout in sorted(self._layouts.items())]
+            self._timeline.arrived(job.place.step, grouping_of(in_order))
 
 
-class Timeline:
-    """From which step on buckets are exchanged in which grouping."""
-
-    def __init__(self, num_transient: int) -> None:
-        """After ``num_transient`` steps of a run, DDP rebuilds its buckets; 0 if it never does."""
-        self._num_transient = num_transient
-        self._first_step = 0
-        self._entries: list[tuple[int, Grouping]] = []
-
-    def at(self, step: int) -> Grouping | None:
-        """The grouping that ``step`` must be exchanged in; None for the one in which it arrives."""
-        settled = max(2 * self._num_transient, self._first_step + self._num_transient)
-        if step >= settled:
-            return None
-        return next((grouping for start, grouping in reversed(self._entries) if start <= step), None)
-
-    def arrived(self, step: int, grouping: Grouping) -> None:
-        """Note in which grouping ``step`` has arrived."""
-        if not self._entries:
-            self._entries = [(step, grouping)]
-        elif step >= self._first_step + self._num_transient and self._entries[-1][1] != grouping:
-            self._entries.append((max(step, 2 * self._num_transient), grouping))
-
-    def save(self, next_step: int) -> list[tuple[int, Grouping]]:
-        """What a run needs to know that goes on with ``next_step``."""
-        later = [entry for entry in self._entries if entry[0] > next_step]
-        return self._entries[-len(later) - 1 :]
-
-    def load(self, next_step: int, entries: list[tuple[int, Grouping]]) -> None:
-        """Go on with ``next_step`` from what `save` returned."""
-        self._first_step, self._entries = next_step, list(entries)
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    flat: Tensor
-    layout: BucketLayout
-    place: Place
-    future: Future[Tensor]
-
-
-class Regrouping:
-    """Collects the buckets of a step, and exchanges their values in another grouping."""
-
-    def __init__(self) -> None:
-        self._arrivals: list[_Arrival] = []
-
-    def add(
-        self,
-        flat: Tensor,
-        layout: BucketLayout,
-        place: Place,
-        grouping: Grouping,
-        submit: Submit,
-        fail: Fail,
-        *,
-        is_last: bool,
-    ) -> Future[Tensor]:
-        """Take one bucket, and with the last one begin; the future is of the bucket as it arrived."""
-        if layout.index == 0:
-            self._arrivals.clear()  # of a backward pass that broke off
-        arrival = _Arrival(flat, layout, place, future_for(flat))
-        self._arrivals.append(arrival)
-        if is_last:
-            arrivals, self._arrivals = self._arrivals, []
-            try:
-                _begin(arrivals, grouping, submit, fail)
-            except Exception as error:
-                fail(locate(error, place))
-                _complete(arrivals)
-        return arrival.future
-
-    def abandon(self) -> None:
-        """Complete what has arrived, as it is: there is no last bucket to wait for."""
-        arrivals, self._arrivals = self._arrivals, []
-        _complete(arrivals)
-
-
-def _begin(arrivals: list[_Arrival], grouping: Grouping, submit: Submit, fail: Fail) -> None:
-    if grouping_of(arrival.layout for arrival in arrivals) == grouping:
-        for arrival in arrivals:
-            done = submit(arrival.flat, arrival.layout, arrival.place, arrival is arrivals[-1])
-            done.add_done_callback(functools.partial(pass_on, arrival.future))
-        return
-    # A sparse gradient has a bucket of its own in every grouping.
-    sparse = {a.layout.slots[0].name: a for a in arrivals if a.flat.is_sparse}
-    views = {
-        name: view
-        for arrival in arrivals
-        if not arrival.flat.is_sparse
-        for name, view in arrival.layout.views(arrival.flat).items()
-    }
-    slots = {slot.name: slot for arrival in arrivals for slot in arrival.layout.slots}
+def _regroup(arrived: list[Job], grouping: Grouping) -> list[Job]:
+    """Return jobs in another grouping, with copies of the values that arrived."""
+    slots = {slot.name: slot for job in arrived for slot in job.layout.slots}
     _require_same_parameters(slots.keys(), grouping)
-    exchanged = []
+    views = _dense_views(arrived)
+    # A sparse gradient has a bucket of its own in every grouping.
+    sparse = {job.layout.slots[0].name: job.flat for job in arrived if job.flat.is_sparse}
+    regrouped = []
     for index, (dtype, names) in enumerate(grouping):
         layout = BucketLayout.packed(index, getattr(torch, dtype), (slots[name] for name in names))
-        place = replace(arrivals[0].place, bucket=index)
-        if names[0] in sparse:
-            flat = sparse[names[0]].flat
-        else:
-            flat = torch.empty(layout.numel, dtype=layout.dtype, device=arrivals[0].flat.device)
+        flat = sparse.get(names[0])
+        if flat is None:
+            flat = torch.empty(layout.numel, dtype=layout.dtype, device=arrived[0].flat.device)
             for name, view in layout.views(flat).items():
                 view.copy_(views[name])
-        exchanged.append((layout, submit(flat, layout, place, index == len(grouping) - 1)))
+        place = replace(arrived[0].place, bucket=index)
+        is_last = index == len(grouping) - 1
+        regrouped.append(
+            replace(arrived[0], promise=Promise(flat), layout=layout, place=place, is_last=is_last)
+        )
+    return regrouped
 
-    def finish(last: Future[Tensor]) -> None:
+
+class _WayBack:
+    """Copies results to the buckets in which a step arrived, once its last job is done."""
+
+    def __init__(self, arrived: list[Job], regrouped: list[Job], fail: Callable[[WireError], None]) -> None:
+        self._arrived = arrived
+        self._regrouped = regrouped
+        self._fail = fail
+
+    def __call__(self, last: Future[Tensor]) -> None:
         # torch would only log what is raised here, and DDP would wait for ever.
-        results = {}
+        sparse: dict[str, Tensor] = {}
         try:
-            for layout, future in exchanged:
-                result = future.wait()  # done or under way elsewhere; on CUDA this waits for its stream
-                if result.is_sparse:
-                    results[layout.slots[0].name] = result
-                else:
-                    for name, view in layout.views(result).items():
-                        views[name].copy_(view)
+            self._copy_back(sparse)
         except Exception as error:
-            fail(locate(error, arrivals[-1].place))
-        _complete(arrivals, results)
+            self._fail(locate(error, self._arrived[-1].place))
+        for job in self._arrived:
+            job.promise.keep(sparse.get(job.layout.slots[0].name, job.flat))
 
-    exchanged[-1][1].add_done_callback(finish)
+    def _copy_back(self, sparse: dict[str, Tensor]) -> None:
+        views = _dense_views(self._arrived)
+        for job in self._regrouped:
+            result = job.promise.future.wait()  # done or under way; on CUDA this waits for its stream
+            if result.is_sparse:
+                sparse[job.layout.slots[0].name] = result
+                continue
+            for name, view in job.layout.views(result).items():
+                views[name].copy_(view)
 
 
-def _complete(arrivals: list[_Arrival], results: dict[str, Tensor] | None = None) -> None:
-    for arrival in arrivals:
-        name = arrival.layout.slots[0].name
-        if not arrival.future.done():
-            arrival.future.set_result((results or {}).get(name, arrival.flat))
+def _dense_views(jobs: list[Job]) -> dict[str, Tensor]:
+    """Return every parameter's values, by name, as views of the jobs' buckets."""
+    dense = [job for job in jobs if not job.flat.is_sparse]
+    return {name: view for job in dense for name, view in job.layout.views(job.flat).items()}
 
 
 def _require_same_parameters(arrived: Iterable[str], grouping: Grouping) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,9 +99,13 @@ class Layouts:
         if known is not None and known[0] == identity:
             return known[1]
         dtype = bucket.buffer().dtype
-        layout = BucketLayout.packed(index, dtype, self._slots(parameters, as_real=not dtype.is_complex))
+        layout = self.make(index, dtype, parameters)
         self._layouts[index] = identity, layout
         return layout
+
+    def make(self, index: int, dtype: torch.dtype, parameters: Sequence[Tensor]) -> BucketLayout:
+        """Return the layout of a bucket that holds ``parameters`` one after the other, in ``dtype``."""
+        return BucketLayout.packed(index, dtype, self._slots(parameters, as_real=not dtype.is_complex))
 
     def current(self) -> tuple[BucketLayout, ...]:
         """The layouts of the buckets of the most recent step, in bucket order."""
@@ -117,7 +121,7 @@ class Layouts:
             for index, dtype in enumerate(dtypes)
         )
 
-    def _slots(self, parameters: list[Tensor], *, as_real: bool) -> Iterator[Slot]:
+    def _slots(self, parameters: Sequence[Tensor], *, as_real: bool) -> Iterator[Slot]:
         """With ``as_real``, complex parameters have a last dimension of two, as DDP hands them out."""
         for parameter in parameters:
             shape, stride = parameter.shape, _bucket_stride(parameter)

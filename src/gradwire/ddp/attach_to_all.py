@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.attaching import attach
-from gradwire.ddp.wire import Wire
+from gradwire.ddp.wire import Wire, attachment_of
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 
@@ -21,8 +21,8 @@ log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
-class Attachment:
-    """One model's wire, and what is needed to judge it when the process group is gone."""
+class AttachedModel:
+    """One model's wire, with the rank and world size, which are needed when the process group is gone."""
 
     wire: Wire
     rank: int
@@ -34,7 +34,7 @@ class Attachments:
     """What has been attached so far."""
 
     recipe: Recipe
-    made: list[Attachment] = field(default_factory=list)
+    made: list[AttachedModel] = field(default_factory=list)
     num_given_way: int = 0
     """Models that a hook of the script's own took over."""
     num_refused: int = 0
@@ -60,7 +60,7 @@ def attach_to_all(recipe: str | Recipe) -> Iterator[Attachments]:
 
     @functools.wraps(register)
     def register_instead(self: DistributedDataParallel, state: Any, hook: Any) -> None:
-        if any(a.wire.attached and a.wire.is_on(self) for a in attachments.made):
+        if any(a.wire.attached and attachment_of(a.wire).is_on(self) for a in attachments.made):
             # DDP's one hook is ours already: theirs goes behind it.
             attach(self, hook, state=state)
         else:
@@ -83,10 +83,10 @@ def _attach(model: DistributedDataParallel, attachments: Attachments) -> None:
         log.warning("%s is not attached, DDP averages as it is: %s", attachments.recipe, error)
         return
     group: dist.ProcessGroup = model.process_group
-    attachments.made.append(Attachment(wire, group.rank(), group.size()))
+    attachments.made.append(AttachedModel(wire, group.rank(), group.size()))
 
     def tell() -> None:
         attachments.num_given_way += 1
         log.warning("the script registers a hook of its own, which is used instead of %s", wire.recipe)
 
-    wire.give_way(tell)
+    attachment_of(wire).give_way(tell)

@@ -1,43 +1,80 @@
-"""What gradwire knows of hook functions of its own, beyond that they can be called."""
+"""Facts about hooks: those registered for hooks of ours, names, and which runners a hook uses."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.recipes import Recipe
+
+if TYPE_CHECKING:
+    from gradwire.ddp.runner import Runner
 
 Hook = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class HookInfo:
-    """Of any other hook, nothing."""
+    """Facts about a hook of ours; for any other hook, all fields are None."""
 
     recipe: Recipe | None = None
-    """What the hook does, as a recipe, which `attach` takes instead of it."""
+    """The recipe that the hook runs; `attach` takes it instead of the hook."""
     wraps: Hook | None = None
     """The hook that this one calls with its own state."""
     prepare: Callable[[DistributedDataParallel], None] | None = None
-    """To be called once, with the model that the hook is for."""
+    """Called once, with the model that the hook is for."""
 
 
-# By the function itself: attributes would be copied by functools.wraps to what somebody wraps around it, and
-# there are objects that have every attribute one asks for.
-_known: weakref.WeakKeyDictionary[FunctionType, HookInfo] = weakref.WeakKeyDictionary()
+# By the function itself: functools.wraps would copy attributes to what somebody wraps around it, and some
+# objects have every attribute one asks for.
+_infos: weakref.WeakKeyDictionary[FunctionType, HookInfo] = weakref.WeakKeyDictionary()
 
 
-def register_hook_info(hook: Hook, known: HookInfo) -> None:
-    """Note what a function of ours is."""
+def register_hook_info(hook: Hook, info: HookInfo) -> None:
+    """Note the facts about a hook of ours."""
     assert isinstance(hook, FunctionType)
-    _known[hook] = known
+    _infos[hook] = info
 
 
 def hook_info(hook: object) -> HookInfo:
-    """What is known of a hook; nothing, if it is not ours."""
-    return _known.get(hook, HookInfo()) if isinstance(hook, FunctionType) else HookInfo()
+    """Return the facts about a hook; an empty `HookInfo` for hooks that are not ours."""
+    return _infos.get(hook, HookInfo()) if isinstance(hook, FunctionType) else HookInfo()
+
+
+def hook_name(hook: Callable[..., Any]) -> str:
+    """Return ``module.qualname`` of a function, a partial's function or a callable object's class.
+
+    Functions made by ``exec`` have no module; theirs is the name alone.
+    """
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return ".".join(filter(None, (named.__module__, named.__qualname__)))
+
+
+_calls = threading.local()
+
+
+@contextlib.contextmanager
+def noting_runners() -> Iterator[list[Runner]]:
+    """Collect the runners used inside: a hook may call hooks of ours, whose futures never fail."""
+    outer, _calls.used = getattr(_calls, "used", None), []
+    try:
+        yield _calls.used
+    finally:
+        _calls.used = outer
+
+
+def note_use(runner: Runner) -> None:
+    """Tell the hook that is being called, if one is, that it depends on ``runner``."""
+    used = getattr(_calls, "used", None)
+    if used is not None:
+        used.append(runner)

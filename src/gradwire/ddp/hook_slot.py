@@ -1,4 +1,4 @@
-"""A model's one hook slot: DDP takes one hook in its life, so ours stays and what is behind it changes."""
+"""A model's one hook slot. DDP takes one hook in its life, so ours stays and the bridge behind it changes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.bridge import Bridge
+from gradwire.ddp.hook_info import hook_name
 from gradwire.ddp.mixed_precision import take_over
-from gradwire.ddp.user_hooks import hook_name
 
 
 class HookSlot:
@@ -23,7 +23,7 @@ class HookSlot:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.bridge: Bridge | None = None
         self.give_way: Callable[[], None] | None = None
-        """Frees the slot for somebody else; None if what stands in it stays."""
+        """Frees the slot for somebody else; None if the bridge in it stays."""
         # Weakly: DDP's reducer holds the closure, and the closure this.
         self._ddp = weakref.ref(ddp)
         self._registered = False
@@ -36,11 +36,11 @@ class HookSlot:
         return ddp
 
     def is_of(self, ddp: DistributedDataParallel) -> bool:
-        """Whether this is the slot of ``ddp``."""
+        """Return True if this is the slot of ``ddp``."""
         return self._ddp() is ddp
 
     def take(self, bridge: Bridge) -> None:
-        """Put ``bridge`` behind the closure, registered if it is not yet; what is there gives way."""
+        """Put ``bridge`` behind the closure, registered if it is not yet; an earlier bridge gives way."""
         if not self._registered:
             ddp = self.model
 
@@ -69,7 +69,7 @@ class HookSlot:
         return self.bridge.run(bucket) if self.bridge is not None else self._average_plainly(bucket)
 
     def _average_plainly(self, bucket: GradBucket) -> Future[Tensor]:
-        """What DDP does without a hook, on the model's own group."""
+        """Average as DDP does without a hook, on the model's own group."""
         group, flat = self.model.process_group, bucket.buffer()
         divisor = torch.tensor(float(group.size()))
         if divides_by_active(self._ddp):
@@ -83,7 +83,7 @@ class HookSlot:
 
 
 def divides_by_active(model: weakref.ref[DistributedDataParallel]) -> bool:
-    """Whether ``join()`` was told to divide by the ranks that still have input."""
+    """Return True if ``join()`` was told to divide by the ranks that still have input."""
     ddp = model()
     return ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size
 
@@ -92,7 +92,7 @@ _slots: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.W
 
 
 def free_slot(ddp: DistributedDataParallel) -> HookSlot:
-    """The model's slot; ValueError if something stands in it that does not give way."""
+    """Return the model's slot; ValueError if something is attached that does not give way."""
     slot = _slots.get(ddp)
     if slot is None:
         if ddp._comm_hooks and ddp.mixed_precision is None:

@@ -1,9 +1,9 @@
-"""Ends the waiting for a user's hook when a peer has failed, died or never answers.
+"""The watchdog of a user's hook, which ends the waiting when a peer has failed, died or never answers.
 
-Our own exchanges wait in groups of their own and learn of a failure when those close. A user's hook waits
-in a group that we must not touch. So the ranks of a wire that runs such a hook also form a ring in which
-nothing is sent but what ranks must agree on: each waits for its successor, and when that one closes, closes
-too. A failure goes round the ring in milliseconds, and costs nothing until then.
+Our own exchanges wait in groups of their own and learn of a failure when those close. A user's hook waits in
+a group that we must not touch. So the ranks of a wire that runs such a hook also form a ring. Each rank waits
+for its successor there, and closes when that one closes: a failure goes round the ring in milliseconds.
+Nothing is sent over the ring except what ranks must agree on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import contextlib
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,11 +22,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.errors import Place, WireError, locate
-from gradwire.lanes import in_this_process
+from gradwire.lanes import CollectiveWork, end_with, join_threads
 from gradwire.peers import (
     ClosedGroup,
     Failure,
-    Group,
     Progress,
     StallWatcher,
     Standing,
@@ -40,44 +38,44 @@ from gradwire.peers import (
 _GRACE_S = 20.0
 
 Over = concurrent.futures.Future[None]
-"""Of something that is said over the ring: done when that is over, whatever has come of it."""
+"""The end of a collective over the ring: done when that is over, however it ended."""
 
 
 class HookWatchdog:
     """Gives up futures that would otherwise never be completed, and keeps the first failure."""
 
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
-        self._core = core = _Core(group, prefix)
+        self._ring = ring = _Ring(group, prefix)
         threads = [
             threading.Thread(target=target, name=f"gradwire-{prefix}", daemon=True)
-            for target in (core.watch_ring, core.watch_clock, core.serve_talks)
+            for target in (ring.watch_peers, ring.watch_clock, ring.serve_collectives)
         ]
         for thread in threads:
             thread.start()
-        watch = StallWatcher(core.failure, core.timeout_s, core.look, prefix)
-        self._finalizer = weakref.finalize(self, in_this_process(_end), core, threads, watch)
+        watcher = StallWatcher(ring.failure, ring.timeout_s, ring.look, prefix)
+        self._finalizer = end_with(self, _end, ring, threads, watcher)
 
     @property
     def failure(self) -> WireError | None:
-        return self._core.failure.error
+        return self._ring.failure.error
 
     def watch(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
         """Call ``give_up`` if ``future`` is not done when the ring breaks or the time is up."""
-        self._core.add(future, place, give_up)
+        self._ring.add(future, place, give_up)
 
     def fail(self, error: WireError) -> None:
         """Give up, on every rank."""
-        self._core.fail(error)
+        self._ring.fail(error)
 
-    def start_collective(self, talk: Callable[[Group, torch.device], None], place: Place) -> Over:
-        """Run ``talk`` over the ring, after those before it; what it raises is a failure."""
-        return self._core.start_collective(talk, place)
+    def start_collective(self, work: CollectiveWork, place: Place) -> Over:
+        """Run ``work`` over the ring, after those before it; what it raises is a failure."""
+        return self._ring.start_collective(work, place)
 
     def add_reason(self, error: WireError, place: Place, waited_s: float) -> None:
-        """Why a hook may have failed: for whom it waited long, or what another rank had failed of before."""
-        if waited_s > self._core.timeout_s / 2:  # its own timeout has struck
-            error.text += f". {self._core.who(place, timed_out=True)}"
-        elif (before := self._core.failure.left_by_peers()) is not None:
+        """Add why a hook may have failed: for whom it waited long, or what failed on another rank before."""
+        if waited_s > self._ring.timeout_s / 2:  # its own timeout has struck
+            error.text += f". {self._ring.who(place, timed_out=True)}"
+        elif (before := self._ring.failure.left_by_peers()) is not None:
             # Who comes late finds the connections of its hook closed, and no more than that.
             error.text += f". Before that another rank had failed: {before}"
 
@@ -87,7 +85,7 @@ class HookWatchdog:
 
 @dataclass(frozen=True)
 class _Wait:
-    """One bucket whose hook has been called."""
+    """The wait for one bucket whose hook has been called."""
 
     since: float
     deadline: float
@@ -96,20 +94,22 @@ class _Wait:
 
 
 @dataclass(frozen=True)
-class _Talk:
-    """Something to be said over the ring."""
+class _Collective:
+    """Messages to exchange over the ring."""
 
-    run: Callable[[Group, torch.device], None]
+    run: CollectiveWork
     place: Place
     over: Over
 
 
-class _Core:
+class _Ring:
+    """The ranks in a ring, the calls that wait, and the collectives to run."""
+
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
         self.failure = Failure(group, prefix)
         self.timeout_s = timeout_of(group).total_seconds()
-        self.ring = open_gloo(group, prefix)
-        self.talks: queue.SimpleQueue[_Talk | None] = queue.SimpleQueue()
+        self.group = open_gloo(group, prefix)
+        self.collectives: queue.SimpleQueue[_Collective | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending: dict[Future[Tensor], _Wait] = {}
         self._broken = self._closed = False
@@ -147,49 +147,49 @@ class _Core:
     def fail(self, error: WireError) -> None:
         self.failure.set(error)
         self._give_up()
-        self.ring.close()
+        self.group.close()
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self.talks.put(None)
-        self.ring.close()
+        self.collectives.put(None)
+        self.group.close()
 
-    def start_collective(self, talk: Callable[[Group, torch.device], None], place: Place) -> Over:
+    def start_collective(self, work: CollectiveWork, place: Place) -> Over:
         over = Over()
         with self._changed:
             if not self._closed:
-                self.talks.put(_Talk(talk, place, over))
+                self.collectives.put(_Collective(work, place, over))
                 return over
         over.set_result(None)
         return over
 
-    def serve_talks(self) -> None:
-        while (talk := self.talks.get()) is not None:
+    def serve_collectives(self) -> None:
+        while (collective := self.collectives.get()) is not None:
             if self.failure.error is None:
-                self._run(talk)
-            over = talk.over
-            # Who waits for it may then drop the model: keep nothing of it.
-            del talk
+                self._run(collective)
+            over = collective.over
+            # Whoever waits for it may then drop the model: keep nothing of it.
+            del collective
             over.set_result(None)
             del over
 
-    def _run(self, talk: _Talk) -> None:
+    def _run(self, collective: _Collective) -> None:
         try:
             with torch.no_grad():
-                talk.run(self.ring, torch.device("cpu"))
+                collective.run(self.group, torch.device("cpu"))
         except ClosedGroup as closed:
             if self.failure.error is None and not self._closed:
-                self.fail(self.failure.explain(talk.place, closed, self.ring.close))
+                self.fail(self.failure.explain(collective.place, closed, self.group.close))
         except Exception as error:
-            self.fail(locate(error, talk.place))
+            self.fail(locate(error, collective.place))
 
-    def watch_ring(self) -> None:
-        if self.ring.size == 1:
+    def watch_peers(self) -> None:
+        if self.group.size == 1:
             return
         with contextlib.suppress(ClosedGroup):
-            self.ring.watch((self.ring.rank + 1) % self.ring.size)
+            self.group.watch((self.group.rank + 1) % self.group.size)
         if self._closed:
             return
         error = self.failure.error or self.failure.ask_peers()
@@ -204,7 +204,7 @@ class _Core:
                 for future, wait in self._pending.items()
             }
             self._changed.notify()
-        self.ring.close()
+        self.group.close()
 
     def watch_clock(self) -> None:
         while True:
@@ -224,9 +224,9 @@ class _Core:
             self.fail(WireError(f"{first.place}: {reason}. {who}"))
 
     def who(self, place: Place, *, timed_out: bool) -> str:
-        """Who is furthest behind, by what each rank says; whom a hook waits for is not known."""
-        if self.failure.board is not None:
-            self.failure.board.post_standing(Standing(place.step, place.bucket, timed_out=timed_out))
+        """Say who is furthest behind, by what each rank says; whom a hook waits for is not known."""
+        if self.failure.store is not None:
+            self.failure.store.post_standing(Standing(place.step, place.bucket, timed_out=timed_out))
         return self.failure.name_the_last(timed_out=timed_out)
 
     def _give_up(self) -> None:
@@ -236,10 +236,8 @@ class _Core:
             wait.give_up()
 
 
-def _end(core: _Core, threads: list[threading.Thread], watch: StallWatcher) -> None:
-    core.failure.settle()
-    core.close()
-    watch.end()
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=5)
+def _end(ring: _Ring, threads: list[threading.Thread], watcher: StallWatcher) -> None:
+    ring.failure.settle()
+    ring.close()
+    watcher.end()
+    join_threads(threads)

@@ -1,16 +1,16 @@
-"""What DDP tells of a model: its parameters, its buckets, and what all ranks must have alike."""
+"""Facts about a DDP model: its parameters, its buckets, and what all ranks must have alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.buckets import canonical_name
-from gradwire.ddp.user_hooks import hook_name
+from gradwire.peers import backend_name
 from gradwire.recipes import Recipe, fingerprint, resolve_for_module
 
 
@@ -25,7 +25,7 @@ def is_ddp(model: nn.Module) -> bool:
 
 
 def unwrap(model: nn.Module) -> DistributedDataParallel:
-    """The ``DistributedDataParallel`` that ``model`` is or compiles; TypeError if it is none."""
+    """Return the ``DistributedDataParallel`` that ``model`` is or compiles; TypeError if it is none."""
     inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
     if isinstance(inner, DistributedDataParallel):
         return inner
@@ -38,7 +38,7 @@ def unwrap(model: nn.Module) -> DistributedDataParallel:
 
 
 def device_of(ddp: DistributedDataParallel) -> torch.device:
-    """Where the model's gradients are; ValueError if it has none."""
+    """Return the device of the model's gradients; ValueError if it has none."""
     for parameter in ddp.module.parameters():
         if parameter.requires_grad:
             device: torch.device = parameter.device
@@ -46,13 +46,18 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
     raise ValueError("no parameter of this model requires a gradient any more: there is nothing to average")
 
 
+def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True if ``group`` exchanges tensors on ``device`` by NCCL."""
+    return device.type == "cuda" and backend_name(group, device) == "nccl"
+
+
 def trained(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """The parameters that lie in buckets, by name."""
+    """Return the parameters whose gradients are averaged, by name."""
     return {name: p for name, p in _not_ignored(ddp).items() if p.requires_grad}
 
 
 def in_buckets(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """`trained`, and if some were frozen when DDP had made its buckets, all that may lie in those."""
+    """Return the parameters that may lie in buckets: those `trained`, and those frozen after DDP was made."""
     now = trained(ddp)
     was_frozen_later = len(now) != ddp._get_ddp_logging_data()["num_parameter_tensors"]
     return _not_ignored(ddp) if was_frozen_later else now
@@ -63,12 +68,11 @@ def _not_ignored(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return {canonical_name(name): p for name, p in ddp.module.named_parameters() if name not in ignored}
 
 
-def claim_of(ddp: DistributedDataParallel, chosen: Recipe | Callable[..., Any]) -> dict[str, str]:
-    """What must be the same on every rank that averages this model so."""
-    what = fingerprint.of_recipe(chosen) if isinstance(chosen, Recipe) else {"hook": hook_name(chosen)}
+def claim_of(ddp: DistributedDataParallel, chosen: dict[str, str]) -> dict[str, str]:
+    """Return what must be the same on every rank that averages this model by what is ``chosen``."""
     return {
         **fingerprint.of_version(),
-        **what,
+        **chosen,
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
         **fingerprint.of_parameters(trained(ddp).items()),
@@ -76,7 +80,7 @@ def claim_of(ddp: DistributedDataParallel, chosen: Recipe | Callable[..., Any]) 
 
 
 def num_transient(ddp: DistributedDataParallel) -> int:
-    """After how many steps DDP rebuilds its buckets; 0 if never, or if buckets cannot wait for others."""
+    """Return after how many steps DDP rebuilds its buckets; 0 for never, or if buckets cannot wait."""
     if ddp.mixed_precision is not None:
         return 0  # its hook waits for one bucket before it takes the next
     if ddp.static_graph:
@@ -85,5 +89,5 @@ def num_transient(ddp: DistributedDataParallel) -> int:
 
 
 def resolve_for_model(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
-    """``recipe`` as this model takes it, not yet placed on nodes; ValueError if it or its ranks cannot."""
+    """Return ``recipe`` with routes for this model's parameters; ValueError if it does not fit the model."""
     return resolve_for_module(recipe, ddp.module, trained(ddp), ddp.process_group.size())

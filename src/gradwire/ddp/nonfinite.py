@@ -1,4 +1,4 @@
-"""What is done about averaged gradients that are not finite."""
+"""The policy for averaged gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.buckets import canonical_name
+from gradwire.ddp.models import trained
 
 OnNonfinite = Literal["propagate", "skip", "raise"]
 
 
 def check_mode(mode: str) -> None:
-    """ValueError unless ``mode`` is one of the three."""
+    """Raise ValueError unless ``mode`` is one of the three."""
     if mode not in typing.get_args(OnNonfinite):
         raise ValueError(f"on_nonfinite must be 'propagate', 'skip' or 'raise', not {mode!r}")
 
@@ -41,12 +41,8 @@ class NonfinitePolicy:
         """
         ddp = self._ddp()
         assert ddp is not None, "the model is gone"
-        # Those that DDP was told to ignore are each rank's own, and ranks would not decide alike.
-        averaged = {
-            canonical_name(name): _values(p.grad)
-            for name, p in ddp.module.named_parameters()
-            if p.grad is not None and p.requires_grad and name not in ddp.parameters_to_ignore
-        }
+        # Parameters that DDP was told to ignore are each rank's own: ranks would not decide alike.
+        averaged = {name: _values(p.grad) for name, p in trained(ddp).items() if p.grad is not None}
         named = {name: values for name, values in averaged.items() if values.numel()}
         if not named:
             return

@@ -1,4 +1,4 @@
-"""What `attach` is asked for beside the recipe: checked, and told to the other ranks."""
+"""The options of `attach` beside the recipe: checked, and compared with the other ranks'."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.buckets import LossScale
-from gradwire.ddp.nonfinite import OnNonfinite, check_mode
-from gradwire.ddp.verification import check_interval
+from gradwire.ddp.nonfinite import NonfinitePolicy, OnNonfinite, check_mode
+from gradwire.ddp.step_checks import StepChecks
+from gradwire.ddp.verification import Verification, check_interval
 from gradwire.recipes import Recipe, require_averaging
-from gradwire.telemetry import Meter, Telemetry
+from gradwire.telemetry import Meter, Recorder, Telemetry
 
 
 @dataclass(frozen=True)
 class Options:
-    """Raises TypeError for an argument that is not what it should be, ValueError for one that cannot be."""
+    """The options of one `attach`; TypeError or ValueError for those that cannot be."""
 
     on_nonfinite: OnNonfinite = "propagate"
     verify_every: int = 0
@@ -28,8 +30,8 @@ class Options:
     def __post_init__(self) -> None:
         check_mode(self.on_nonfinite)
         check_interval(self.verify_every)
-        _require("grad_scaler", self.grad_scaler, GradScaler)
-        _require("telemetry", self.telemetry, Telemetry)
+        _require("grad_scaler", self.grad_scaler, GradScaler, "torch.amp.GradScaler")
+        _require("telemetry", self.telemetry, Telemetry, "gradwire.Telemetry")
         if self.grad_scaler is not None and self.on_nonfinite != "propagate":
             raise ValueError(
                 "a GradScaler has to see gradients that are not finite, and skips such steps itself: leave "
@@ -37,7 +39,7 @@ class Options:
             )
 
     def check(self, chosen: Recipe | Callable[..., Any], device: torch.device, *, is_nccl: bool) -> None:
-        """ValueError or TypeError unless these options go with that recipe or hook, and where it runs."""
+        """Raise ValueError or TypeError unless these options go with that recipe or hook, and its device."""
         if not isinstance(chosen, Recipe):
             if self.grad_scaler is not None:
                 raise TypeError("grad_scaler= goes with a recipe; a hook of your own has its own memory")
@@ -50,7 +52,7 @@ class Options:
             require_averaging(chosen, "verify_every would find them to differ")
 
     def claim(self) -> dict[str, str]:
-        """What all ranks must have alike."""
+        """Return what all ranks must have alike."""
         return {
             "on_nonfinite": self.on_nonfinite,
             "verify_every": str(self.verify_every),
@@ -60,20 +62,30 @@ class Options:
 
     @property
     def every(self) -> int | None:
-        """Every how many steps averages are compared with exact ones, if at all."""
+        """The number of steps between comparisons with exact averages; None for no comparison."""
         return self.telemetry.every if self.telemetry is not None and self.telemetry.errors else None
 
+    def check_file(self, rank: int) -> None:
+        """Raise OSError if this rank's events cannot be written."""
+        if self.telemetry is not None:
+            self.telemetry.check_file(rank)
+
+    def checks(self, ddp: DistributedDataParallel, recorder: Recorder | None) -> StepChecks:
+        """Return what is looked at after each backward pass."""
+        policy = None if self.on_nonfinite == "propagate" else NonfinitePolicy(self.on_nonfinite, ddp)
+        verification = Verification(self.verify_every, ddp) if self.verify_every else None
+        return StepChecks(policy, verification, recorder)
+
     def loss_scale(self) -> LossScale | None:
-        """What residuals follow, if the loss is scaled."""
+        """Return what residuals follow, if the loss is scaled."""
         is_scaled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
         return LossScale(self.grad_scaler) if self.grad_scaler is not None and is_scaled else None
 
     def meter(self) -> Meter | None:
-        """What compares averages with exact ones, if that is asked for."""
+        """Return what compares averages with exact ones, if that is asked for."""
         return None if self.every is None else Meter(self.every)
 
 
-def _require(name: str, value: object, kind: type) -> None:
+def _require(name: str, value: object, kind: type, wanted: str) -> None:
     if value is not None and not isinstance(value, kind):
-        wanted = f"{kind.__module__.rpartition('.')[0]}.{kind.__name__}"  # torch.amp.GradScaler
         raise TypeError(f"{name} must be a {wanted}, not {type(value).__name__}")

@@ -1,26 +1,26 @@
-"""Runners that step parameters as soon as their bucket has been averaged."""
+"""Optimizer steps taken as soon as a bucket has been averaged."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from gradwire.averaging import CollectiveWork, Runner
-from gradwire.buckets import BucketLayout, Layouts
+from gradwire.averaging import Bucket, Pending
+from gradwire.buckets import BucketLayout
+from gradwire.ddp.bridge import queue_after_ddp
+from gradwire.ddp.runner import Runner
 from gradwire.errors import Place, WireError, locate
 from gradwire.exchanges import Scratch
-from gradwire.lanes import Lane, Task, future_for, pass_on, report_nothing
+from gradwire.lanes import CollectiveWork, Lane, Promise, Task
 from gradwire.peers import Group
 
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Group], None]
-"""Steps parameters with their averaged gradients; the group is the lane's."""
+"""Step parameters with their averaged gradients; the group is the lane's."""
 
 
 def step_parameters(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
@@ -41,11 +41,38 @@ def step_parameters(optimizer: Optimizer, parameters: Sequence[Tensor], gradient
             group["params"] = params
 
 
+@dataclass(frozen=True, eq=False)
+class _ParameterStep:
+    """The step of one bucket's parameters, once the bucket is averaged."""
+
+    runner: Runner
+    step: Step
+    bucket: Bucket
+    averaged: Future[Tensor]
+    promise: Promise
+    place: Place
+
+    def task(self) -> Task:
+        return Task(self._run, (self.promise,), self.place)
+
+    def _run(self, flats: Sequence[Tensor], group: Group, scratch: Scratch) -> Sequence[Tensor]:
+        result = self.averaged.wait()
+        if self.runner.failure is not None:
+            raise self.runner.failure
+        parameters = self.bucket.parameters
+        try:
+            self.step(parameters, _gradients(self.bucket.layout, parameters, result), group)
+        except Exception as error:
+            self.runner.fail(locate(error, self.place))
+            raise
+        return [result]
+
+
 class SteppingRunner:
     """Averages a bucket with another runner, then steps its parameters, on a lane of their own.
 
     A bucket's parameters are not read any more when it is complete: every gradient that needs them has
-    been computed. A failed averaging is not stepped with; a failed step fails the averaging, so that
+    been computed. A failed averaging is not stepped with. A failed step fails the averaging, so that
     all ranks learn of it.
     """
 
@@ -55,7 +82,6 @@ class SteppingRunner:
         lane: Lane,
         step: Step,
         *,
-        layouts: Layouts | None = None,
         after_backward: Callable[[], None] | None = None,
         at_the_end: bool = False,
     ) -> None:
@@ -64,10 +90,9 @@ class SteppingRunner:
         self.stats = inner.stats
         self._lane = lane
         self._step = step
-        self._layouts = layouts or Layouts()
         self._after_backward = after_backward
         self._at_the_end = at_the_end
-        self._held: list[tuple[Task, Future[Tensor]]] = []
+        self._pending: Pending[_ParameterStep] = Pending()
 
     @property
     def name(self) -> str:
@@ -81,87 +106,44 @@ class SteppingRunner:
     def runs_at_once(self) -> bool:
         return self.inner.runs_at_once and self._lane.runs_at_once
 
-    def start(self, bucket: GradBucket, place: Place, *, shadow: bool) -> Future[Tensor]:
-        layout, parameters = self._layouts.of(bucket), bucket.parameters()
-        if not shadow:
-            _require_gradients(layout, parameters)
-        averaged = self.inner.start(bucket, place, shadow=shadow)
-        run = functools.partial(self._run, averaged, layout, parameters, place)
-        task = Task(bucket.buffer(), run, place, report_nothing)
-        if bucket.is_last() and not shadow and self._after_backward is not None:
-            # Twice, so that it runs when DDP has finished: see the note in `bridge.py`.
-            queue = Variable._execution_engine.queue_callback
-            queue(functools.partial(queue, self._after_backward))
+    def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+        if not bucket.is_shadow:
+            _require_gradients(bucket)
+        averaged = self.inner.start(bucket, place)
+        step = _ParameterStep(self.inner, self._step, bucket, averaged, Promise(bucket.flat), place)
+        if bucket.is_last and not bucket.is_shadow and self._after_backward is not None:
+            queue_after_ddp(self._after_backward)
         if self._at_the_end:
-            return self._hold(bucket, task)
-        if self._lane.runs_at_once and not averaged.done():
-            return self._submit_after(averaged, task)
-        return self._lane.submit(task)
+            self._pending.add(step)
+            if bucket.is_last:
+                for each in self._pending.take():
+                    self._lane.submit(each.task())
+        elif self._lane.runs_at_once and not averaged.done():
+            # The bucket may wait for others, and the lane must not wait for it.
+            averaged.add_done_callback(lambda _: self._lane.submit(step.task()))
+        else:
+            self._lane.submit(step.task())
+        return step.promise.future
 
-    def _submit_after(self, averaged: Future[Tensor], task: Task) -> Future[Tensor]:
-        """Submit a task once its bucket is averaged, which may wait for others; the lane must not."""
-        outer = future_for(task.flat)
-
-        def submit(_: Future[Tensor]) -> None:
-            self._lane.submit(task).add_done_callback(functools.partial(pass_on, outer))
-
-        averaged.add_done_callback(submit)
-        return outer
-
-    def _hold(self, bucket: GradBucket, task: Task) -> Future[Tensor]:
-        """Submit all tasks of a step, in order, when the last bucket has come."""
-        if bucket.index() == 0:
-            self._held.clear()  # of a backward pass that broke off
-        outer = future_for(task.flat)
-        self._held.append((task, outer))
-        if bucket.is_last():
-            for held, future in self._held:
-                done = self._lane.submit(held)
-                done.add_done_callback(functools.partial(pass_on, future))
-            self._held.clear()
-        return outer
-
-    def _run(
-        self,
-        averaged: Future[Tensor],
-        layout: BucketLayout,
-        parameters: list[Tensor],
-        place: Place,
-        flat: Tensor,
-        group: Group,
-        scratch: Scratch,
-    ) -> Tensor:
-        result = averaged.wait()
-        if self.inner.failure is not None:
-            raise self.inner.failure
-        try:
-            self._step(parameters, _gradients(layout, parameters, result), group)
-        except Exception as error:
-            self.inner.fail(locate(error, place))
-            raise
-        return result
-
-    def run_collective(self, talk: CollectiveWork, place: Place, device: torch.device) -> None:
-        self.inner.run_collective(talk, place, device)
+    def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
+        self.inner.run_collective(work, place, device)
 
     def fail(self, error: WireError) -> None:
         self.inner.fail(error)
         self._lane.fail(error)
 
-    def abandon(self) -> None:
-        self.inner.abandon()
-        held, self._held = self._held, []
-        for task, future in held:
-            future.set_result(task.flat)
+    def give_up(self) -> None:
+        self.inner.give_up()
+        self._pending.give_up()
 
     def close(self) -> None:
-        # First whatever the steps wait for.
+        # First the runner that the steps wait for.
         self.inner.close()
         self._lane.close()
 
 
-def _gradients(layout: BucketLayout, parameters: list[Tensor], result: Tensor) -> list[Tensor]:
-    """Every parameter's gradient, strided as the parameter is."""
+def _gradients(layout: BucketLayout, parameters: Sequence[Tensor], result: Tensor) -> list[Tensor]:
+    """Return every parameter's gradient, strided as the parameter is."""
     if result.is_sparse:
         return [result]
     views = layout.views(result.contiguous()).values()
@@ -171,8 +153,8 @@ def _gradients(layout: BucketLayout, parameters: list[Tensor], result: Tensor) -
     ]
 
 
-def _require_gradients(layout: BucketLayout, parameters: list[Tensor]) -> None:
-    for slot, parameter in zip(layout.slots, parameters, strict=True):
+def _require_gradients(bucket: Bucket) -> None:
+    for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
         if parameter.grad is None:
             raise ValueError(
                 f"parameter {slot.name} got no gradient in this step: whether others used it is known "

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.buckets import canonical_name
+from gradwire.ddp.models import trained
 from gradwire.errors import WireError
 from gradwire.peers import Group, gather
 
@@ -21,7 +20,7 @@ _STRIDE, _CARRY = 0x1E3779B97F4A7C14, 0x1F123BB5159A55E5
 
 
 def check_interval(verify_every: int) -> None:
-    """TypeError or ValueError unless ``verify_every`` is a number of steps, or 0 for never."""
+    """Raise TypeError or ValueError unless ``verify_every`` is a number of steps, or 0 for never."""
     if isinstance(verify_every, bool) or not isinstance(verify_every, int):
         raise TypeError(f"verify_every must be a number of steps, not {verify_every!r}")
     if verify_every < 0:
@@ -43,8 +42,8 @@ class Verification:
         return step % self._every == 0 and not may_not
 
     def hashes(self, *, shadow: bool) -> Tensor:
-        """This rank's, led by a 1; a rank that ``join()`` keeps in step has none, and leads with 0."""
-        named = list(self._named())
+        """Return this rank's hashes after a 1; after a 0, zeros for a rank that ``join()`` keeps in step."""
+        named = list(self._trained().items())
         if shadow:
             return torch.zeros(1 + len(named), dtype=torch.int64)
         device = named[0][1].device
@@ -52,11 +51,11 @@ class Verification:
         return torch.stack([torch.ones_like(hashes[0]), *hashes])
 
     def conclude(self, step: int, rank: int, everyone: list[list[int]]) -> None:
-        """WireError if what `compare` returned differs, with the first parameter in which it does."""
+        """Raise WireError if what `compare` returned differs, with the first parameter in which it does."""
         ranks = [r for r, row in enumerate(everyone) if row[0]]
         if len({tuple(everyone[r]) for r in ranks}) < 2:
             return
-        names = [canonical_name(name) for name, _ in self._named()]
+        names = list(self._trained())
         bad = [i for i in range(len(names)) if len({everyone[r][1 + i] for r in ranks}) > 1]
         values = [everyone[r][1 + bad[0]] for r in ranks]
         sides = [[r for r, v in zip(ranks, values, strict=True) if v == value] for value in set(values)]
@@ -71,16 +70,14 @@ class Verification:
             "rank its own; go on from a checkpoint that is older than the difference"
         )
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
+    def _trained(self) -> dict[str, nn.Parameter]:
         ddp = self._ddp()
         assert ddp is not None, "the model is gone"
-        for name, parameter in ddp.module.named_parameters():
-            if parameter.requires_grad and name not in ddp.parameters_to_ignore:
-                yield name, parameter
+        return trained(ddp)
 
 
 def compare(hashes: Tensor, group: Group, device: torch.device) -> list[list[int]]:
-    """Every rank's hashes: all of them as one number, or, only if those differ, one by one."""
+    """Return every rank's hashes: all of them as one number, or, only if those differ, one by one."""
     own = hashes.to(device)
     everyone = _gather(torch.stack([own[0], _hash(own)]), group)
     return everyone if len({tuple(row) for row in everyone if row[0]}) < 2 else _gather(own, group)
@@ -96,7 +93,7 @@ def _gather(own: Tensor, group: Group) -> list[list[int]]:
 
 @torch.no_grad()
 def _hash(values: Tensor | None) -> Tensor:
-    """A number that depends on each bit and its place: sums of integers, in any order, modulo 2**64.
+    """Return a number that depends on each bit and its place: a sum of integers modulo 2**64.
 
     >>> _hash(torch.tensor([1.0, 2.0])) == _hash(torch.tensor([2.0, 1.0]))
     tensor(False)

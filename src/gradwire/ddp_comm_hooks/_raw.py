@@ -1,4 +1,4 @@
-"""Recipes as plain hook functions, for ``model.register_comm_hook(process_group, hook)``."""
+"""Recipes as raw hooks, for ``model.register_comm_hook(process_group, hook)``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradwire.averaging import RecipeRunner
 from gradwire.buckets import Layouts
-from gradwire.ddp import Bridge
-from gradwire.lanes import open_lane
-from gradwire.peers import next_rendezvous
+from gradwire.ddp import Bridge, open_raw_engine
 from gradwire.recipes import Recipe
 
 
 class _Models:
     """A bridge for each model that runs a recipe as a raw hook; it ends with the model's parameters.
 
-    DDP does not tell a hook whose bucket it is, so a model is known by its parameters: a bucket of new ones
-    is of a new model, unless the backward pass has brought others before. So models that share parameters or
-    their first backward pass share a bridge.
+    DDP does not tell a hook which model a bucket belongs to, so a model is known by its parameters. A bucket
+    of new parameters belongs to a new model, unless the backward pass has brought others before. So models
+    that share parameters or their first backward pass share a bridge.
     """
 
     def __init__(self) -> None:
@@ -33,7 +30,7 @@ class _Models:
         self._latest: tuple[int, weakref.ref[Bridge]] | None = None
 
     def bridge_of(self, bucket: GradBucket, make: Callable[[], Bridge]) -> Bridge:
-        """The bridge of the model that ``bucket`` is of, made if that model is new."""
+        """Return the bridge of the model that ``bucket`` belongs to, made if that model is new."""
         parameters = bucket.parameters()
         bridge: Bridge | None = next((self._bridges[p] for p in parameters if p in self._bridges), None)
         if bridge is None:
@@ -67,20 +64,19 @@ def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: 
     models = _models.setdefault(group, {}).setdefault((recipe, device.type), _Models())
 
     def make() -> Bridge:
-        lane = open_lane(group, device, next_rendezvous(group), late=True)
-        return Bridge(RecipeRunner(recipe, lane, Layouts()), group.rank())
+        return Bridge(open_raw_engine(recipe, group, bucket), Layouts(), group.rank())
 
     return models.bridge_of(bucket, make).run(bucket)
 
 
 def _pass() -> int:
-    """The number of the backward pass that is under way; -1 outside of one."""
+    """Return the number of the backward pass under way; -1 outside of one."""
     number: int = torch._C._current_graph_task_id()
     return number
 
 
 def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group that a raw hook's state stands for; TypeError if it is none."""
+    """Return the group that a raw hook's state stands for; TypeError if it is none."""
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(

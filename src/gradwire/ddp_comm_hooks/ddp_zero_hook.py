@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.utils import functional_optim_map
 from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -27,12 +26,12 @@ from gradwire.ddp import (
     HookRunner,
     SteppingRunner,
     hook_name,
-    register_hook_info,
+    hook_with_bridge,
+    open_raw_lane,
     step_parameters,
 )
 from gradwire.ddp_comm_hooks.default_hooks import Hook
-from gradwire.lanes import open_lane
-from gradwire.peers import Group, backend_name, gather, next_rendezvous
+from gradwire.peers import Group, backend_name, gather
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -78,7 +77,6 @@ def _zero_hook(
     owners = _owners(zero, shard_buckets)
     _initialize(zero, owners)
     ddp_ref = weakref.ref(ddp)
-    bridges: list[Bridge] = []
 
     def step(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], group: Group) -> None:
         # A scheduler changes the groups that the user sees.
@@ -88,25 +86,14 @@ def _zero_hook(
             step_parameters(zero.optim, [parameters[i] for i in mine], [gradients[i] for i in mine])
         _send_parameters([[p for p in parameters if owners.get(p) == r] for r in range(group.size)], group)
 
-    def zero_step(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-        if not bridges:
-            model = ddp_ref()
-            assert model is not None, "a hook is called by its model's reducer alone"
-            group = model.process_group
-            lane = open_lane(group, bucket.buffer().device, next_rendezvous(group), late=True)
-            runner = SteppingRunner(
-                HookRunner(hook, state, None),
-                lane,
-                step,
-                layouts=Layouts(model.module),
-                at_the_end=at_the_end,
-            )
-            bridges.append(Bridge(runner, group.rank()))
-        return bridges[0].run(bucket)
+    def open_bridge(state: Any, bucket: GradBucket) -> Bridge:
+        model = ddp_ref()
+        assert model is not None, "a hook is called by its model's reducer alone"
+        lane = open_raw_lane(model.process_group, bucket)
+        runner = SteppingRunner(HookRunner(hook, state), lane, step, at_the_end=at_the_end)
+        return Bridge(runner, Layouts(model.module), model.process_group.rank())
 
-    register_hook_info(zero_step, HookInfo(wraps=hook))
-    zero_step.__qualname__ = f"zero_step({hook_name(hook)})"
-    return zero_step
+    return hook_with_bridge(open_bridge, f"zero_step({hook_name(hook)})", HookInfo(wraps=hook))
 
 
 def _check(group: dist.ProcessGroup, zero: Any) -> None:

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradwire.averaging import completed
 from gradwire.ddp import HookInfo, register_hook_info
+from gradwire.lanes import completed
 from gradwire.recipes import noop
 
 __all__ = ["noop_hook"]

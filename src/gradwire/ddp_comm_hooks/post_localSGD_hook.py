@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as upstream
 from torch.futures import Future
 
-from gradwire.averaging import completed
 from gradwire.ddp_comm_hooks._raw import group_or_world, run_recipe
+from gradwire.lanes import completed
 from gradwire.peers import backend_name, next_rendezvous
 from gradwire.recipes import fp32
 
@@ -69,10 +69,10 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 
 
 def _group_of_this_machine(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The ranks of ``group`` that run on a machine of the same name; collective over ``group``."""
-    store, meeting = group.get_group_store(), next_rendezvous(group)
-    store.set(f"{meeting}/machine/{group.rank()}", socket.gethostname())
-    machines = [store.get(f"{meeting}/machine/{rank}") for rank in range(group.size())]
+    """Return the group of ranks on a machine of the same name; collective over ``group``."""
+    store, rendezvous = group.get_group_store(), next_rendezvous(group)
+    store.set(f"{rendezvous}/machine/{group.rank()}", socket.gethostname())
+    machines = [store.get(f"{rendezvous}/machine/{rank}") for rank in range(group.size())]
     world_ranks = dist.get_process_group_ranks(group)
     mine = machines[group.rank()]
     # Members alone call it: the model's group need not be the world.

@@ -10,13 +10,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.averaging import Grouping, RecipeRunner, read_layouts, write_layouts
+from gradwire.averaging import Engine, Grouping, RunState, Timeline, checkpoint
 from gradwire.buckets import Layouts, Memory
-from gradwire.ddp import Bridge, num_transient
+from gradwire.ddp import Bridge, num_transient, open_raw_engine
 from gradwire.ddp_comm_hooks._raw import group_or_world
 from gradwire.exchanges import LowRank
-from gradwire.lanes import open_lane
-from gradwire.peers import next_rendezvous
 from gradwire.recipes import Recipe, powersgd
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -126,7 +124,7 @@ class PowerSGDState:
             name: {parameter: value.clone() for parameter, value in values.items()}
             for name, values in self._memory.named().items()
         }
-        layouts = write_layouts(self._timeline()) if memory else []
+        layouts = checkpoint.write_layouts(self._timeline()) if memory else []
         counters = self._take(_COUNTERS)
         values = (counters, memory, layouts, self._has_names)
         return dict(zip(_PARTS, values, strict=True))
@@ -135,8 +133,8 @@ class PowerSGDState:
         """Which buckets held the one matrix for all that the memory is of, if it is of such."""
         for (recipe, *_), bridge in self._bridges.items():
             if _is_whole(recipe):
-                assert isinstance(bridge.runner, RecipeRunner)
-                return bridge.runner.timeline.save(self.iter)
+                assert isinstance(bridge.runner, Engine)
+                return bridge.runner.state.timeline.save(self.iter)
         return self._loaded_layouts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,7 +146,7 @@ class PowerSGDState:
         self._set(state_dict["counters"])
         self._memory.load(state_dict["memory"])
         self._loaded_names = state_dict["by_name"] if state_dict["memory"] else None
-        self._loaded_layouts = read_layouts(state_dict["layouts"])
+        self._loaded_layouts = checkpoint.read_layouts(state_dict["layouts"])
         self._bridges.clear()
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -205,21 +203,22 @@ class PowerSGDState:
         key = recipe, bucket.buffer().device.type, id(group)
         bridge = self._bridges.get(key)
         if bridge is None:
-            lane = open_lane(group, bucket.buffer().device, next_rendezvous(group), late=True)
-            # A raw hook cannot know whether a parameter may be unused; one matrix for all must.
-            moves = self._num_transient if whole and self._loaded_layouts else 0
-            runner = RecipeRunner(
-                recipe, lane, self._layouts, may_skip=whole, memory=self._memory, num_transient=moves
-            )
-            if moves:
-                runner.timeline.load(self.iter, self._loaded_layouts)
-            bridge = self._bridges[key] = Bridge(runner, group.rank())
+            engine = open_raw_engine(recipe, group, bucket, self._run_state(whole=whole), may_skip=whole)
+            bridge = self._bridges[key] = Bridge(engine, self._layouts, group.rank())
         if bucket.index() == 0:
             bridge.num_steps = self.iter
         self._count(recipe, bucket)
         future = bridge.run(bucket)
         self.maybe_increase_iter(bucket)
         return future
+
+    def _run_state(self, *, whole: bool) -> RunState:
+        # A raw hook cannot know whether a parameter may be unused; one matrix for all must.
+        num_transient = self._num_transient if whole and self._loaded_layouts else 0
+        timeline = Timeline(num_transient)
+        if num_transient:
+            timeline.load(self.iter, self._loaded_layouts)
+        return RunState(self._memory, timeline)
 
     def _count(self, recipe: Recipe, bucket: GradBucket) -> None:
         if self.iter < self.start_powerSGD_iter or bucket.buffer().is_sparse:

@@ -12,7 +12,7 @@ from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.links import Links
-from gradwire.exchanges.rounds import Rounds, sum_rounds
+from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, average_alone, bounds_of, two_shot_bytes
 from gradwire.exchanges.two_shot import TwoShot
@@ -55,10 +55,7 @@ class Hierarchical:
         """The dtype of residuals, if there are any."""
         return self.between.feedback
 
-    def run(self, flat: Tensor, context: Context) -> None:
-        sum_rounds([self._rounds(flat, context)], context)
-
-    def _rounds(self, flat: Tensor, context: Context) -> Rounds:
+    def rounds(self, flat: Tensor, context: Context) -> Rounds:
         group = context.group
         self._num_nodes(group.size)
         flat = as_real(flat)
@@ -90,6 +87,9 @@ class Hierarchical:
             # Also when this part is empty: all ranks issue the same rounds.
             self.between.average(values[start:end], kept, replace(context, group=across))
         shots.gather()
+
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        return 0  # its messages go to subgroups
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         num_nodes, (numel, dtype) = self._num_nodes(world_size), layout.real_values

@@ -18,10 +18,10 @@ from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.matrices import Plan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
-from gradwire.exchanges.plain import PLAIN
-from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
+from gradwire.exchanges.rounds import Round, Rounds
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
 from gradwire.exchanges.two_phase import Sum, two_shot_bytes
+from gradwire.exchanges.two_shot import PLAIN
 from gradwire.ops import OTHER, Side
 
 
@@ -97,11 +97,7 @@ class LowRank:
             return None
         return self.factors.resolve(torch.float32)
 
-    def run(self, flat: Tensor, context: Context) -> None:
-        sum_rounds([self.rounds(flat, context)], context)
-
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
-        """`run`, but for the sums over ranks: each message has become one when this goes on."""
         plan = self.plan(context.layout)
         if context.group.size == 1 or self._is_plain(context.layout, context.step):
             yield from PLAIN.rounds(flat, context)
@@ -121,7 +117,6 @@ class LowRank:
             yield from _Averaging(self, plan, flat, sums, context).rounds()
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        """How much a bucket has in the messages of `rounds`."""
         if self._is_plain(layout, step):
             return PLAIN.shared_bytes(layout, step)
         work = _work(layout.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 from gradwire.buckets import BucketLayout
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
+from gradwire.exchanges.rounds import Rounds
 from gradwire.ops import Family
 
 
@@ -22,8 +23,11 @@ class Noop:
     starts = (0,)
     kernels: ClassVar[frozenset[Family]] = frozenset()
 
-    def run(self, flat: Tensor, context: Context) -> None:
-        """Do nothing."""
+    def rounds(self, flat: Tensor, context: Context) -> Rounds:
+        yield from ()
+
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        return 0
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         return [Links(0, 0)] * world_size

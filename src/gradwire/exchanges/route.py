@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.exchange import Exchange
 from gradwire.exchanges.links import Links
-from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
+from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.selector import Selector
 from gradwire.ops import Family, cached_on_owner
 
-if TYPE_CHECKING:
-    from gradwire.exchanges import Exchange
-
-    Part = tuple[Exchange, BucketLayout, tuple[Slot, ...]]
+Part = tuple[Exchange, BucketLayout, tuple[Slot, ...]]
 
 
 @dataclass(frozen=True)
@@ -57,16 +54,12 @@ class Route:
         """Each exchange with its part of a bucket, and where the part's parameters lie in the whole."""
         return _split(layout, self)
 
-    def run(self, flat: Tensor, context: Context) -> None:
-        sum_rounds([self.rounds(flat, context)], context)
-
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
-        """`run`, but for the sums over ranks that its exchanges leave to others."""
         parts = self.split(context.layout)
         for number, (exchange, layout, places) in enumerate(parts):
             inner = replace(context, layout=layout)
             if len(parts) == 1:
-                yield from rounds_of(exchange, flat, inner)
+                yield from exchange.rounds(flat, inner)
                 return
             size = layout.numel * flat.element_size()
             part = context.scratch.bytes(f"route{number}", size, flat.device).view(flat.dtype)
@@ -79,13 +72,13 @@ class Route:
             ]
             for whole, own in pairs:
                 own.copy_(whole)
-            yield from rounds_of(exchange, part, inner)
+            yield from exchange.rounds(part, inner)
             for whole, own in pairs:
                 whole.copy_(own)
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        """How much a bucket sends, if some of it is in messages of `rounds`: the rest waits as long."""
-        shared = [(shared_bytes(exchange, part, step), part) for exchange, part, _ in self.split(layout)]
+        # If some of the bucket shares messages, the rest waits as long.
+        shared = [(exchange.shared_bytes(part, step), part) for exchange, part, _ in self.split(layout)]
         if not any(num_bytes for num_bytes, _ in shared):
             return 0
         return sum(num_bytes or part.numel * part.dtype.itemsize for num_bytes, part in shared)

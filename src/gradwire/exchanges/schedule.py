@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.exchange import Exchange
 from gradwire.exchanges.links import Links
-from gradwire.exchanges.rounds import Rounds, rounds_of, shared_bytes, sum_rounds
+from gradwire.exchanges.rounds import Rounds
 from gradwire.ops import Family
-
-if TYPE_CHECKING:
-    from gradwire.exchanges import Exchange
 
 
 @dataclass(frozen=True)
@@ -41,16 +38,11 @@ class Schedule:
         inner = {start for _, exchange in self.stages for start in exchange.starts}
         return tuple(sorted(inner.union(start for start, _ in self.stages)))
 
-    def run(self, flat: Tensor, context: Context) -> None:
-        sum_rounds([self.rounds(flat, context)], context)
-
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
-        """`run`, but for the sums over ranks that the stage leaves to others."""
-        yield from rounds_of(self.at(context.step), flat, context)
+        yield from self.at(context.step).rounds(flat, context)
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        """How much a bucket has in the messages of `rounds`."""
-        return shared_bytes(self.at(step), layout, step)
+        return self.at(step).shared_bytes(layout, step)
 
     def at(self, step: int) -> Exchange:
         """The exchange of a step."""

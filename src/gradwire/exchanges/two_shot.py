@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, as_real
-from gradwire.codecs import Codec
+from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.links import Links
-from gradwire.exchanges.rounds import Round, Rounds, sum_rounds
+from gradwire.exchanges.rounds import Round, Rounds
 from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
 from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, average_alone, seeds_of, two_shot_bytes
 from gradwire.ops import Family
@@ -57,11 +57,7 @@ class TwoShot:
         if self.feedback not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"residuals are torch.float32 or torch.bfloat16, not {self.feedback}")
 
-    def run(self, flat: Tensor, context: Context) -> None:
-        sum_rounds([self.rounds(flat, context)], context)
-
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
-        """`run`, but for the sum over ranks."""
         flat = as_real(flat)
         yield from take_over_residuals(flat, context, self.feedback)
         codec, group = self.codec.resolve(flat.dtype), context.group
@@ -83,7 +79,6 @@ class TwoShot:
             flat.copy_(values)
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        """How much a bucket has in the messages of `rounds`: nothing if its backend may add it up."""
         numel, dtype = layout.real_values
         codec = self.codec.resolve(dtype)
         return 0 if _is_exact(codec, dtype) else codec.wire_bytes(numel)
@@ -119,3 +114,7 @@ class TwoShot:
 def _is_exact(codec: Codec, dtype: torch.dtype) -> bool:
     """Whether what is sent is what is added up, so that a backend may do it in an order of its own."""
     return codec.in_place and dtype in (torch.float32, torch.float64)
+
+
+PLAIN = TwoShot(Raw())
+"""Averaging without compression."""

@@ -4,16 +4,28 @@ What a task does is its caller's business.
 """
 
 from gradwire.lanes.lane import Lane, open_lane, open_local_lane
-from gradwire.lanes.task import Run, Task, future_for, in_this_process, pass_on, report_nothing
+from gradwire.lanes.lifetime import end_with, join_threads
+from gradwire.lanes.task import (
+    CollectiveWork,
+    Promise,
+    Run,
+    Task,
+    collective_task,
+    completed,
+    report_nothing,
+)
 
 __all__ = [
+    "CollectiveWork",
     "Lane",
+    "Promise",
     "Run",
     "Task",
-    "future_for",
-    "in_this_process",
+    "collective_task",
+    "completed",
+    "end_with",
+    "join_threads",
     "open_lane",
     "open_local_lane",
-    "pass_on",
     "report_nothing",
 ]

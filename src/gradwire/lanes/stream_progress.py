@@ -1,4 +1,4 @@
-"""How far a device has come on a stream, for a watch that never makes it wait."""
+"""The progress of a device along a stream, seen without making it wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.peers import Progress
 
 @dataclass(frozen=True)
 class StreamMark:
-    """Where on a stream a bucket's exchange ends, and when it was put there."""
+    """The end of a bucket's exchange on a stream, and when it was enqueued."""
 
     place: Place
     end: torch.cuda.Event
@@ -31,7 +31,7 @@ class StreamMark:
 
 
 class StreamProgress:
-    """The buckets of a lane, in order; a watch holds this, and not the lane."""
+    """The buckets of a lane, in order; the stall watcher holds this, and not the lane."""
 
     def __init__(self, patience_s: float) -> None:
         """Leave the device alone for ``patience_s`` after each bucket: a graph may be captured meanwhile."""
@@ -40,13 +40,13 @@ class StreamProgress:
         # Host and device are rarely more than a step apart; the oldest that is not done is what counts.
         self._marks: collections.deque[StreamMark] = collections.deque(maxlen=256)
         self.running: tuple[Place, float] | None = None
-        """The bucket that the host is at, and since when: some exchanges wait for the device, or a peer."""
+        """The bucket that the host is at, and since when: some exchanges wait for the device or a peer."""
 
     def add(self, mark: StreamMark) -> None:
         self._marks.append(mark)
 
     def look(self) -> Progress:
-        """The oldest bucket that the device, or else the host, has not finished; or the last one."""
+        """Return the oldest bucket that the device, or else the host, has not finished; or the last one."""
         last = self._marks[-1] if self._marks else None
         if last is not None and time.monotonic() - last.since >= self._patience_s:
             for mark in list(self._marks):

@@ -1,11 +1,12 @@
-"""What a lane runs, and what it gives for it."""
+"""Tasks: what a lane runs, and the promises that it keeps."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
@@ -13,42 +14,81 @@ from gradwire.errors import Place
 from gradwire.exchanges import Scratch
 from gradwire.peers import Group, Traffic
 
-Run = Callable[[Tensor, Group, Scratch], Tensor]
+Run = Callable[[Sequence[Tensor], Group, Scratch], Sequence[Tensor]]
+"""Turn the values of some buckets into their results."""
+
+Report = Callable[[Place, Traffic, "float | None"], None]
+"""Take the figures of a task: what it sent, and the seconds it took, if they are known."""
+
+CollectiveWork = Callable[[Group, torch.device], None]
+"""Exchange messages that belong to no bucket, with tensors on the given device."""
+
+
+class Promise:
+    """One bucket's values, and the future that will hold their result.
+
+    DDP waits for the future without a limit, so it is always completed: with a result, or with the values
+    as they are. It is completed once, by whoever comes first.
+    """
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+        self.future: Future[Tensor] = Future(devices=[flat.device]) if flat.is_cuda else Future()
+        # When the values are there on the device: the task may be submitted much later.
+        self.ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+        self._lock = threading.Lock()
+        self._is_kept = False
+
+    def keep(self, result: Tensor) -> None:
+        """Complete the future with ``result``, unless that has been done."""
+        with self._lock:
+            if self._is_kept:
+                return
+            self._is_kept = True
+        self.future.set_result(result)
+
+    def give_up(self) -> None:
+        """Complete the future with the values as they are, unless that has been done."""
+        self.keep(self.flat)
+
+
+def completed(value: Tensor) -> Future[Tensor]:
+    """Return a future that holds ``value`` already."""
+    promise = Promise(value)
+    promise.give_up()
+    return promise.future
+
+
+def report_nothing(place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
+    """Ignore the figures of a task that belongs to no bucket."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One bucket's exchange: what to run on which values, and whom to tell about it."""
+    """Work for a lane: the exchange of one or more buckets."""
 
-    flat: Tensor
     run: Run
+    promises: tuple[Promise, ...]
     place: Place
-    report: Callable[[Place, Traffic, float | None], None]
+    report: Report = report_nothing
     overlaps: bool = False
-    """Whether it may run beside others that overlap; else all before it are over, and none after it begun."""
+    """True if it may run beside others that overlap; else it has the lane to itself."""
+
+    @property
+    def flats(self) -> list[Tensor]:
+        return [promise.flat for promise in self.promises]
+
+    def keep(self, results: Sequence[Tensor]) -> None:
+        """Keep all promises."""
+        for promise, result in zip(self.promises, results, strict=True):
+            promise.keep(result)
 
 
-def report_nothing(place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
-    """For a task that belongs to no bucket, or to one that has been reported."""
+def collective_task(work: CollectiveWork, place: Place, device: torch.device) -> Task:
+    """Return a task that runs ``work`` on every rank, after all tasks before it."""
 
+    def run(flats: Sequence[Tensor], group: Group, scratch: Scratch) -> Sequence[Tensor]:
+        work(group, flats[0].device)
+        return flats
 
-def in_this_process(end: Callable[..., None]) -> Callable[..., None]:
-    """``end``, which does nothing in a process forked off this one: the connections are not its own."""
-    pid = os.getpid()
-
-    def end_here(*args: object) -> None:
-        if os.getpid() == pid:
-            end(*args)
-
-    return end_here
-
-
-def future_for(value: Tensor) -> Future[Tensor]:
-    """An open future that can hold a tensor on the device of ``value``."""
-    return Future(devices=[value.device]) if value.is_cuda else Future()
-
-
-def pass_on(future: Future[Tensor], done: Future[Tensor]) -> None:
-    """Complete ``future`` with what ``done`` holds, unless it was given up."""
-    if not future.done():
-        future.set_result(done.value())
+    return Task(run, (Promise(torch.empty(0, device=device)),), place)

@@ -4,6 +4,7 @@ Nothing here knows what is in a message.
 """
 
 from gradwire.peers.agreement import Claim, agree, require_same
+from gradwire.peers.collective import CollectiveCall
 from gradwire.peers.failure import Failure
 from gradwire.peers.failure_store import Standing
 from gradwire.peers.gloo import GlooGroup, open_gloo
@@ -17,6 +18,7 @@ __all__ = [
     "Alone",
     "Claim",
     "ClosedGroup",
+    "CollectiveCall",
     "Failure",
     "GlooGroup",
     "Group",

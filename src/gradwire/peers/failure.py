@@ -25,7 +25,7 @@ class Failure:
     def __init__(self, group: dist.ProcessGroup | None, prefix: str) -> None:
         """Share it with the ranks of ``group``; without one, keep it to this rank."""
         self.error: WireError | None = None
-        self.board = None if group is None or group.size() == 1 else FailureStore(group, prefix)
+        self.store = None if group is None or group.size() == 1 else FailureStore(group, prefix)
         self._lock = threading.Lock()
 
     def set(self, error: WireError) -> None:
@@ -34,8 +34,8 @@ class Failure:
             if self.error is not None:
                 return
             self.error = error
-            if not isinstance(error, PeerError) and self.board is not None:
-                self.board.post_failure(str(error))
+            if not isinstance(error, PeerError) and self.store is not None:
+                self.store.post_failure(str(error))
 
     def settle(self) -> None:
         """Wait until the text of a failure, if there is one, has been left for the other ranks."""
@@ -44,12 +44,12 @@ class Failure:
 
     def left_by_peers(self) -> str | None:
         """The text of a failure, if some rank has left one by now."""
-        return None if self.board is None else self.board.failure()
+        return None if self.store is None else self.store.failure()
 
     def ask_peers(self) -> PeerError | None:
         """The failure that some rank has left, or None when there is none for a while."""
         give_up = time.monotonic() + _PATIENCE_S
-        while self.board is not None and self.board.answers:
+        while self.store is not None and self.store.answers:
             if (text := self.left_by_peers()) is not None:
                 return PeerError(text)
             if time.monotonic() >= give_up:
@@ -63,9 +63,9 @@ class Failure:
         Says where this rank stands before it calls ``close``, which tells the others to say so too.
         """
         timed_out = _TIMED_OUT in str(closed)
-        if self.board is not None:
+        if self.store is not None:
             standing = Standing(place.step, place.bucket, waits_for=closed.peer, timed_out=timed_out)
-            self.board.post_standing(standing)
+            self.store.post_standing(standing)
         close()
         told = self.ask_peers()
         return told or WireError(f"{place}: {closed}. {self.name_the_last(closed.peer, timed_out=timed_out)}")
@@ -75,15 +75,15 @@ class Failure:
 
         ``timed_out`` says that this rank has waited long; if not, a connection has closed.
         """
-        board = self.board
-        if board is None:
+        store = self.store
+        if store is None:
             return ""
         standings: dict[int, Standing] = {}
         silent = []
-        ranks = list(range(board.size)) if peer is None else [peer]
+        ranks = list(range(store.size)) if peer is None else [peer]
         # From rank to rank, by whom each waits for: who says nothing is the one that keeps all.
         for rank in ranks:
-            standing = board.standing(rank)
+            standing = store.standing(rank)
             if standing is None:
                 silent.append(rank)
                 continue
@@ -91,7 +91,7 @@ class Failure:
             following = standing.waits_for
             if following is not None and following not in ranks:
                 ranks.append(following)
-        if not board.answers:
+        if not store.answers:
             return (
                 "The group's store does not answer, so the other ranks cannot be asked. It lives with rank "
                 "0 if init_process_group has made it: then that is the rank that died or is stopped"

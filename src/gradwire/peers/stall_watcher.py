@@ -48,7 +48,7 @@ class StallWatcher:
         self._posted: Standing | None = None
         self._logged = False
         self._thread = threading.Thread(target=self._serve, name=f"gradwire-watch-{name}", daemon=True)
-        if failure.board is not None:
+        if failure.store is not None:
             self._thread.start()
 
     def end(self) -> None:
@@ -62,12 +62,12 @@ class StallWatcher:
                 self._act(self._look())
 
     def _act(self, progress: Progress) -> None:
-        board = self._failure.board
-        assert board is not None
+        store = self._failure.store
+        assert store is not None
         stalled_s = time.monotonic() - progress.since
         if stalled_s < self._timeout_s / 2:
             if self._posted is not None:
-                board.withdraw_standing()
+                store.withdraw_standing()
             self._posted, self._logged = None, False
             return
         standing = progress.standing
@@ -75,8 +75,8 @@ class StallWatcher:
             standing = replace(standing, doing=describe_main_thread())
         if self._posted != standing:
             self._posted = standing
-            board.post_standing(standing)
+            store.post_standing(standing)
         if not progress.is_done and not self._logged and stalled_s > 0.75 * self._timeout_s:
             self._logged = True
-            why = board.failure() or self._failure.name_the_last(progress.waits_for, timed_out=True)
+            why = store.failure() or self._failure.name_the_last(progress.waits_for, timed_out=True)
             log.error("%s: no progress for %.0f s. %s", progress.place, stalled_s, why)

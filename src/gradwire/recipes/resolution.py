@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 from gradwire.buckets import Layouts, canonical_name
 from gradwire.exchanges import Route
 from gradwire.ops import Family
-from gradwire.peers import Claim, agree
+from gradwire.peers import Claim, CollectiveCall
 from gradwire.recipes import Recipe, route_tables, with_node_size
 
 # What torchrun and Open MPI tell a rank: how many ranks its node has, and which of them it is.
@@ -117,14 +116,7 @@ def kernels_of(recipe: Recipe, group: dist.ProcessGroup) -> frozenset[Family]:
     return with_node_size(recipe, own_node_size(group)).exchange.kernels
 
 
-def agree_on_nodes(
-    recipe: Recipe,
-    group: dist.ProcessGroup,
-    meeting: str,
-    claim: Claim,
-    timeout: timedelta,
-    caller: str = "gradwire.attach",
-) -> Recipe:
-    """Wait for every rank's claim, as `agree` does, and place ``recipe`` on the nodes that all ranks see."""
-    said = agree(group, meeting, claim, timeout, caller, own=str(own_node_size(group)))
+def agree_on_nodes(recipe: Recipe, call: CollectiveCall, claim: Claim) -> Recipe:
+    """Agree on ``claim`` with every rank, and return ``recipe`` for the node size that all ranks see."""
+    said = call.agree(claim, own=str(own_node_size(call.group)))
     return with_node_size(recipe, common_node_size(said))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.filesize import decimal
 
 import gradwire
-from gradwire.ddp import Attachment, Attachments
+from gradwire.ddp import AttachedModel, Attachments
 from gradwire.recipes import make_plan
 
 
@@ -22,7 +22,7 @@ def summarize(attachments: Attachments) -> str:
     return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
 
 
-def _describe(attachment: Attachment) -> str:
+def _describe(attachment: AttachedModel) -> str:
     wire, stats = attachment.wire, attachment.wire.stats()
     sent = stats.bytes_sent or 0
     text = f"{stats.num_steps} steps, {decimal(sent)} sent by rank {attachment.rank}"

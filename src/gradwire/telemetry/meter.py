@@ -1,29 +1,27 @@
-"""How far averages are from exact ones, parameter by parameter."""
+"""Averages compared with exact ones, parameter by parameter."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from gradwire.buckets import BucketLayout, Memory
-from gradwire.exchanges import PLAIN, Context, Scratch
-from gradwire.lanes import Lane, Run, Task, report_nothing
+from gradwire.exchanges import PLAIN, Context, Scratch, average
+from gradwire.lanes import Promise, Run, Task, report_nothing
 from gradwire.ops import Scale
 from gradwire.peers import Group
 from gradwire.telemetry.stats import ParameterStats
 
-ScaleOf = Callable[[Tensor, Group], Scale]
-"""What the sum over ranks of a bucket is multiplied with."""
+ScaleOf = Callable[[torch.device, Group], Scale]
+"""Return the factor of a bucket's sum over ranks."""
 
 
 class Meter:
-    """Compares the averages of every n-th step with uncompressed ones, of a second exchange."""
+    """Compares the averages of every n-th step with uncompressed ones, from a second exchange."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -31,24 +29,28 @@ class Meter:
         self._found: list[tuple[BucketLayout, Tensor]] = []
 
     def is_due(self, step: int) -> bool:
-        """Whether this step is compared."""
+        """Return True if this step is compared."""
         return step % self._every == 0
 
-    def submit(
-        self, lane: Lane, task: Task, layout: BucketLayout, memory: Memory, scale_of: ScaleOf
-    ) -> Future[Tensor]:
-        """Run a bucket's task between an exact exchange and a comparison, which its figures leave out."""
+    def measured(self, task: Task, layout: BucketLayout, memory: Memory, scale_of: ScaleOf) -> list[Task]:
+        """Return the tasks that run one bucket's task between an exact exchange and a comparison.
+
+        Only the middle one is reported, so that its figures are those of a step that is not compared.
+        """
         if self._step != task.place.step:
             self._step = task.place.step
             self._found.clear()
+        comparison = _Comparison(layout, memory, scale_of, self._found, task.run)
+        (flat,) = task.flats
         task = replace(task, overlaps=False)
-        comparison = _Comparison(layout, memory, scale_of, self._found)
-        lane.submit(replace(task, run=comparison.average_exactly, report=report_nothing))
-        lane.submit(replace(task, run=functools.partial(comparison.average, task.run)))
-        return lane.submit(replace(task, run=comparison.compare, report=report_nothing))
+        return [
+            replace(task, run=comparison.average_exactly, promises=(Promise(flat),), report=report_nothing),
+            replace(task, run=comparison.average, promises=(Promise(flat),)),
+            replace(task, run=comparison.compare, report=report_nothing),
+        ]
 
     def read(self) -> tuple[ParameterStats, ...]:
-        """What the last step that was compared gave; on CUDA, waits for it."""
+        """Return the figures of the last step that was compared; on CUDA, wait for it."""
         return tuple(
             _stats(slot.name, row)
             for layout, rows in self._found
@@ -57,7 +59,7 @@ class Meter:
 
 
 class _Comparison:
-    """One bucket in one step; a lane runs the three in order."""
+    """One bucket in one step; a lane runs its three methods in order."""
 
     def __init__(
         self,
@@ -65,37 +67,39 @@ class _Comparison:
         memory: Memory,
         scale_of: ScaleOf,
         found: list[tuple[BucketLayout, Tensor]],
+        run: Run,
     ) -> None:
         self._layout = layout
         self._memory = memory
         self._scale_of = scale_of
         self._found = found
+        self._run = run
         self._exact: Tensor | None = None
         self._result: Tensor | None = None
 
-    def average_exactly(self, flat: Tensor, group: Group, scratch: Scratch) -> Tensor:
-        exact = flat.clone()
+    def average_exactly(self, flats: Sequence[Tensor], group: Group, scratch: Scratch) -> Sequence[Tensor]:
+        exact = flats[0].clone()
         # Without the wire's memory: what is held back is no part of this step's mean.
-        PLAIN.run(exact, Context(group, scratch, self._scale_of(flat, group), self._layout))
+        average(exact, PLAIN, Context(group, scratch, self._scale_of(exact.device, group), self._layout))
         self._exact = exact
-        return flat
+        return flats
 
-    def average(self, run: Run, flat: Tensor, group: Group, scratch: Scratch) -> Tensor:
-        self._result = run(flat, group, scratch)
-        return self._result
+    def average(self, flats: Sequence[Tensor], group: Group, scratch: Scratch) -> Sequence[Tensor]:
+        (self._result,) = self._run(flats, group, scratch)
+        return [self._result]
 
-    def compare(self, flat: Tensor, group: Group, scratch: Scratch) -> Tensor:
+    def compare(self, flats: Sequence[Tensor], group: Group, scratch: Scratch) -> Sequence[Tensor]:
         if self._exact is None or self._result is None:  # the exchange has failed
-            return flat
+            return flats
         exact, result = self._layout.views(self._exact), self._layout.views(self._result)
         residuals = self._memory.named().get("residual", {})
         rows = [_products(exact[name], result[name], residuals.get(name)) for name in exact]
         self._found.append((self._layout, torch.stack(rows)))
-        return self._result
+        return [self._result]
 
 
 def _products(exact: Tensor, result: Tensor, residual: Tensor | None) -> Tensor:
-    """Squares of the exact mean, of the result, of their difference and of the residual; their product."""
+    """Return the squares of exact mean, result, difference and residual, and the first two's product."""
     wide, other = _wide(exact), _wide(result)
     difference, held = other - wide, None if residual is None else _wide(residual)
     squares = [value.square().sum() for value in (wide, other, difference)]
@@ -104,7 +108,7 @@ def _products(exact: Tensor, result: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """In fp64, whose squares do not overflow."""
+    """Convert to fp64, whose squares do not overflow."""
     return (torch.view_as_real(values) if values.is_complex() else values).double()
 
 

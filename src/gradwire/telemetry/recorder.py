@@ -87,17 +87,15 @@ class Telemetry:
 class Recorder:
     """Events and figures of one rank's wire."""
 
-    def __init__(
-        self, telemetry: Telemetry, rank: int, layouts: Layouts, meter: Meter | None, file: TextIO | None
-    ) -> None:
-        """Take figures of parameters from ``meter``, if there is one; ``file`` is the recorder's to close."""
+    def __init__(self, telemetry: Telemetry, rank: int, layouts: Layouts, meter: Meter | None) -> None:
+        """Open this rank's file, and take figures of parameters from ``meter``, if there is one."""
         self.parameters: tuple[ParameterStats, ...] = ()
         self._every = telemetry.every
         self._writer = telemetry.writer
         self._rank = rank
         self._layouts = layouts
         self._meter = meter
-        self._file = file
+        self._file = telemetry.open_file(rank)
         self._buckets: tuple[BucketLayout, ...] = ()
         self._num_skipped = 0
         self._failure = ""

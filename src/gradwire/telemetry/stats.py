@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from gradwire.errors import Place
+from gradwire.peers import Traffic
 
 # Enough to see a trend, and nothing beside the buckets themselves.
 _NUM_STEPS_KEPT = 100
@@ -102,6 +103,12 @@ class StatsBook:
                 None if total is None or figure is None else total + figure
                 for total, figure in zip(self._totals, figures, strict=True)
             ]
+
+    def report(self, place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
+        """Add the figures of a lane's task; on CUDA, where the host does not wait, no times are known."""
+        wait_s = None if elapsed_s is None else traffic.wait_s
+        work_s = None if elapsed_s is None else elapsed_s - traffic.wait_s
+        self.record(place, traffic.bytes_sent, traffic.num_messages, wait_s, work_s)
 
     def of_step(self, step: int) -> dict[str, float | None]:
         """The figures of all buckets of a recent step together; None where one of them is not known."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradwire.averaging import Grouping, Timeline, checkpoint, grouping_of
 from gradwire.buckets import BucketLayout, Memory, canonical_name
 from gradwire.ddp import is_ddp
-from gradwire.exchanges import Context, Scratch
+from gradwire.exchanges import Context, Scratch, average
 from gradwire.peers import Group, Traffic
 from gradwire.recipes import Recipe, require_averaging, resolve_for_module
 from gradwire.recipes import recipe as parse_recipe
@@ -168,7 +168,7 @@ class VirtualRanks:
         scratch, memory = self._scratches[group.rank], self.memories[group.rank]
         for layout, bucket in zip(self.layouts, self._buckets[group.rank], strict=True):
             context = Context(group, scratch, scale, layout, memory, self.num_steps, self._finds_unused)
-            self.recipe.exchange.run(bucket, context)
+            average(bucket, self.recipe.exchange, context)
         return group.traffic
 
     @torch.no_grad()

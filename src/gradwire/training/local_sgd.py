@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
 from torch.optim import Optimizer
 
-from gradwire.averaging import RecipeRunner, checkpoint
+from gradwire.averaging import Engine, LayoutCheck, checkpoint, open_engine
 from gradwire.buckets import Layouts, canonical_name
 from gradwire.ddp import attach, claim_of, device_of, in_buckets, resolve_for_model, trained, unwrap
 from gradwire.errors import Place
-from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
-from gradwire.peers import agree, join_rendezvous, timeout_of
-from gradwire.recipes import Recipe, agree_on_nodes, kernels_of, noop
+from gradwire.peers import CollectiveCall, timeout_of
+from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, kernels_of, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.telemetry import WireStats
 from gradwire.training.outer import Outer
@@ -74,20 +72,16 @@ class LocalSGD:
         self._group: dist.ProcessGroup = ddp.process_group
         self._timeout = timeout or timeout_of(self._group)
         self._layouts = Layouts(ddp.module)
-        meeting = join_rendezvous(self._group, self._timeout, "gradwire.LocalSGD")
-        try:
+        with CollectiveCall(self._group, self._timeout, "gradwire.LocalSGD") as call:
             _check_counts(period, warmup_steps)
             self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
             chosen = resolve_for_model(_averaging(recipe), ddp)
             self._gradient_recipe = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
             self._parameters()
             warm_up(device_of(ddp), kernels_of(chosen, self._group))
-        except Exception as error:
-            agree(self._group, meeting, error, self._timeout, "gradwire.LocalSGD")
-            raise
-        options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
-        claim = {**options, **claim_of(ddp, chosen)}
-        self.recipe = agree_on_nodes(chosen, self._group, meeting, claim, self._timeout, "gradwire.LocalSGD")
+            options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
+            claim = {**options, **claim_of(ddp, fingerprint.of_recipe(chosen))}
+            self.recipe = agree_on_nodes(chosen, call, claim)
 
         self._num_steps = self._num_averages = 0
         self._buckets: list[ParameterBucket] = []
@@ -97,11 +91,12 @@ class LocalSGD:
         with contextlib.ExitStack() as undo:
             undo.callback(self._wire.detach)
             if self._disabled:
-                self._runner = RecipeRunner(noop(), None, self._layouts)
+                self._engine = Engine(noop(), None)
             else:
-                lane = open_lane(self._group, device_of(ddp), meeting)
-                self._runner = RecipeRunner(self.recipe, lane, self._layouts)
-                undo.callback(self._runner.close)
+                self._engine = open_engine(
+                    self.recipe, self._group, device_of(ddp), call.rendezvous, layout_check=LayoutCheck()
+                )
+                undo.callback(self._engine.close)
             if self.is_local:
                 self._begin()
             undo.pop_all()
@@ -140,12 +135,11 @@ class LocalSGD:
         self._check_parameters()
         futures = []
         for bucket in self._buckets:
-            place = Place(self._group.rank(), self._num_steps, bucket.index(), self._runner.name)
-            bucket.set_pseudo_gradient()
-            futures.append(self._runner.start(cast("GradBucket", bucket), place, shadow=False))
+            place = Place(self._group.rank(), self._num_steps, bucket.index, self._engine.name)
+            futures.append(self._engine.start(bucket.pseudo_gradient(), place))
         means = [future.wait() for future in futures]
-        if self._runner.failure is not None:
-            raise self._runner.failure.with_traceback(None)
+        if self._engine.failure is not None:
+            raise self._engine.failure.with_traceback(None)
         for bucket, mean in zip(self._buckets, means, strict=True):
             lr = float(self._optimizer.param_groups[bucket.param_group].get("lr", 1.0))
             bucket.move(mean, lr)
@@ -153,7 +147,7 @@ class LocalSGD:
 
     def stats(self) -> WireStats:
         """Bytes, messages and times of the averagings, each of which counts as a step."""
-        return self._runner.stats.read(self._num_averages)
+        return self._engine.stats.read(self._num_averages)
 
     def state_dict(self) -> dict[str, Any]:
         """The step count, by parameter where the period began and the outer momentum, and residuals.
@@ -162,7 +156,8 @@ class LocalSGD:
         their key: each rank saves its own. Between two averagings the model's own parameters differ from
         rank to rank too: `average` first, or save every rank's.
         """
-        rank, size, memory = self._group.rank(), self._group.size(), self._runner.memory.state_dict()
+        rank, size = self._group.rank(), self._group.size()
+        memory = self._engine.state.memory.state_dict()
         averaging = checkpoint.write(str(self.recipe), self._num_steps, (), memory, rank, size)
         wire = self._wire.state_dict()
         return {
@@ -182,20 +177,15 @@ class LocalSGD:
         Raises ValueError, and loads nothing on any rank, when the state is none of a LocalSGD, belongs to
         other parameters, misses what some rank held back, or has another step than the other ranks'.
         """
-        caller = "LocalSGD.load_state_dict"
-        meeting = join_rendezvous(self._group, self._timeout, caller)
-        try:
+        with CollectiveCall(self._group, self._timeout, "LocalSGD.load_state_dict") as call:
             num_steps, buckets, memory, of_wire = self._read(state)
-        except Exception as error:
-            agree(self._group, meeting, error, self._timeout, caller)
-            raise
-        claim = {"the saved step": str(num_steps), "the wire's saved layout": str(of_wire.timeline)}
-        claim |= {"the wire's saved step": str(of_wire.step), **claim_of(self._ddp, self.recipe)}
-        agree(self._group, meeting, claim, self._timeout, caller)
+            claim = {"the saved step": str(num_steps), "the wire's saved layout": str(of_wire.timeline)}
+            claim["the wire's saved step"] = str(of_wire.step)
+            call.agree({**claim, **claim_of(self._ddp, fingerprint.of_recipe(self.recipe))})
         self._use_wire(num_steps)
         self._wire.load_state_dict(state["wire"])
         self._num_steps, self._buckets = num_steps, buckets
-        self._runner.memory.load_state_dict(memory, device_of(self._ddp))
+        self._engine.state.memory.load_state_dict(memory, device_of(self._ddp))
 
     def _read(
         self, state: dict[str, Any]
@@ -221,7 +211,7 @@ class LocalSGD:
     def detach(self) -> None:
         """Return the model to plain averaging of gradients, and end the lane; call it on every rank."""
         self._wire.detach()
-        self._runner.close()
+        self._engine.close()
 
     def __enter__(self) -> LocalSGD:
         return self
@@ -265,7 +255,7 @@ class LocalSGD:
 
     def _check_parameters(self) -> None:
         now = [id(parameter) for parameter, _ in self._parameters()]
-        if now != [id(parameter) for bucket in self._buckets for parameter in bucket.parameters()]:
+        if now != [id(parameter) for bucket in self._buckets for parameter in bucket.parameters]:
             raise ValueError(
                 "the optimizer's parameters have changed since local SGD began; make a new LocalSGD after "
                 "add_param_group or a change of requires_grad"

@@ -10,9 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.averaging import Runner
-from gradwire.buckets import Layouts
-from gradwire.ddp import SteppingRunner, Wire, step_parameters
+from gradwire.ddp import Runner, SteppingRunner, Wire, attachment_of, step_parameters
 from gradwire.lanes import open_local_lane
 from gradwire.peers import Group
 
@@ -153,11 +151,10 @@ def overlap_optimizer(
                 runner,
                 open_local_lane(device, f"step-{runner.name}"),
                 functools.partial(_step, optimizer),
-                layouts=Layouts(ddp.module),
                 after_backward=overlapped.note_gradients,
             )
 
-        wire.wrap_runner(wrap)
+        attachment_of(wire).wrap_runner(wrap)
     return overlapped
 
 
@@ -176,7 +173,7 @@ def _check(optimizer: Optimizer, wire: Wire) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"{type(optimizer).__name__} needs a closure: it cannot step bucket by bucket")
-    if wire.looks_at_gradients:
+    if attachment_of(wire).looks_at_gradients:
         raise ValueError(
             "this wire was attached with on_nonfinite=, which looks at all gradients before any step is "
             "taken; attach it without, or step as usual"

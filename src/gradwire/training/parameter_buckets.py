@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 
+from gradwire.averaging import Bucket
 from gradwire.buckets import Layouts
 from gradwire.training.outer import Outer
 
@@ -39,56 +38,41 @@ def make_buckets(
 
 
 class ParameterBucket:
-    """Parameters that travel together: to a runner it looks like a bucket of gradients."""
+    """Parameters that travel together: where their period began, and what an outer optimizer keeps."""
 
     def __init__(
         self,
         index: int,
-        last: bool,
+        is_last: bool,
         param_group: int,
         parameters: Sequence[nn.Parameter],
         layouts: Layouts,
         outer: Outer | None,
     ) -> None:
-        self._index, self._last, self._parameters = index, last, list(parameters)
-        self.param_group = param_group
+        self.index, self.parameters, self.param_group = index, list(parameters), param_group
+        self._is_last = is_last
         self._outer = outer
         # Sums of many small steps, so never narrower than fp32.
         wide = torch.promote_types(parameters[0].dtype, torch.float32)
-        numel = sum(parameter.numel() for parameter in parameters)
-        self.start = torch.empty(numel, dtype=wide, device=parameters[0].device)
+        self._layout = layouts.make(index, wide, parameters)
+        self.start = torch.empty(self._layout.numel, dtype=wide, device=parameters[0].device)
         self.momentum = None if outer is None else torch.zeros_like(self.start)
-        self._pseudo_gradient: Tensor | None = None
-        self._layout = layouts.of(cast("GradBucket", self))
         for slot, parameter in zip(self._layout.slots, parameters, strict=True):
             slot.view(self.start).copy_(parameter.detach())
-
-    def index(self) -> int:
-        return self._index
-
-    def is_last(self) -> bool:
-        return self._last
-
-    def parameters(self) -> list[Tensor]:
-        return list(self._parameters)
-
-    def buffer(self) -> Tensor:
-        return self.start if self._pseudo_gradient is None else self._pseudo_gradient
 
     def views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
         return list(self._layout.views(flat).items())
 
-    def set_pseudo_gradient(self) -> None:
-        """How far this rank has come, reversed, as a gradient would say it."""
+    def pseudo_gradient(self) -> Bucket:
+        """Return how far this rank has come, reversed, as a gradient would say it."""
         # From where the parameters really started, which narrow ones rounded.
-        flat = self.start.to(self._parameters[0].dtype).to(self.start.dtype, copy=True)
-        for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
+        flat = self.start.to(self.parameters[0].dtype).to(self.start.dtype, copy=True)
+        for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
             slot.view(flat).sub_(parameter.detach())
-        self._pseudo_gradient = flat
+        return Bucket(flat, self._layout, self._is_last, self.parameters)
 
     def move(self, mean: Tensor, inner_lr: float) -> None:
         """Go where the ranks went on average, or where the outer optimizer makes of it."""
-        self._pseudo_gradient = None
         if self._outer is None or self.momentum is None:
             self.start.sub_(mean)
         else:
@@ -97,7 +81,7 @@ class ParameterBucket:
 
     def write_parameters(self) -> None:
         with torch.no_grad():
-            for slot, parameter in zip(self._layout.slots, self._parameters, strict=True):
+            for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
                 parameter.copy_(slot.view(self.start))
 
 

@@ -1,0 +1,180 @@
+"""The engine: it takes buckets through stages to a lane."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.averaging.bucket import Bucket
+from gradwire.averaging.coalesce import ENOUGH_BYTES, Coalescer
+from gradwire.averaging.job import Job, Scaling, run_jobs
+from gradwire.averaging.layout_check import LayoutCheck
+from gradwire.averaging.regroup import Regrouper
+from gradwire.averaging.state import RunState
+from gradwire.errors import Place, WireError
+from gradwire.lanes import CollectiveWork, Lane, Promise, Task, collective_task, completed, open_lane
+from gradwire.peers import Group, Traffic
+from gradwire.recipes import Recipe
+from gradwire.telemetry import Meter, StatsBook
+
+
+class Engine:
+    """Averages buckets by a recipe, on a lane: regroup, coalesce, measure, submit."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        lane: Lane | None,
+        state: RunState | None = None,
+        *,
+        coalescer: Coalescer | None = None,
+        meter: Meter | None = None,
+        layout_check: LayoutCheck | None = None,
+        may_skip: bool = False,
+    ) -> None:
+        """Average by ``recipe``.
+
+        Args:
+            recipe: what goes over the wire.
+            lane: where it runs; None for a recipe that does not communicate.
+            state: what an earlier run has left, or a new one.
+            coalescer: lets buckets share messages; by default every bucket goes by itself.
+            meter: compares averages with exact ones.
+            layout_check: compares new layouts with the other ranks'; None where parameters have no names.
+            may_skip: True if a parameter may have no gradient on any rank in a step.
+        """
+        assert lane is not None or not recipe.exchange.communicates
+        self.recipe = recipe
+        self.stats = StatsBook()
+        self.state = state or RunState()
+        self._lane = lane
+        self._regrouper = Regrouper(self.state.timeline, self.fail)
+        self._coalescer = coalescer or Coalescer()
+        self._meter = meter
+        self._layout_check = layout_check
+        self._may_skip = may_skip
+
+    @property
+    def name(self) -> str:
+        return str(self.recipe)
+
+    @property
+    def failure(self) -> WireError | None:
+        return None if self._lane is None else self._lane.failure
+
+    @property
+    def runs_at_once(self) -> bool:
+        """True if `start` leaves no work behind once it has returned for the last bucket."""
+        return self._lane is None or self._lane.runs_at_once
+
+    def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+        """Begin to average ``bucket``; the future holds the result, which for a dense bucket is in place."""
+        recipe = self.recipe
+        if not recipe.exchange.communicates:
+            self.stats.record(place, 0, 0, 0.0, 0.0)
+            return completed(bucket.flat)
+        by_active = bucket.divides_by_active and recipe.reduction == "mean"
+        scaling = Scaling(recipe.reduction, not bucket.is_shadow if by_active else None)
+        job = Job(Promise(bucket.flat), bucket.layout, place, recipe.exchange, scaling, bucket.is_last)
+        for regrouped in self._regrouper.take(job):
+            self._prepare(regrouped)
+            for batch in self._coalescer.take(regrouped, may_wait=not self._is_measured(regrouped)):
+                self._submit(batch)
+        return job.promise.future
+
+    def _prepare(self, job: Job) -> None:
+        """Submit what must come before the job. If it fails, the lane runs nothing more."""
+        if job.layout.index == 0 and self.state.loss_scale is not None:
+            self._start_collective(self._follow_loss_scale, job.place, job.flat.device)
+        work = None if self._layout_check is None else self._layout_check.work_for(job.layout, self.recipe)
+        if work is not None:
+            self._start_collective(work, job.place, job.flat.device)
+
+    def _submit(self, batch: list[Job]) -> None:
+        """Submit jobs that share messages, which are counted as the last one's."""
+        assert self._lane is not None
+        for job in batch[:-1]:
+            self.stats.report(job.place, Traffic(), None)
+        last, promises = batch[-1], tuple(job.promise for job in batch)
+        run = functools.partial(run_jobs, batch, self.state.memory, self._may_skip)
+        tasks = [Task(run, promises, last.place, self.stats.report, overlaps=True)]
+        if self._meter is not None and self._is_measured(last):
+            tasks = self._meter.measured(tasks[0], last.layout, self.state.memory, last.scaling.factor)
+        for task in tasks:
+            self._lane.submit(task)
+
+    def _is_measured(self, job: Job) -> bool:
+        return self._meter is not None and self._meter.is_due(job.place.step) and not job.flat.is_sparse
+
+    def swap(self, recipe: Recipe, open_lane: Callable[[], Lane]) -> None:
+        """Average by another recipe from now on; residuals of the one before stay in the state."""
+        if self._lane is None and recipe.exchange.communicates:
+            self._lane = open_lane()
+        self.recipe = recipe
+
+    def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
+        """Run ``work`` on every rank after all that was started before it, and wait for its end.
+
+        What it raises is a failure, as that of a bucket on ``device`` would be.
+        """
+        self._start_collective(work, place, device).wait()
+
+    def _start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Future[Tensor]:
+        assert self._lane is not None
+        task = collective_task(work, place, device)
+        self._lane.submit(task)
+        return task.promises[0].future
+
+    def _follow_loss_scale(self, group: Group, device: torch.device) -> None:
+        assert self.state.loss_scale is not None
+        self.state.loss_scale.follow(self.state.memory)
+
+    def fail(self, error: WireError) -> None:
+        """Give up, on every rank."""
+        if self._lane is not None:
+            self._lane.fail(error)
+
+    def give_up(self) -> None:
+        """Complete the buckets that wait for later ones, as they are: after a failure none will come."""
+        self._coalescer.give_up()
+        self._regrouper.give_up()
+
+    def close(self) -> None:
+        """End the lane; buckets under way are given up."""
+        self.give_up()
+        if self._lane is not None:
+            self._lane.close()
+
+
+def open_engine(
+    recipe: Recipe,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    rendezvous: str,
+    state: RunState | None = None,
+    *,
+    may_wait: bool = False,
+    late: bool = False,
+    **options: Any,
+) -> Engine:
+    """Open an engine and its lane over ``group``; collective, and ``rendezvous`` must be new to the group.
+
+    Args:
+        recipe: what goes over the wire.
+        group: the ranks to average over.
+        device: where the buckets are.
+        rendezvous: a name that all ranks share.
+        state: what an earlier run has left.
+        may_wait: True if nobody waits for a bucket before the last one of the step has been started.
+        late: connect while buckets queue; for hooks, which must not wait for other ranks.
+        options: as for `Engine`.
+    """
+    lane = open_lane(group, device, rendezvous, late=late) if recipe.exchange.communicates else None
+    shares = may_wait and lane is not None and lane.shares_messages
+    return Engine(recipe, lane, state, coalescer=Coalescer(ENOUGH_BYTES if shares else 0), **options)

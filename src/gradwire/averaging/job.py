@@ -1,0 +1,104 @@
+"""Jobs: one bucket each, on its way through the engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradwire.buckets import BucketLayout, Memory
+from gradwire.errors import Place, locate
+from gradwire.exchanges import Context, Exchange, Rounds, Scratch, average, run_rounds
+from gradwire.lanes import Promise
+from gradwire.ops import Scale
+from gradwire.peers import Group, gather
+from gradwire.recipes import Reduction
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The factor of a sum over ranks: 1 for a sum, 1/W for a mean."""
+
+    reduction: Reduction
+    is_active: bool | None = None
+    """None for a mean over all ranks; else the mean is over those that say True."""
+
+    def factor(self, device: torch.device, group: Group) -> Scale:
+        """Return the factor; over active ranks that takes a message, and all ranks must ask."""
+        if self.is_active is not None:
+            return 1 / self._count_active(device, group)
+        return 1.0 if self.reduction == "sum" else 1 / group.size
+
+    def _count_active(self, device: torch.device, group: Group) -> Tensor:
+        """Return the number of active ranks, as a 0-d fp64 tensor."""
+        votes = torch.zeros(group.size, dtype=torch.float64, device=device)
+        votes[group.rank] = float(bool(self.is_active))
+        gather(votes.view(torch.uint8).chunk(group.size), group)
+        return votes.sum()
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One bucket to exchange: its values and promise, its layout and place, how, and by which factor."""
+
+    promise: Promise
+    layout: BucketLayout
+    place: Place
+    exchange: Exchange
+    scaling: Scaling
+    is_last: bool
+
+    @property
+    def flat(self) -> Tensor:
+        return self.promise.flat
+
+    @functools.cached_property
+    def shared_bytes(self) -> int:
+        """The bytes of this bucket in messages that other buckets can share."""
+        return 0 if self.flat.is_sparse else self.exchange.shared_bytes(self.layout, self.place.step)
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    memory: Memory,
+    may_skip: bool,
+    flats: Sequence[Tensor],
+    group: Group,
+    scratch: Scratch,
+) -> Sequence[Tensor]:
+    """Exchange jobs side by side, so that they share messages; return their results.
+
+    A lane calls it, with the jobs' values where its group can send them from.
+    """
+    contexts = [
+        Context(
+            group,
+            scratch if len(jobs) == 1 else scratch.part(number),
+            job.scaling.factor(flat.device, group),
+            job.layout,
+            memory,
+            job.place.step,
+            may_skip,
+        )
+        for number, (job, flat) in enumerate(zip(jobs, flats, strict=True))
+    ]
+    if len(jobs) == 1:
+        return [average(flats[0], jobs[0].exchange, contexts[0])]
+    rounds = [
+        _located(job.exchange.rounds(flat, context), job.place)
+        for job, flat, context in zip(jobs, flats, contexts, strict=True)
+    ]
+    # Shared messages lie in the lane's own scratch memory, not in that of one of the jobs.
+    run_rounds(rounds, replace(contexts[0], scratch=scratch))
+    return flats
+
+
+def _located(rounds: Rounds, place: Place) -> Rounds:
+    """Pass on the same rounds; an error in them says which bucket it belongs to."""
+    try:
+        yield from rounds
+    except Exception as error:
+        raise locate(error, place) from error

@@ -1,0 +1,44 @@
+"""The state of a run: what averaging keeps from step to step, and a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradwire.averaging import checkpoint
+from gradwire.averaging.timeline import Timeline
+from gradwire.buckets import LossScale, Memory
+
+
+@dataclass
+class RunState:
+    """States by parameter, the timeline of bucket groupings, and the loss scale that residuals are in."""
+
+    memory: Memory = field(default_factory=Memory)
+    timeline: Timeline = field(default_factory=Timeline)
+    loss_scale: LossScale | None = None
+    """None if losses are not scaled."""
+
+    def save(self, recipe: str, step: int, rank: int, world_size: int) -> dict[str, Any]:
+        """Return this rank's state as tensors and numbers."""
+        held = None if self.loss_scale is None else self.loss_scale.held
+        return checkpoint.write(
+            recipe,
+            step,
+            self.timeline.save(step),
+            self.memory.state_dict(),
+            rank,
+            world_size,
+            None if held is None else float(held),
+        )
+
+    def load(self, saved: checkpoint.Saved, device: torch.device) -> None:
+        """Go on from a state that has been checked."""
+        self.memory.load_state_dict(saved.memory, device)
+        self.timeline.load(saved.step, saved.timeline)
+        if self.loss_scale is not None:
+            self.loss_scale.held = saved.loss_scale
+        elif saved.loss_scale is not None:  # from here on, losses are not scaled
+            self.memory.rescale("residual", torch.tensor(1 / saved.loss_scale, dtype=torch.float64))

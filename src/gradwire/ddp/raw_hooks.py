@@ -1,0 +1,56 @@
+"""Bridges for hooks that DDP calls itself, without `attach`.
+
+Such a hook learns of its model and its ranks from its first bucket, which every rank reaches. It must not
+wait for other ranks, since autograd's thread runs it. DDP inspects the annotations of a hook, so this module
+keeps them as objects.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from gradwire.averaging import Engine, RunState, open_engine
+from gradwire.ddp.bridge import Bridge
+from gradwire.ddp.hook_info import Hook, HookInfo, register_hook_info
+from gradwire.lanes import Lane, open_lane
+from gradwire.peers import next_rendezvous
+from gradwire.recipes import Recipe
+
+OpenBridge = Callable[[Any, GradBucket], Bridge]
+"""Open the bridge of a hook, from its state and its first bucket."""
+
+
+def open_raw_lane(group: dist.ProcessGroup, bucket: GradBucket) -> Lane:
+    """Open a lane for buckets like ``bucket``, which connects while they queue."""
+    return open_lane(group, bucket.buffer().device, next_rendezvous(group), late=True)
+
+
+def open_raw_engine(
+    recipe: Recipe,
+    group: dist.ProcessGroup,
+    bucket: GradBucket,
+    state: RunState | None = None,
+    *,
+    may_skip: bool = False,
+) -> Engine:
+    """Open an engine for buckets like ``bucket``, whose lane connects while they queue."""
+    rendezvous, device = next_rendezvous(group), bucket.buffer().device
+    return open_engine(recipe, group, device, rendezvous, state, late=True, may_skip=may_skip)
+
+
+def hook_with_bridge(open_bridge: OpenBridge, name: str, info: HookInfo) -> Hook:
+    """Return a hook that opens its bridge at its first bucket, and sends all buckets over it."""
+    bridges: list[Bridge] = []
+
+    def hook(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        if not bridges:
+            bridges.append(open_bridge(state, bucket))
+        return bridges[0].run(bucket)
+
+    hook.__qualname__ = name
+    register_hook_info(hook, info)
+    return hook

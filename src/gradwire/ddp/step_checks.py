@@ -1,0 +1,74 @@
+"""What is looked at when DDP has finished a backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gradwire.ddp.nonfinite import NonfinitePolicy
+from gradwire.ddp.runner import Runner
+from gradwire.ddp.verification import Verification, compare
+from gradwire.errors import Place, WireError
+from gradwire.peers import Group
+from gradwire.telemetry import ParameterStats, Recorder
+
+
+@dataclass(frozen=True)
+class StepChecks:
+    """The checks and records of a wire, each of which may be absent."""
+
+    policy: NonfinitePolicy | None = None
+    verification: Verification | None = None
+    recorder: Recorder | None = None
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of steps that ``on_nonfinite="skip"`` has left out."""
+        return 0 if self.policy is None else self.policy.num_skipped
+
+    @property
+    def parameters(self) -> tuple[ParameterStats, ...]:
+        """The last step that telemetry compared, parameter by parameter."""
+        return () if self.recorder is None else self.recorder.parameters
+
+    def finish_step(self, runner: Runner, place: Place, device: torch.device) -> None:
+        """Look at the gradients that a backward pass has averaged, and record the step."""
+        try:
+            self.verify(runner, place, device, shadow=False)
+            if self.policy is not None:
+                self.policy.look(place.step)
+        except (FloatingPointError, WireError) as error:
+            self.tell_failure(place.step, error)
+            raise
+        if self.recorder is not None:
+            self.recorder.end_step(place.step, runner.stats, self.num_skipped)
+
+    def verify(self, runner: Runner, place: Place, device: torch.device, *, shadow: bool) -> None:
+        """Compare the gradients with those of the other ranks, if it is time."""
+        if self.verification is None or not self.verification.is_due(place.step):
+            return
+        own, everyone = self.verification.hashes(shadow=shadow), []
+
+        def work(group: Group, device: torch.device) -> None:
+            everyone.extend(compare(own, group, device))
+
+        runner.run_collective(work, place, device)
+        if runner.failure is not None:
+            raise runner.failure.with_traceback(None)
+        self.verification.conclude(place.step, place.rank, everyone)
+
+    def tell(self, event: str, step: int, **details: object) -> None:
+        """Record an event."""
+        if self.recorder is not None:
+            self.recorder.tell(event, step, **details)
+
+    def tell_failure(self, step: int, error: Exception) -> None:
+        """Record an error, once."""
+        if self.recorder is not None:
+            self.recorder.tell_failure(step, error)
+
+    def close(self) -> None:
+        """Close the recorder's file."""
+        if self.recorder is not None:
+            self.recorder.close()

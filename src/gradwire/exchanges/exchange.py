@@ -1,0 +1,65 @@
+"""The protocol that every exchange follows, and the averaging of one bucket by it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from gradwire.buckets import BucketLayout
+from gradwire.exchanges.context import Context
+from gradwire.exchanges.links import Links
+from gradwire.exchanges.rounds import Rounds, run_rounds
+from gradwire.exchanges.sparse import average_sparse
+from gradwire.ops import Family
+
+
+class Exchange(Protocol):
+    """A way to average one bucket. A value: its state from step to step lives in the context's memory."""
+
+    @property
+    def communicates(self) -> bool:
+        """True if it needs the other ranks at all."""
+        ...
+
+    @property
+    def kernels(self) -> frozenset[Family]:
+        """The kernels it computes with, to be compiled before the first backward pass."""
+        ...
+
+    @property
+    def sees_parameters(self) -> bool:
+        """True if what it sends depends on a bucket's parameters, not only on its number of values."""
+        ...
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first step of each stage, in order; ``(0,)`` if it sends the same in every step."""
+        ...
+
+    def rounds(self, flat: Tensor, context: Context) -> Rounds:
+        """Replace ``flat`` by the sum over ranks of ``flat * scale``, the same bits on every rank.
+
+        A generator: it stops where it needs sums over ranks, and goes on when they have been taken.
+        """
+        ...
+
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        """Return the bytes of a bucket in messages that other buckets can share; 0 if there are none."""
+        ...
+
+    def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
+        """Return the exact bytes that each rank sends for a bucket, except votes on unused parameters."""
+        ...
+
+    def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
+        """Return the largest number of messages that a rank sends, one after the other, to a peer."""
+        ...
+
+
+def average(flat: Tensor, exchange: Exchange, context: Context) -> Tensor:
+    """Average one bucket by itself and return the result: ``flat`` itself, unless that is sparse."""
+    if flat.is_sparse:
+        return average_sparse(flat, context.group, context.scale)
+    run_rounds([exchange.rounds(flat, context)], context)
+    return flat

@@ -1,0 +1,30 @@
+"""The end of objects that own threads or connections."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def end_with(owner: object, end: Callable[..., None], *args: Any) -> weakref.finalize[Any, Any]:
+    """Call ``end(*args)`` once: when the result is called, when ``owner`` is collected, or at exit.
+
+    A process that was forked off this one does nothing: threads and connections are not its own.
+    """
+    pid = os.getpid()
+
+    def end_here() -> None:
+        if os.getpid() == pid:
+            end(*args)
+
+    return weakref.finalize(owner, end_here)
+
+
+def join_threads(threads: Sequence[threading.Thread]) -> None:
+    """Wait a few seconds for each thread, except the one that calls this."""
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=5)

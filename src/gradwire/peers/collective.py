@@ -1,0 +1,54 @@
+"""Calls that every rank of a group makes together."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from gradwire.peers.agreement import Claim, agree
+from gradwire.peers.rendezvous import join_rendezvous
+
+
+class CollectiveCall:
+    """A call that all ranks make together: they meet, check what they can alone, then agree.
+
+    What is raised before `agree` is told to the other ranks, which then raise too, so that none waits for
+    this one.
+
+    Example::
+
+        with CollectiveCall(group, timeout, "gradwire.attach") as call:
+            ...  # checks that may raise
+            call.agree({"recipe": "int4"})
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, caller: str) -> None:
+        self.group = group
+        self._timeout = timeout
+        self._caller = caller
+        self._has_agreed = False
+        self.rendezvous = ""
+        """A name that is new to the group, and the same on all ranks."""
+
+    def __enter__(self) -> CollectiveCall:
+        self.rendezvous = join_rendezvous(self.group, self._timeout, self._caller)
+        return self
+
+    def agree(self, claim: Claim, own: str = "") -> list[str]:
+        """Wait for every rank's claim; raise on all ranks unless all claims are the same.
+
+        Returns what each rank says of its ``own``, which may differ.
+        """
+        self._has_agreed = True
+        return agree(self.group, self.rendezvous, claim, self._timeout, self._caller, own)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not self._has_agreed:
+            agree(self.group, self.rendezvous, error, self._timeout, self._caller)
