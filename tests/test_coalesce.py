@@ -1,10 +1,8 @@
 """Buckets whose messages travel together."""
 
 import copy
-import dataclasses
 import functools
 import math
-import unittest.mock
 
 import pytest
 import torch
@@ -12,19 +10,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.averaging import coalesce as joint
-from gradwire.averaging import runners
-from gradwire.averaging.regroup import Regrouping, grouping_of
-from gradwire.buckets.layout import BucketLayout, Slot
+from gradwire.averaging import Bucket, Coalescer, Timeline
+from gradwire.averaging.coalesce import ENOUGH_BYTES
+from gradwire.averaging.job import Job, Scaling, run_jobs
+from gradwire.averaging.regroup import Regrouper
+from gradwire.buckets import BucketLayout, Memory, Slot
 from gradwire.codecs import Affine, Blocks, Cast, Raw
-from gradwire.ddp.stepping import SteppingRunner
-from gradwire.ddp.user_hooks import HookRunner
+from gradwire.ddp import HookRunner, SteppingRunner, attachment_of
 from gradwire.errors import Place
-from gradwire.exchanges import Context, Scratch, shared_bytes
+from gradwire.exchanges import Context, Scratch
 from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce
-from gradwire.lanes.workers import WorkerLane
+from gradwire.lanes import Promise
 from gradwire.ops import Seed
-from gradwire.peers.groups import Alone
+from gradwire.peers import Alone
 from gradwire.testing import run_ranks, run_virtual_ranks
 
 SPECS = [
@@ -58,13 +56,20 @@ class Branches(nn.Module):
         return self.last(self.wide(x.double()).float())
 
 
-def train(rank, spec, num_steps, *, may_skip=True, telemetry=None):
+def attach(model, spec, enough_bytes=0, **options):
+    """Attach with buckets that wait until they have so many bytes to send, as they do on a stream."""
+    wire = gradwire.attach(model, spec, **options)
+    attachment_of(wire).engine.coalescer = Coalescer(enough_bytes)
+    return wire
+
+
+def train(rank, spec, num_steps, enough_bytes=0, *, may_skip=True, telemetry=None):
     """Each step's gradients, what is held back at the end, and the figures of the last step's buckets."""
     torch.manual_seed(0)
     net = Branches()
     model = DistributedDataParallel(net, bucket_cap_mb=0.003, find_unused_parameters=may_skip)
     found = []
-    with gradwire.attach(model, spec, telemetry=telemetry) as wire:
+    with attach(model, spec, enough_bytes, telemetry=telemetry) as wire:
         for step in range(num_steps):
             torch.manual_seed(100 * step + rank)
             model.zero_grad()
@@ -86,13 +91,8 @@ def compare(rank, spec, num_steps, *, may_skip=True):
     run = functools.partial(train, rank, spec, num_steps, may_skip=may_skip)
     alone, figures = run()
     assert len(figures) >= 5
-    WorkerLane.shares_messages, enough = True, joint._ENOUGH_BYTES
-    try:
-        shared, fewer = run()
-        joint._ENOUGH_BYTES = 300
-        some, _ = run(telemetry=gradwire.Telemetry(every=2))  # of which measured steps go alone
-    finally:
-        WorkerLane.shares_messages, joint._ENOUGH_BYTES = False, enough
+    shared, fewer = run(ENOUGH_BYTES)
+    some, _ = run(300, telemetry=gradwire.Telemetry(every=2))  # of which measured steps go alone
     for other in (shared, some):
         for before, after in zip(alone, other, strict=True):
             for p, q in zip(before, after, strict=True):
@@ -111,20 +111,29 @@ def test_buckets_that_share_messages_have_the_same_bits_and_send_fewer(world_siz
     run_ranks(job_shared, world_size, timeout=120, args=(specs,))
 
 
+class NoThirdBucket:
+    """Averages as int8 does, until rank 1 comes to its third bucket."""
+
+    def __init__(self, rank):
+        self.rank, self.inner = rank, gradwire.recipe("int8").exchange
+
+    def __repr__(self):
+        return "NoThirdBucket()"
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def shared_bytes(self, layout, step):
+        if self.rank == 1 and layout.index == 2:
+            raise ArithmeticError("no third one")
+        return self.inner.shared_bytes(layout, step)
+
+
 def job_fails_in_the_middle(rank):
     """Rank 1 fails with its third bucket, when the first two wait for the last one."""
     model = DistributedDataParallel(Branches(), bucket_cap_mb=0.003)
-    shared_bytes = runners.shared_bytes
-
-    def failing(exchange, layout, step):
-        if rank == 1 and layout.index == 2:
-            raise ArithmeticError("no third one")
-        return shared_bytes(exchange, layout, step)
-
-    WorkerLane.shares_messages = True
     with (
-        gradwire.attach(model, "int8"),
-        unittest.mock.patch.object(runners, "shared_bytes", failing),
+        attach(model, gradwire.Recipe("int8", NoThirdBucket(rank)), ENOUGH_BYTES),
         pytest.raises(gradwire.WireError, match="rank 1, step 0, bucket 2, hook int8: .*no third one"),
     ):
         model(torch.randn(8, 24), True).square().sum().backward()
@@ -135,24 +144,16 @@ def test_a_failure_leaves_no_bucket_waiting_for_those_that_will_not_come():
 
 
 def test_an_error_of_a_bucket_that_shares_messages_says_which_it_is():
-    lane, waiting, seen = EagerLane(), joint.Joint(), []
-
-    def failing(flat, context):
-        yield (Sum(flat),)
-        raise ArithmeticError("one of several")
-
-    broken = dataclasses.replace(bucket_at(0, 1, seen), rounds_of=failing)
-    for bucket in (bucket_at(0, 0, seen), broken):
-        waiting.add(lane, bucket, 16, lambda *_: None, is_last=False)
-    with pytest.raises(ArithmeticError, match="^rank 0, step 0, bucket 1, hook powersgd: "):
-        waiting.add(lane, bucket_at(0, 2, seen), 16, lambda *_: None, is_last=True)
+    jobs = [job_at(0, 0), job_at(0, 1, "one of several"), job_at(0, 2)]
+    with pytest.raises(ArithmeticError, match="^rank 0, step 0, bucket 1, hook powersgd: .*one of several"):
+        run_jobs(jobs, Memory(), False, [job.flat for job in jobs], Alone(), Scratch())
 
 
 def test_what_a_route_sends_by_itself_counts_as_what_waits():
     slots = Slot("l.weight", 0, torch.Size([64, 8]), (8, 1)), Slot("l.bias", 512, torch.Size([64]), (1,))
     layout = BucketLayout(0, torch.float32, slots)
     waits = {
-        spec: shared_bytes(gradwire.recipe(spec).exchange, layout, 0)
+        spec: gradwire.recipe(spec).exchange.shared_bytes(layout, 0)
         for spec in ("int8", "fp32", "route(*.bias=int8; *=fp32)", "route(*.bias=fp32; *=fp32)")
     }
     assert waits == {
@@ -163,35 +164,35 @@ def test_what_a_route_sends_by_itself_counts_as_what_waits():
     }
 
 
-def test_an_error_between_regrouped_buckets_leaves_none_waiting():
-    flat, futures, failures = torch.ones(4), [], []
-    layouts = [
-        BucketLayout(index, torch.float32, (Slot(f"p{index}", 0, torch.Size([4]), (1,)),))
-        for index in range(3)
-    ]
+def test_a_step_that_cannot_be_regrouped_leaves_no_bucket_waiting():
+    timeline, failures = Timeline(num_transient=1), []
+    timeline.load(0, [(0, (("float32", ("another",)),))])
+    regrouper = Regrouper(timeline, failures.append)
+    jobs = [job_at(0, index, is_last=index == 2) for index in range(3)]
+    assert [regrouper.take(job) for job in jobs[:2]] == [[], []]
+    with pytest.raises(ValueError, match="they differ in"):
+        regrouper.take(jobs[2])
+    regrouper.give_up()
+    assert all(job.promise.future.done() for job in jobs)
 
-    def submit(flat, layout, place, is_last):
-        if layout.index == 1:
-            raise ArithmeticError("no second one")
-        return runners.completed(flat)
 
-    regrouping = Regrouping()
-    for layout in layouts:
-        place = Place(0, 0, layout.index, "int8")
-        futures.append(
-            regrouping.add(
-                flat, layout, place, grouping_of(layouts), submit, failures.append, is_last=layout.index == 2
-            )
-        )
-    assert all(future.done() for future in futures)
+def test_an_error_on_the_way_back_from_regrouped_buckets_leaves_none_waiting():
+    timeline, failures = Timeline(num_transient=1), []
+    timeline.load(0, [(0, (("float32", ("p1", "p0")),))])
+    regrouper = Regrouper(timeline, failures.append)
+    jobs = [job_at(0, index, is_last=index == 1) for index in range(2)]
+    assert regrouper.take(jobs[0]) == []
+    (regrouped,) = regrouper.take(jobs[1])
+    regrouped.promise.keep(torch.ones(3))  # not what was asked for
+    assert all(job.promise.future.value() is job.flat for job in jobs)
     assert len(failures) == 1
 
 
 def test_a_hook_whose_futures_wait_for_later_buckets_is_given_up_when_none_will_come():
-    runner = HookRunner(lambda state, bucket: torch.futures.Future(), None, None)
-    future = runner.start(OneParameter(0, False), Place(0, 0, 0, "waiting"), shadow=False)
+    runner = HookRunner(lambda state, bucket: torch.futures.Future(), None)
+    future = runner.start(one_parameter(0, False), Place(0, 0, 0, "waiting"))
     assert not future.done()
-    runner.abandon()
+    runner.give_up()
     assert future.done()
 
 
@@ -248,26 +249,22 @@ def test_sums_of_any_codecs_and_sizes_share_a_message_without_a_trace(numels, wo
 
 def job_law(rank):
     """Of each parameter the sums of gradients and of results over steps, and what is held back at the end."""
-    WorkerLane.shares_messages = True
-    try:
-        torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
-        local = copy.deepcopy(net)
-        model = DistributedDataParallel(net, bucket_cap_mb=0.003)
-        given, got = ([torch.zeros_like(p) for p in net.parameters()] for _ in range(2))
-        with gradwire.attach(model, "powersgd:rank=2,factors=int4") as wire:
-            for step in range(5):
-                x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
-                for module, total in ((local, given), (model, got)):
-                    module.zero_grad()
-                    module(x).square().sum().backward()
-                    for each, parameter in zip(total, module.parameters(), strict=True):
-                        each.add_(parameter.grad)
-            (held,) = [v for k, v in wire.state_dict()["memory"][f"rank{rank}"].items() if "residual" in k]
-            assert len(wire.stats().steps[-1].buckets) >= 3
-        return given, got, [held[name] for name, _ in net.named_parameters()]
-    finally:
-        WorkerLane.shares_messages = False
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    local = copy.deepcopy(net)
+    model = DistributedDataParallel(net, bucket_cap_mb=0.003)
+    given, got = ([torch.zeros_like(p) for p in net.parameters()] for _ in range(2))
+    with attach(model, "powersgd:rank=2,factors=int4", ENOUGH_BYTES) as wire:
+        for step in range(5):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+            for module, total in ((local, given), (model, got)):
+                module.zero_grad()
+                module(x).square().sum().backward()
+                for each, parameter in zip(total, module.parameters(), strict=True):
+                    each.add_(parameter.grad)
+        (held,) = [v for k, v in wire.state_dict()["memory"][f"rank{rank}"].items() if "residual" in k]
+        assert len(wire.stats().steps[-1].buckets) >= 3
+    return given, got, [held[name] for name, _ in net.named_parameters()]
 
 
 def test_coarse_factors_that_share_messages_lose_nothing():
@@ -286,58 +283,63 @@ class EagerLane:
     shares_messages = runs_at_once = True
     failure = None
 
-    def __init__(self):
-        self.places = []
-
     def submit(self, task):
-        self.places.append(task.place)
-        future = torch.futures.Future()
-        future.set_result(task.run(task.flat, Alone(), Scratch()))
-        return future
+        task.keep(task.run(task.flats, Alone(), Scratch()))
 
 
-def bucket_at(step, index, seen, device="cpu"):
-    place = Place(0, step, index, "powersgd")
-    context_of = functools.partial(Context, scale=1.0, layout=None)
+class Asking:
+    """An exchange of 16 bytes, or of any number, that asks for one sum, and may fail after it."""
 
-    def rounds_of(flat, context):
-        seen.append((step, index))
+    def __init__(self, num_bytes=16, error=None):
+        self.num_bytes, self.error = num_bytes, error
+
+    def shared_bytes(self, layout, step):
+        return self.num_bytes
+
+    def rounds(self, flat, context):
         yield (Sum(flat),)
+        if self.error is not None:
+            raise ArithmeticError(self.error)
 
-    flat = torch.ones(4, device=device)
-    return joint.Bucket(flat, place, lambda flat, *given: context_of(*given), rounds_of)
+
+def job_at(step, index, error=None, *, num_bytes=16, device="cpu", is_last=False):
+    layout = BucketLayout(index, torch.float32, (Slot(f"p{index}", 0, torch.Size([4]), (1,)),))
+    promise, place = Promise(torch.ones(4, device=device)), Place(0, step, index, "powersgd")
+    return Job(promise, layout, place, Asking(num_bytes, error), Scaling("sum"), is_last)
 
 
 def test_what_waits_of_a_backward_pass_that_broke_off_is_not_sent_with_the_next():
-    lane, waiting, seen = EagerLane(), joint.Joint(), []
-    for step, index in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        future = waiting.add(
-            lane, bucket_at(step, index, seen), 16, lambda *_: None, is_last=(step, index) == (1, 1)
-        )
-    assert seen == [(1, 0), (1, 1)]
-    assert [place.step for place in lane.places] == [1]
-    assert future.done()
+    coalescer = Coalescer(100)
+    jobs = [job_at(0, 0), job_at(0, 1), job_at(1, 0), job_at(1, 1, is_last=True)]
+    assert [coalescer.take(job, may_wait=True) for job in jobs] == [[], [], [], [jobs[2:]]]
 
 
 def test_buckets_do_not_wait_once_their_messages_are_large():
-    lane, waiting, seen = EagerLane(), joint.Joint(), []
-    small, large = (
-        waiting.add(lane, bucket_at(0, index, seen), num_bytes, lambda *_: None, is_last=False)
-        for index, num_bytes in enumerate((16, joint._ENOUGH_BYTES))
-    )
-    assert small.done()
-    assert large.done()
-    assert not waiting.add(lane, bucket_at(0, 2, seen), 16, lambda *_: None, is_last=False).done()
+    coalescer = Coalescer(100)
+    small, large, next_small = job_at(0, 0), job_at(0, 1, num_bytes=100), job_at(0, 2)
+    assert coalescer.take(small, may_wait=True) == []
+    assert coalescer.take(large, may_wait=True) == [[small, large]]
+    assert coalescer.take(next_small, may_wait=True) == []
+
+
+def test_buckets_that_share_nothing_do_not_wait_and_the_last_one_lets_the_others_go():
+    coalescer = Coalescer(100)
+    waiting, alone, measured = job_at(0, 0), job_at(0, 1, num_bytes=0), job_at(0, 2, is_last=True)
+    assert coalescer.take(waiting, may_wait=True) == []
+    assert coalescer.take(alone, may_wait=True) == [[alone]]
+    assert coalescer.take(measured, may_wait=False) == [[waiting], [measured]]
+
+
+def test_without_a_number_of_bytes_every_bucket_goes_by_itself():
+    coalescer, job = Coalescer(), job_at(0, 0)
+    assert coalescer.take(job, may_wait=True) == [[job]]
 
 
 def test_buckets_of_different_devices_do_not_wait_for_one_another():
-    lane, waiting, seen = EagerLane(), joint.Joint(), []
-    first, second = (
-        waiting.add(lane, bucket_at(0, index, seen, device), 16, lambda *_: None, is_last=False)
-        for index, device in enumerate(("cpu", "meta"))
-    )
-    assert first.done()
-    assert not second.done()
+    coalescer = Coalescer(100)
+    first, second = job_at(0, 0), job_at(0, 1, device="meta")
+    assert coalescer.take(first, may_wait=True) == []
+    assert coalescer.take(second, may_wait=True) == [[first]]
 
 
 class Later:
@@ -348,33 +350,22 @@ class Later:
     def __init__(self):
         self.futures = []
 
-    def start(self, bucket, place, *, shadow):
+    def start(self, bucket, place):
         self.futures.append(torch.futures.Future())
-        if bucket.is_last():
-            self.abandon()
+        if bucket.is_last:
+            self.give_up()
         return self.futures[-1]
 
-    def abandon(self):
+    def give_up(self):
         for future in self.futures:
             future.set_result(torch.ones(1))
 
 
-class OneParameter:
-    """As much of a bucket as a runner looks at."""
-
-    def __init__(self, index, is_last):
-        self.index, self.is_last = lambda: index, lambda: is_last
-        self.parameter = nn.Parameter(torch.zeros(1))
-        self.parameter.grad = torch.zeros(1)
-
-    def parameters(self):
-        return [self.parameter]
-
-    def gradients(self):
-        return [self.parameter.grad]
-
-    def buffer(self):
-        return self.parameter.grad
+def one_parameter(index, is_last):
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    layout = BucketLayout(index, torch.float32, (Slot("p", 0, torch.Size([1]), (1,)),))
+    return Bucket(parameter.grad, layout, is_last, [parameter], grad_bucket=object())
 
 
 def test_a_step_waits_for_buckets_that_wait_for_others_without_keeping_them():
@@ -382,10 +373,10 @@ def test_a_step_waits_for_buckets_that_wait_for_others_without_keeping_them():
     runner = SteppingRunner(
         Later(), EagerLane(), lambda parameters, gradients, group: stepped.append(gradients[0].item())
     )
-    first = runner.start(OneParameter(0, False), Place(0, 0, 0, "later"), shadow=False)
+    first = runner.start(one_parameter(0, False), Place(0, 0, 0, "later"))
     assert not first.done()
     assert not stepped
-    last = runner.start(OneParameter(1, True), Place(0, 0, 1, "later"), shadow=False)
+    last = runner.start(one_parameter(1, True), Place(0, 0, 1, "later"))
     assert first.done()
     assert last.done()
     assert stepped == [1.0, 1.0]
@@ -394,7 +385,7 @@ def test_a_step_waits_for_buckets_that_wait_for_others_without_keeping_them():
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_steps_that_wait_for_later_buckets_are_not_kept_when_none_will_come(at_the_end):
     runner = SteppingRunner(Later(), EagerLane(), lambda *_: None, at_the_end=at_the_end)
-    first = runner.start(OneParameter(0, False), Place(0, 0, 0, "later"), shadow=False)
+    first = runner.start(one_parameter(0, False), Place(0, 0, 0, "later"))
     assert not first.done()
-    runner.abandon()
+    runner.give_up()
     assert first.done()

@@ -18,10 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.ddp import attachment_of
 from gradwire.ddp.verification import _hash as hash_of
 from gradwire.ddp.verification import check_interval
 from gradwire.errors import Place
-from gradwire.exchanges import average
 from gradwire.lanes.stream_progress import StreamMark, StreamProgress
 from gradwire.peers.agreement import differences
 from gradwire.peers.failure import Failure
@@ -74,13 +74,16 @@ class Deadly:
     def __repr__(self):
         return "Deadly()"
 
-    def run(self, flat, context):
+    def shared_bytes(self, layout, step):
+        return 0
+
+    def rounds(self, flat, context):
         if self.action is not None and context.layout.index == 1:
             # A round that the others wait in: they have this rank's chunk, and send theirs in vain.
             messages = context.group.post([flat[:1].clone() for _ in range(context.group.size)])
             messages.send((context.group.rank + 1) % context.group.size, flat[:1])
             self.action()
-        average(flat, gradwire.fp32().exchange, context)
+        yield from gradwire.fp32().exchange.rounds(flat, context)
 
 
 def end_me(how):
@@ -260,7 +263,7 @@ class Posted:
 
 def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(caplog):
     failure = Failure(None, "")
-    failure.board = board = Posted({1: Standing(6, 2, is_done=True)})
+    failure.store = board = Posted({1: Standing(6, 2, is_done=True)})
     watch = StallWatcher(failure, 1000, lambda: None, "test")
     watch.end()
     place, now = Place(0, 7, 1, "int8"), time.monotonic()
@@ -295,7 +298,7 @@ def test_advice_about_the_timeout_is_for_those_who_have_waited_that_long():
     late = "Timed out waiting 8000ms for recv operation to complete"
 
     def explained(reason, others):
-        failure.board = Posted(others)
+        failure.store = Posted(others)
         return str(failure.explain(place, ClosedGroup(1, reason), lambda: None))
 
     is_slow = ". Raise the timeout of init_process_group if it is only slow"
@@ -360,10 +363,13 @@ class Raising:
     def __repr__(self):
         return "Raising()"
 
-    def run(self, flat, context):
+    def shared_bytes(self, layout, step):
+        return 0
+
+    def rounds(self, flat, context):
         if context.group.rank == 1 and context.step == FAULTY_STEP and context.layout.index == 1:
             raise FloatingPointError("overflow")
-        average(flat, gradwire.fp32().exchange, context)
+        yield from gradwire.fp32().exchange.rounds(flat, context)
 
 
 def raising_hook(where):
@@ -422,8 +428,11 @@ class Corrupting:
     def __repr__(self):
         return "Corrupting()"
 
-    def run(self, flat, context):
-        average(flat, gradwire.fp32().exchange, context)
+    def shared_bytes(self, layout, step):
+        return 0
+
+    def rounds(self, flat, context):
+        yield from gradwire.fp32().exchange.rounds(flat, context)
         corrupt(flat, context.step, [slot.name for slot in context.layout.slots])
 
 
@@ -570,7 +579,7 @@ def job_other_buckets(rank):
     # Once all have agreed, nothing is sent but gradients.
     model = model_of()
     with gradwire.attach(model, "fp32") as wire:
-        workers = wire._bridge.runner._lane._core.workers
+        workers = attachment_of(wire).engine._lane._pool.workers
         sent, before = [], 0
         for step in range(5):
             backward(model, step)

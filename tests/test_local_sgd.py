@@ -478,7 +478,7 @@ def job_fewer_ranks(rank):
 def job_nothing_left(rank):
     """What cannot begin leaves the model as it was, and with GRADWIRE_DISABLE nothing is opened."""
 
-    def fail(*args):
+    def fail(*args, **options):
         raise OSError("no more sockets")
 
     def lanes():
@@ -486,7 +486,7 @@ def job_nothing_left(rank):
 
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for name in ("open_lane", "make_buckets"):
+    for name in ("open_engine", "make_buckets"):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no more sockets"):
             patch.setattr(loop, name, fail)
             gradwire.LocalSGD(model, optimizer, period=1)

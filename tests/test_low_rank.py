@@ -18,6 +18,7 @@ import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
 from gradwire.codecs import Blocks
+from gradwire.ddp import attachment_of
 from gradwire.exchanges import Context, LowRank, Scratch, average
 from gradwire.exchanges.matrices import plan_of
 from gradwire.exchanges.one_shot import one_round_pays
@@ -354,7 +355,7 @@ def test_a_gradient_of_rank_one_comes_back_whatever_its_size_and_full_rank_is_al
 
 
 def memory_of(wire):
-    return wire._bridge.runner.memory.named()
+    return attachment_of(wire).state.memory.named()
 
 
 def job_laws(rank):

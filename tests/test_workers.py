@@ -14,9 +14,8 @@ import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
 from gradwire.errors import Place, WireError, describe
-from gradwire.exchanges import average
 from gradwire.lanes import lane as execution
-from gradwire.lanes.task import Task, report_nothing
+from gradwire.lanes.task import Promise, Task
 from gradwire.lanes.workers import WorkerLane
 from gradwire.peers.failure import Failure
 from gradwire.peers.groups import Alone
@@ -33,11 +32,16 @@ def lane():
 
 
 def task_of(number, act, *, overlaps):
-    def run(flat, group, scratch):
+    def run(flats, group, scratch):
         act()
-        return flat
+        return flats
 
-    return Task(torch.zeros(1), run, Place(0, 0, number, "test"), report_nothing, overlaps)
+    return Task(run, (Promise(torch.zeros(1)),), Place(0, 0, number, "test"), overlaps=overlaps)
+
+
+def submit(lane, task):
+    lane.submit(task)
+    return task.promises[0].future
 
 
 def wait_for(event):
@@ -48,7 +52,7 @@ def test_a_task_that_holds_its_lane_lets_it_go_before_anybody_can_wait_for_its_e
     lane = WorkerLane([Alone()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
     threads = []
     weakref.finalize(lane, lambda: threads.append(threading.current_thread()))
-    future = lane.submit(task_of(0, lambda held=lane: None, overlaps=True))
+    future = submit(lane, task_of(0, lambda held=lane: None, overlaps=True))
     future.wait()
     del lane
     assert threads == [threading.current_thread()], "a lane that ends in its own thread may abort at exit"
@@ -57,17 +61,17 @@ def test_a_task_that_holds_its_lane_lets_it_go_before_anybody_can_wait_for_its_e
 def test_a_lane_that_its_own_thread_drops_last_is_ended_by_one_that_is_waited_for():
     lane = WorkerLane([Alone()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
     ended, seen = threading.Event(), []
-    core, held = lane._core, [lane]
-    close = core.close
+    pool, held = lane._pool, [lane]
+    close = pool.close
 
     def close_and_tell():
         seen.append(threading.current_thread())
         close()
         ended.set()
 
-    core.close = close_and_tell
+    pool.close = close_and_tell
     del lane
-    core.deal(task_of(0, held.clear, overlaps=True), torch.futures.Future(), None)
+    pool.deal(task_of(0, held.clear, overlaps=True))
     wait_for(ended)
     assert not seen[0].daemon
 
@@ -80,12 +84,12 @@ def test_a_task_that_would_end_its_thread_is_a_failure_and_its_bucket_is_done():
             raise error
 
         bucket = task_of(0, leave, overlaps=True)
-        done, later = lane.submit(bucket), lane.submit(task_of(1, lambda: None, overlaps=True))
+        done, later = submit(lane, bucket), submit(lane, task_of(1, lambda: None, overlaps=True))
         deadline = time.monotonic() + LIMIT_S
         while not later.done():
             assert time.monotonic() < deadline, "the thread has ended"
             time.sleep(0.001)
-        assert done.value() is bucket.flat
+        assert done.value() is bucket.promises[0].flat
         expected = f"rank 0, step 0, bucket 0, hook test: {describe(leaving)}"
         assert (type(lane.failure), str(lane.failure)) == (WireError, expected)
         lane.close()
@@ -98,14 +102,14 @@ def test_two_buckets_are_in_flight_and_a_third_waits_for_the_first(lane):
         begun[number].set()
         wait_for(may_end[number])
 
-    futures = [lane.submit(task_of(number, lambda n=number: act(n), overlaps=True)) for number in range(4)]
+    futures = [submit(lane, task_of(number, lambda n=number: act(n), overlaps=True)) for number in range(4)]
     wait_for(begun[0])
     wait_for(begun[1])
-    assert lane._core.look().place.bucket == 0
+    assert lane._pool.look().place.bucket == 0
     may_end[1].set()
     wait_for(begun[3])  # of the second worker
     assert not begun[2].is_set(), "the first worker is still at the first bucket"
-    progress = lane._core.look()
+    progress = lane._pool.look()
     assert (progress.place.bucket, progress.is_done) == (0, False), "the earliest that is not done"
     may_end[0].set()
     wait_for(begun[2])
@@ -113,7 +117,7 @@ def test_two_buckets_are_in_flight_and_a_third_waits_for_the_first(lane):
         event.set()
     for future in futures:
         future.wait()
-    progress = lane._core.look()
+    progress = lane._pool.look()
     assert (progress.place.bucket, progress.is_done) == (3, True)
 
 
@@ -131,7 +135,7 @@ def test_a_task_that_does_not_overlap_has_the_lane_to_itself(lane):
 
     alone = {0, 3, 4, 9, 14}
     futures = [
-        lane.submit(task_of(number, lambda n=number: act(n), overlaps=number not in alone))
+        submit(lane, task_of(number, lambda n=number: act(n), overlaps=number not in alone))
         for number in range(16)
     ]
     for future in futures:
@@ -152,10 +156,10 @@ def test_a_failure_in_either_worker_ends_the_work_of_both(lane, failing):
         if number == failing:
             raise KeyError("lost")
 
-    first = [lane.submit(task_of(number, lambda n=number: act(n), overlaps=True)) for number in range(2)]
+    first = [submit(lane, task_of(number, lambda n=number: act(n), overlaps=True)) for number in range(2)]
     for future in first:
         future.wait()
-    later = [lane.submit(task_of(2, lambda: ran.append(2), overlaps=overlaps)) for overlaps in (True, False)]
+    later = [submit(lane, task_of(2, lambda: ran.append(2), overlaps=overlaps)) for overlaps in (True, False)]
     for future in later:
         future.wait()
     assert not ran
@@ -167,12 +171,13 @@ def test_a_bucket_for_which_the_device_gives_no_stream_is_completed_all_the_same
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(torch.cuda, "Stream", no_stream)
-    futures = [torch.futures.Future() for _ in range(3)]  # more than there are threads
-    for number, future in enumerate(futures):
-        lane._core.deal(task_of(number, lambda: None, overlaps=True), future, object())
-    for future in futures:
+    tasks = [task_of(number, lambda: None, overlaps=True) for number in range(3)]  # more than threads
+    for task in tasks:
+        task.promises[0].ready = object()  # as a bucket on a device has it
+        lane.submit(task)
+    for task in tasks:
         done = threading.Event()
-        future.add_done_callback(lambda _, done=done: done.set())
+        task.promises[0].future.add_done_callback(lambda _, done=done: done.set())
         wait_for(done)
     assert "hook test: RuntimeError: out of memory" in str(lane.failure)
 
@@ -216,10 +221,13 @@ class Raising:
     def __repr__(self):
         return f"Raising({self.bucket})"
 
-    def run(self, flat, context):
+    def shared_bytes(self, layout, step):
+        return 0
+
+    def rounds(self, flat, context):
         if (context.group.rank, context.step, context.layout.index) == (1, 3, self.bucket):
             raise FloatingPointError("overflow")
-        average(flat, gradwire.fp32().exchange, context)
+        yield from gradwire.fp32().exchange.rounds(flat, context)
 
 
 def train(rank, recipe, num_in_flight, num_steps=6, **options):

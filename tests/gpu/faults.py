@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 import gradwire
-from gradwire.exchanges import average
 from gradwire.testing import run_ranks
 from tests.gpu.trust import FAULTY_STEP, backward, gradients_of, group_of, model_of, raised_by
 
@@ -45,11 +44,14 @@ class Raising:
     def __repr__(self):
         return f"Raising({self.when!r})"
 
-    def run(self, flat, context):
+    def shared_bytes(self, layout, step):
+        return 0
+
+    def rounds(self, flat, context):
         fails = context.group.rank == 1 and context.step == FAULTY_STEP
         if fails and self.when == "before":
             raise FloatingPointError("overflow")
-        average(flat, gradwire.fp32().exchange, context)
+        yield from gradwire.fp32().exchange.rounds(flat, context)
         is_last = any(slot.name == "0.weight" for slot in context.layout.slots)
         if fails and self.when == "after" and is_last:
             raise FloatingPointError("overflow")

@@ -55,7 +55,7 @@ class Engine:
         self.state = state or RunState()
         self._lane = lane
         self._regrouper = Regrouper(self.state.timeline, self.fail)
-        self._coalescer = coalescer or Coalescer()
+        self.coalescer = coalescer or Coalescer()
         self._meter = meter
         self._layout_check = layout_check
         self._may_skip = may_skip
@@ -84,7 +84,7 @@ class Engine:
         job = Job(Promise(bucket.flat), bucket.layout, place, recipe.exchange, scaling, bucket.is_last)
         for regrouped in self._regrouper.take(job):
             self._prepare(regrouped)
-            for batch in self._coalescer.take(regrouped, may_wait=not self._is_measured(regrouped)):
+            for batch in self.coalescer.take(regrouped, may_wait=not self._is_measured(regrouped)):
                 self._submit(batch)
         return job.promise.future
 
@@ -142,7 +142,7 @@ class Engine:
 
     def give_up(self) -> None:
         """Complete the buckets that wait for later ones, as they are: after a failure none will come."""
-        self._coalescer.give_up()
+        self.coalescer.give_up()
         self._regrouper.give_up()
 
     def close(self) -> None:
