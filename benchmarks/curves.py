@@ -27,7 +27,8 @@ def table(runs: Sequence[Run]) -> str:
     first = runs[0]
     machines = " and ".join(dict.fromkeys(f"{run.machine}, {run.versions}" for run in runs))
     lines = [
-        f"{setting}, {first.num_parameters / 1e6:.1f} M parameters; {machines}.",
+        f"{setting}, {first.num_parameters / 1e6:.1f} M parameters;",
+        f"{machines}.",
         "",
         f"| {' | '.join(header)} |",
         f"|---|{'---:|' * (len(header) - 1)}",
