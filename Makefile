@@ -1,29 +1,30 @@
-# `make test` and `make headroom` set everything up themselves; a second run reuses .venv.
+# `make test` and `make headroom` set up .venv first; a second run reuses it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Another torch build: make TORCH_INDEX=URL-of-a-package-index TORCH="torch==2.13.0+cu130" test
 TORCH_INDEX ?=
 TORCH ?=
-# Processes that share the tests, by file: ranks wait for each other, so more of them than of two cores.
+# Test processes, one file each. Ranks often wait for each other, so three keep two cores busy.
 WORKERS ?= 3
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help test test-full test-gpu test-browser lint types headroom bench clean
 
 help:
-	@echo "make test       set up .venv, lint, type-check, run the tests"
-	@echo "make headroom   set up .venv, measure what communication costs on two local workers"
-	@echo "make test-full  the tests with the whole product of the invariant matrix"
-	@echo "make test-browser  the report page in a headless Chromium"
-	@echo "make test-gpu   the CUDA tests, in the Python of this machine, on its GPU"
-	@echo "make bench      kernels against a copy; step times of DDP, of torch's hooks and of ours"
+	@echo "make test          set up .venv, lint, type-check, run the tests"
+	@echo "make headroom      set up .venv, measure what communication costs on two local ranks"
+	@echo "make test-full     the tests, with every combination of the invariant matrix"
+	@echo "make test-browser  test the report page in a headless Chromium"
+	@echo "make test-gpu      test on this machine's GPU, with this machine's Python"
+	@echo "make bench         time kernels against a copy, and steps against DDP and torch's hooks"
+	@echo "make clean         remove .venv and caches"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "gradwire needs Python 3.10 or later"'
-	@$(PYTHON) -m venv $(VENV) || { echo "No venv: on Debian, apt install python3-venv"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "No venv module: on Debian, apt install python3-venv"; exit 1; }
 
-# torch first, from its own index if one is given: everything else takes what is installed.
+# Install torch first, from TORCH_INDEX if it is given; everything else uses that torch.
 $(VENV)/torch: constraints.txt | $(BIN)/python
 	@echo "installing torch ..."
 	@$(PIP_INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(if $(TORCH),$(TORCH),-c constraints.txt torch)
@@ -47,11 +48,11 @@ test: lint types
 test-full: lint types
 	$(BIN)/python -m pytest -m "not browser"
 
-# Needs a Chromium: on Debian, apt install chromium.
+# Needs Chromium: on Debian, apt install chromium.
 test-browser: $(VENV)/installed
 	$(BIN)/python -m pytest -m browser tests/browser
 
-# On a GPU machine torch is there already, in a build that fits its driver, so no .venv is made.
+# Uses the torch of the GPU machine, whose build fits its driver, instead of a .venv.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.run
 

@@ -1,10 +1,10 @@
-"""How much of the true mean is in what each recipe makes of it, some steps into training.
+"""Compare each recipe's averaged gradient with the true mean, some steps into training.
 
     python benchmarks/alignment.py --recipes sign sign:feedback=true int4
 
 Prints the length of the averaged gradient over that of the true mean, and the cosine between the two, in the
-small setting of convergence.py; and which share of the true mean's energy the signs and the mean magnitude of
-each parameter hold, for parameters over a vocabulary, for vectors, and for all other matrices.
+small setting of convergence.py. The last columns have the share of the true mean's energy that signs and one
+mean magnitude per parameter keep: for embeddings and output layers (tables), vectors, and other matrices.
 """
 
 import argparse
@@ -25,16 +25,16 @@ KINDS = ("tables", "vectors", "matrices")
 
 @dataclass(frozen=True)
 class Alignment:
-    """The last of some steps."""
+    """A recipe's averaged gradient against the true mean, in one step."""
 
     length: float
     cosine: float
     one_bit: dict[str, float]
-    """By kind of parameter: (sum of magnitudes)^2 / n over the sum of squares, 1 if all are alike."""
+    """Energy kept, by kind of parameter: (sum of magnitudes)^2 / n over the sum of squares."""
 
 
 def alignment(recipe: str, num_steps: int, texts: tuple[Tensor, Tensor]) -> Alignment:
-    """How one recipe averages after it has trained the model so far."""
+    """Train with a recipe, and compare its last averaged gradient with the true mean."""
     trainer = Trainer(SETTINGS["small"], recipe, 0, texts, eager=True)
     ranks = trainer.ranks
     for _ in range(num_steps - 1):
@@ -51,7 +51,7 @@ def alignment(recipe: str, num_steps: int, texts: tuple[Tensor, Tensor]) -> Alig
 
 
 def one_bit(gradients: dict[str, Tensor], tables: Collection[str]) -> dict[str, float]:
-    """What signs and a mean magnitude hold of each kind of parameter's gradients."""
+    """Return the share of energy that signs and a mean magnitude keep, by kind of parameter."""
     held, whole = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
     for name, gradient in gradients.items():
         kind = "tables" if name in tables else "vectors" if gradient.dim() < 2 else "matrices"

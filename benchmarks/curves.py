@@ -12,9 +12,9 @@ BASE = "fp32"
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Markdown: for each recipe its loss over seeds, and the gap to fp32's, seed by seed.
+    """Return a Markdown table: for each recipe its loss, and its gap to fp32 with the same seed.
 
-    Where fp32's loss has risen before the end, with columns for the lowest too.
+    If fp32's loss has risen before the end, the table has columns for the lowest loss too.
     """
     setting = setting_of(runs)
     base = {run.seed: run for run in runs if run.recipe == BASE}
@@ -27,7 +27,8 @@ def table(runs: Sequence[Run]) -> str:
     first = runs[0]
     machines = " and ".join(dict.fromkeys(f"{run.machine}, {run.versions}" for run in runs))
     lines = [
-        f"{setting}, {first.num_parameters / 1e6:.1f} M parameters; {machines}.",
+        f"{setting}, {first.num_parameters / 1e6:.1f} M parameters;",
+        f"{machines}.",
         "",
         f"| {' | '.join(header)} |",
         f"|---|{'---:|' * (len(header) - 1)}",
@@ -62,7 +63,7 @@ COLOURS = [
 
 
 def draw(runs: Sequence[Run], link: str) -> str:
-    """Loss against steps, against bytes, and against time on a link, each recipe's mean over its seeds."""
+    """Draw an SVG: each recipe's mean loss over steps, over bytes, and over time on a link."""
     rate = parse_rate(link)
     setting, recipes = setting_of(runs), by_recipe(runs)
     computing = [run.seconds / setting.steps / setting.workers for run in recipes.get(BASE, runs)]
@@ -110,10 +111,10 @@ def _panel(
     curves = {recipe: _mean_curve(runs, x_of) for recipe, runs in recipes.items()}
     points = [point for curve in curves.values() for point in curve]
     if not points:
-        raise ValueError("there is no loss to draw: none was evaluated after a step, or none is finite")
+        raise ValueError("there is no loss to draw: no step was evaluated, or no loss is finite")
     xs = [math.log10(x) if log else x for x, _ in points]
     ys = [y for _, y in points]
-    # The first steps fall from 5.5 and would flatten the rest.
+    # The first losses, from 5.5 down, would flatten the rest.
     low, high = _apart(min(ys), statistics.quantiles(ys, n=10)[7] if len(ys) > 1 else ys[0])
     x_low, x_high = _apart(min(xs), max(xs)) if log else (0.0, max(xs))
 
@@ -135,7 +136,7 @@ def _panel(
         x = 10.0**tick if log else x_high * tick / 4
         x_at = left + PANEL * ((tick - x_low) / (x_high - x_low) if log else tick / 4)
         lines.append(f'<text x="{x_at:.1f}" y="{bottom + 16}" text-anchor="middle">{x:g}</text>')
-    # A drawing of its own, beyond which nothing is seen; a little larger, for the width of lines.
+    # A nested SVG clips the curves; 2 pixels more make room for the width of lines.
     lines.append(f'<svg x="{left}" y="{TOP}" width="{PANEL + 2}" height="{HEIGHT + 2}">')
     for i, curve in enumerate(curves.values()):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
@@ -145,14 +146,14 @@ def _panel(
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """The ends of an axis, which need some room between them."""
+    """Return the ends of an axis, at least 1 apart if they were equal."""
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 
 def _mean_curve(runs: Sequence[Run], x_of: Callable[[Run, int], float]) -> list[tuple[float, float]]:
-    """Without the point before the first step, which has no place on an axis of powers of ten.
+    """Return the mean loss of several runs, by position on the x axis.
 
-    Nor has what is not finite, of a run that diverged.
+    Leaves out step 0, which a logarithmic axis cannot show, and losses that are not finite.
     """
     steps = [step for step in runs[0].curve if step > 0 and all(step in run.curve for run in runs)]
     means = {step: statistics.mean(run.curve[step] for run in runs) for step in steps}

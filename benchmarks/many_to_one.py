@@ -1,10 +1,9 @@
-"""What is left of a link's rate where messages of several workers meet: the cost model's one fitted constant.
+"""Fit the cost model's one constant: the share of a link's rate that is left where several messages meet.
 
 python benchmarks/many_to_one.py      # root and iproute2; a minute or two
 
-Measures plain fp32 averaging, by messages to all others at once, in cases that are none of those that
-`gradwire plan --validate` compares predictions with, and looks for the constant with which the model comes
-closest to them all.
+Measures plain fp32 averaging, in which each rank sends to all others at once. Finds the constant that brings
+the model closest to all measurements. The cases are not among those of `gradwire plan --validate`.
 """
 
 import dataclasses
@@ -20,14 +19,14 @@ CANDIDATES = [round(0.5 + 0.01 * i, 2) for i in range(51)]
 
 
 def off(record: Record, row: Row, speeds: Calibration, part: float) -> float:
-    """How far off the model is with this constant, as a logarithm."""
+    """Return the error of the model with this constant, as a logarithm."""
     cluster = dataclasses.replace(cluster_of(record), many_to_one=part)
     return math.log(predict_row(record, row, speeds, cluster) / row.step_ms)
 
 
 def main() -> None:
     assert not set(FITTED_ON) & set(CASES)
-    # Of torch in the ranks, which would warn that hosts of a lab have no names.
+    # torch would warn in every rank that hosts of a lab have no names.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     speeds = calibrate(["fp32"])
     found: list[tuple[Record, Row]] = []

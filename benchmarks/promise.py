@@ -1,12 +1,12 @@
-"""Whether the verdict of `gradwire headroom` comes true in a script that knows nothing of gradwire.
+"""Check that the verdict of `gradwire headroom` holds for a script that does not use gradwire.
 
 python benchmarks/promise.py                   # root and iproute2; two minutes
 python benchmarks/promise.py --link 300mbit
 
-1. `gradwire headroom --link 100mbit … -- examples/train.py` says what to use, and what that gains.
+1. `gradwire headroom --link 100mbit ... -- examples/train.py` recommends a recipe and promises a gain.
 2. In `gradwire lab --rate 100mbit` the script runs to its end, as it is and by `gradwire run`
-   with that recipe; it times itself.
-Ends with 1 if nothing was recommended, or if the gain is more than 15 % off.
+   with that recipe. It times itself.
+Exits with 1 if nothing was recommended, or if the gain is more than 15 % off.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def say(command: list[str]) -> None:
 
 
 def ask(link: str) -> tuple[str, float]:
-    """The recipe that is recommended, and how many times as fast it is said to be."""
+    """Ask headroom; return the recommended recipe and its promised gain."""
     recipes = [word for recipe in RECIPES for word in ("--recipe", recipe)]
     command = [*GRADWIRE, "headroom", "--link", link, *recipes, "--steps", "8", "--json", "-", "--", SCRIPT]
     say(command)
@@ -41,7 +41,7 @@ def ask(link: str) -> tuple[str, float]:
 
 
 def step_ms(link: str, *before: str) -> float:
-    """What the script says its steps take."""
+    """Run the script in the lab; return the step time that it prints."""
     command = [*GRADWIRE, "lab", "--rate", link, "--", *before, SCRIPT, "--steps", "15"]
     say(command)
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

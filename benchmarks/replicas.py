@@ -1,6 +1,6 @@
-"""Local SGD for `convergence.py`: workers with parameters of their own, so on real ranks.
+"""Local SGD for `convergence.py`. Its workers have their own parameters, so they are real ranks.
 
-A row is called LocalSGD:period=N or DiLoCo:period=N, as gradwire.LocalSGD and gradwire.DiLoCo have it.
+A row is called LocalSGD:period=N or DiLoCo:period=N, after gradwire.LocalSGD and gradwire.DiLoCo.
 """
 
 import sys
@@ -27,19 +27,19 @@ TIMEOUT_S = 1800.0
 
 
 def period_of(name: str) -> int | None:
-    """Every how many steps a row of this name averages parameters; None for one that is not of this kind."""
+    """Return the number of steps between averagings; None if the row is not local SGD."""
     kind, _, option = name.partition(":period=")
     if kind not in OUTER:
         return None
     if not option.isdigit() or int(option) < 1:
-        raise ValueError(f"a row of local SGD is called {kind}:period=8, not {name}")
+        raise ValueError(f"{name} has no valid period; write {kind}:period=8, with a number of at least 1")
     return int(option)
 
 
 def train(
     setting: Setting, name: str, seed: int, num_held_out: int, every: int, tell: Callable[[int, float], None]
 ) -> tuple[dict[int, float], float, int, float]:
-    """Held-out losses by step, bytes a step of the busiest rank, the number of parameters, and seconds."""
+    """Train; return losses by step, bytes per step of the busiest rank, the number of parameters, seconds."""
     last = float("nan")
 
     def on_message(rank: int, message: tuple[int, float | None]) -> None:
@@ -59,7 +59,7 @@ def train(
 def run_rank(
     rank: int, setting: Setting, name: str, seed: int, num_held_out: int, every: int
 ) -> tuple[dict[int, float], int, int]:
-    """What one rank does; the first one evaluates, just after an averaging."""
+    """Train on one rank; rank 0 evaluates, just after an averaging."""
     text, held_out = corpus()
     torch.manual_seed(seed)
     net = LM(setting.width, setting.layers, setting.length)

@@ -1,4 +1,4 @@
-"""What is to become a row of `convergence.py`, and who trains it."""
+"""Rows that `convergence.py` has to train, and the lock that gives each to one process."""
 
 import fcntl
 import hashlib
@@ -11,12 +11,12 @@ from runs import Setting
 
 
 class Taken(Exception):
-    """Another process trains this row."""
+    """Raised when another process trains this row."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is to become a row: a recipe with a seed, and where its run is saved until it is done."""
+    """A row to train: a recipe with a seed, and the folder that keeps its unfinished run."""
 
     setting: Setting
     recipe: str
@@ -33,12 +33,12 @@ class Row:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep other processes from training this row; raise Taken if one does."""
+        """Keep other processes from training this row; raise Taken if one trains it already."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.saved.with_suffix(".lock")
         with path.open("w") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which ends with this process, however
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock ends with this process
             except BlockingIOError:
                 raise Taken(f"{self} is trained by another process") from None
             try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how long."""
+    """A model, its data and the length of its training."""
 
     workers: int
     steps: int
@@ -18,7 +18,7 @@ class Setting:
     layers: int
     length: int
     batch: int
-    """Pieces of text of this length that each worker takes in a step."""
+    """Pieces of text, each of `length` bytes, per worker and step."""
     lr: float
     optimizer: str = "adamw"
 
@@ -36,17 +36,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Run:
-    """One recipe with one seed."""
+    """The result of training with one recipe and one seed."""
 
     recipe: str
     seed: int
     setting: Setting
     num_parameters: int
     bytes_per_step: float
-    """What the busiest worker sends."""
+    """Bytes that the busiest worker sends."""
     seconds: float
     curve: dict[int, float]
-    """Held-out loss, in nats a byte, by the number of steps."""
+    """Held-out loss, in nats per byte, by number of steps."""
     machine: str
     versions: str
 
@@ -56,12 +56,12 @@ class Run:
 
     @property
     def lowest(self) -> float:
-        """The least loss on the way: below that at the end if the model came to know its text by heart."""
+        """The lowest loss on the way; below the last one if the model has overfitted."""
         return min(self.curve.values())
 
 
 def append(path: Path, run: Run) -> None:
-    """Add a row, and the header if it is the first."""
+    """Append a row, and the header before the first one."""
     row = {
         "recipe": run.recipe,
         "seed": run.seed,
@@ -76,12 +76,12 @@ def append(path: Path, run: Run) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", newline="") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: others may add theirs
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: other processes append too
         file.seek(0)
         text = file.read()
         columns = next(csv.reader(text.splitlines()), None)
         if text and not text.endswith("\n"):
-            file.write("\n")  # as some editors leave it
+            file.write("\n")  # some editors leave out the last newline
         writer = csv.DictWriter(file, columns or list(row))
         if columns is None:
             writer.writeheader()
@@ -91,9 +91,9 @@ def append(path: Path, run: Run) -> None:
 
 
 def read(path: Path) -> list[Run]:
-    """All rows; ValueError if there is no such file, or if a row is none of ours or not whole."""
+    """Return all rows; raise ValueError if the file is missing, or if a row is invalid or incomplete."""
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"there is no file {path}; train first, or give another path")
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         try:
@@ -103,14 +103,14 @@ def read(path: Path) -> list[Run]:
 
 
 def _run(row: dict[str, str]) -> Run:
-    if None in row.values() or None in row:  # as csv tells of a line that is short, or long
-        raise ValueError("it has not as many values as there are columns")
+    if None in row.values() or None in row:  # csv reports short and long lines this way
+        raise ValueError("it does not have one value per column")
     kinds = {field.name: field.type for field in dataclasses.fields(Setting)}
     points = [point.split("=") for point in row["curve"].split()]
     return Run(
         recipe=row["recipe"],
         seed=int(row["seed"]),
-        # Without a column for it, the optimizer was the default.
+        # Files without a column for the optimizer used the default.
         setting=Setting(**{name: kind(row[name]) for name, kind in kinds.items() if name in row}),  # type: ignore[operator]
         num_parameters=int(row["num_parameters"]),
         bytes_per_step=float(row["bytes_per_step"]),
@@ -122,17 +122,17 @@ def _run(row: dict[str, str]) -> Run:
 
 
 def setting_of(runs: Sequence[Run]) -> Setting:
-    """The one setting of all runs, since losses of two do not compare."""
+    """Return the setting of all runs; raise ValueError if they differ, since their losses do not compare."""
     if not runs:
-        raise ValueError("there are no runs")
+        raise ValueError("there are no runs in this file")
     settings = list(dict.fromkeys(run.setting for run in runs))
     if len(settings) != 1:
-        raise ValueError(f"runs of one setting are wanted, not of {len(settings)}: {settings}")
+        raise ValueError(f"all runs must have one setting, but these have {len(settings)}: {settings}")
     return settings[0]
 
 
 def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs of each recipe, in the order in which recipes first appear."""
+    """Group runs by recipe, in the order in which recipes first appear."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(run.recipe, []).append(run)

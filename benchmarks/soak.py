@@ -1,13 +1,13 @@
-"""Whether memory stays flat and ranks stay the same, over thousands of steps with each recipe.
+"""Check that memory stays flat and ranks stay identical over thousands of steps with each recipe.
 
     python benchmarks/soak.py                                  all recipes, 10,000 steps each, two ranks
     python benchmarks/soak.py --recipes int4 sign --steps 2000 --json soak.json
 
-A small model is trained on ranks of this machine, also with plain DDP ("DDP"), for comparison. Every
-hundredth of the steps, each rank notes its resident memory, and ranks compare hashes of all parameters. The
-slope is that of a line through the memory of the later four fifths of the run, on the rank where it is
-steepest. Exit code 1 if ranks ever differ, a parameter is not finite, or memory grows by more than a page
-(4 KiB) in a hundred steps.
+Trains a small model on ranks of this machine, with each recipe and with plain DDP ("DDP"). A hundred times
+in a run, each rank notes its resident memory, and ranks compare hashes of all parameters. The slope is that
+of a line through the memory of the last four fifths of the run, on the rank where it is steepest. Exit code
+1 if ranks ever differ, a parameter is not finite, or memory grows by more than a page (4 KiB) in a hundred
+steps.
 """
 
 import argparse
@@ -36,28 +36,28 @@ import gradwire
 from gradwire.headroom import Machine
 from gradwire.testing import run_ranks, send_message
 
-PLAIN = "DDP"  # without a wire: what torch itself does to memory
-RECIPES = [PLAIN, *(name for name in gradwire.RECIPES if name != "noop")]  # whose ranks are not the same
+PLAIN = "DDP"  # without a wire, to see how torch's own memory grows
+RECIPES = [PLAIN, *(name for name in gradwire.RECIPES if name != "noop")]  # ranks of noop differ
 NUM_SAMPLES = 100
-MAX_SLOPE = 4096 / 100  # bytes a step
+MAX_SLOPE = 4096 / 100  # bytes per step
 _WARM_UP = NUM_SAMPLES // 5
 
 
 @dataclass(frozen=True)
 class Soak:
-    """What one recipe gave, over all ranks."""
+    """The result of one recipe, over all ranks."""
 
     recipe: str
     num_steps: int
     seconds: float
     num_compared: int
-    """How often ranks compared their parameters."""
+    """Number of times that ranks compared their parameters."""
     num_different: int
-    """How often they were not the same, or not finite."""
+    """Number of times that these differed, or were not finite."""
     rss_mib: float
     """Resident memory of the largest rank at the end."""
     slope_bytes: float
-    """Growth in a step, of the rank where it is steepest."""
+    """Growth per step, on the rank where it is steepest."""
 
     @property
     def is_good(self) -> bool:
@@ -67,24 +67,24 @@ class Soak:
         return (
             f"{self.recipe:16} {self.num_steps:7,} {self.seconds:6.0f} {self.num_compared:9} "
             f"{self.num_different:9} {self.rss_mib:8.0f} {self.slope_bytes:13.1f}"
-            f"{'' if self.is_good else '  <- not good'}"
+            f"{'' if self.is_good else '  <- failed'}"
         )
 
 
 def make_model() -> DistributedDataParallel:
-    """Some 14,000 parameters of several shapes, in one bucket: the more rounds, the longer it takes."""
+    """Make a model of about 14,000 parameters of several shapes, in one bucket to keep steps short."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 96), nn.LayerNorm(96), nn.Linear(96, 16))
     return DistributedDataParallel(net)
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def are_same(model: nn.Module) -> bool:
-    """Whether all ranks have the same parameters, bit for bit, and finite ones."""
+    """Return True if all ranks have the same parameters, bit for bit, and all are finite."""
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     digest = hashlib.blake2b(flat.numpy().tobytes(), digest_size=7).digest()
     mine = torch.tensor([int.from_bytes(digest, "little"), int(flat.isfinite().all())])
@@ -94,7 +94,7 @@ def are_same(model: nn.Module) -> bool:
 
 
 def soak(rank: int, recipe: str, num_steps: int) -> tuple[list[int], int, float]:
-    """One rank's memory at each sample, how often ranks were different, and the seconds it took."""
+    """Train one rank; return its memory samples, how often ranks differed, and the seconds it took."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
@@ -117,7 +117,7 @@ def soak(rank: int, recipe: str, num_steps: int) -> tuple[list[int], int, float]
 
 
 def slope_of(samples: list[int], num_steps: int) -> float:
-    """Bytes a step, of the line of least squares through what comes after the warm-up."""
+    """Fit a line to the samples after the warm-up; return its slope in bytes per step."""
     later = samples[_WARM_UP:] if len(samples) > 2 * _WARM_UP else samples
     if len(later) < 2:
         return 0.0
@@ -149,9 +149,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE")
-    parser.add_argument("--steps", type=int, default=10_000, help="for each recipe")
+    parser.add_argument("--steps", type=int, default=10_000, help="steps per recipe")
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args()
     try:
         recipes = [spec if spec == PLAIN else str(gradwire.recipe(spec)) for spec in options.recipes]
@@ -174,7 +174,7 @@ def main() -> int:
             )
             progress.remove_task(task)
             print(soaks[-1], flush=True)
-            if options.json:  # as far as it has come
+            if options.json:  # after each recipe, in case the run is ended
                 record = {
                     "machine": dataclasses.asdict(machine),
                     "soaks": [dataclasses.asdict(s) for s in soaks],

@@ -2,14 +2,14 @@
 
     python benchmarks/steps.py                     two ranks on this machine
     python benchmarks/steps.py --link 100mbit      each rank behind a link of that rate (root, iproute2)
-    python benchmarks/steps.py --device cuda       two NCCL ranks, on one GPU if there is but one
+    python benchmarks/steps.py --device cuda       two NCCL ranks, which may share one GPU
     python benchmarks/steps.py --rows noop int8 int4 powersgd powersgd:rank=4 --rounds 4
 
-Everything is measured in the same processes, in turns whose order changes from round to round, so that drift
-hits all alike; a ratio is the median of the ratios within each round. A step is zero_grad, forward and
+All rows are measured in the same processes, in turns whose order changes from round to round, so that drift
+hits all alike. A ratio is the median of the ratios within each round. A step is zero_grad, forward and
 backward; its time is that of the slowest rank. Behind a link, the bytes that left a rank's interface are
-compared with what recipes announce. "Averaging" is the exchange alone, without a forward or backward
-beside it: of one bucket, and of the whole model's, which DDP averages two at a time.
+compared with those that recipes announce. "Averaging" times the exchange alone, without a forward or
+backward pass: for one bucket, and for all buckets of the model, which DDP averages two at a time.
 """
 
 import argparse
@@ -44,18 +44,18 @@ from gradwire.testing import run_ranks
 
 STEPS_PER_TURN = 3
 BASE = "DDP's fp32 allreduce"
-# Of the matrices in a bucket that is averaged alone.
+# Rows and columns of the matrices in a bucket that is averaged alone.
 SIDE = 512
 T = TypeVar("T")
 NUM_WARM_UP_TURNS = 1
 
 
 def torch_bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Torch's bf16 hook under another name: by its own, DDP refuses it on CPU."""
+    """Call torch's bf16 hook. DDP refuses it on CPU under its own name."""
     return torch_hooks.bf16_compress_hook(state, bucket)
 
 
-# name: what to register
+# The hook to register, by name of the row.
 PEERS: dict[str, Any] = {
     "DDP": None,
     "torch allreduce": torch_hooks.allreduce_hook,
@@ -67,19 +67,19 @@ CPU, GPU = Workload(), Workload(width=1024, num_layers=8, batch=8, sequence=128)
 
 
 def slowest(seconds: list[float]) -> list[float]:
-    """Of each step, the time on the slowest rank, in milliseconds."""
+    """Return each step's time on the slowest rank, in milliseconds."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return (1e3 * times).tolist()
 
 
 def shuffled(rows: dict[str, T], turn: int) -> list[tuple[str, T]]:
-    """The rows in an order that is the turn's own, the same on every rank."""
+    """Return the rows in another order for each turn, the same on every rank."""
     return random.Random(turn).sample(list(rows.items()), len(rows))
 
 
 def ratio(values: list[float], base: list[float], per_round: int = 1) -> float:
-    """How much longer, as the median over rounds."""
+    """Return the median over rounds of how many times longer `values` are than `base`."""
     rounds = zip(
         *(
             [statistics.mean(v[i : i + per_round]) for i in range(0, len(v), per_round)]
@@ -92,13 +92,13 @@ def ratio(values: list[float], base: list[float], per_round: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one row gave."""
+    """The measurements of one row."""
 
     ms: list[float]
     announced_bytes: float | None
-    """What the recipe says it sends in a step, on average: some send more in every other one."""
+    """Bytes per step that the recipe announces: a mean, since some send more in every other step."""
     sent_bytes: float | None
-    """What left the interface in a step, with all headers."""
+    """Bytes per step that left the interface, headers included."""
 
 
 def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[str, Measured]:
@@ -149,7 +149,7 @@ def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[st
 
 
 def interface_bytes() -> int | None:
-    """What has left this rank's own network interface, if it has one."""
+    """Return the bytes that have left this rank's network interface; None if it has none of its own."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         interface, colon, counters = line.partition(":")
@@ -159,7 +159,7 @@ def interface_bytes() -> int | None:
 
 
 def layers(bucket: int, numel: int) -> tuple[Slot, ...]:
-    """What a bucket holds: matrices, as many as there are whole ones, and a vector of the rest."""
+    """Fill a bucket with square matrices, and a vector for the rest."""
     num_whole, rest = divmod(numel, SIDE * SIDE)
     matrices = [
         Slot(f"layer{bucket}.{i}.weight", i * SIDE * SIDE, torch.Size((SIDE, SIDE)), (SIDE, 1))
@@ -170,7 +170,7 @@ def layers(bucket: int, numel: int) -> tuple[Slot, ...]:
 
 
 def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -> dict[str, list[float]]:
-    """The exchange of buckets of these sizes, handed over all at once as DDP does."""
+    """Time the exchange of buckets of these sizes, handed over all at once, as DDP does."""
     buckets = [torch.randn(n) for n in sizes]
     group = dist.group.WORLD
     assert group is not None
@@ -219,12 +219,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument(
-        "--rounds", type=int, default=12, help=f"turns of {STEPS_PER_TURN} steps for each row"
-    )
-    parser.add_argument("--link", help="the rate of each rank's link, such as 1gbit; by default no limit")
+    parser.add_argument("--rounds", type=int, default=12, help=f"turns of {STEPS_PER_TURN} steps per row")
+    parser.add_argument("--link", help="rate of each rank's link, such as 1gbit; by default no limit")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS, help="recipes, and peers beside DDP")
+    parser.add_argument(
+        "--rows", nargs="+", default=DEFAULT_ROWS, help="recipes, and torch's hooks, as 'torch fp16'"
+    )
     parser.add_argument("--averaging", action="store_true", help="also time the exchange alone")
     options = parser.parse_args()
     names = ["DDP", *(name for name in options.rows if name != "DDP")]

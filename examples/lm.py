@@ -1,4 +1,4 @@
-"""A byte-level transformer language model, and text that every machine has: Python's standard library."""
+"""A byte-level transformer language model, and its text: the source of Python's standard library."""
 
 import hashlib
 import math
@@ -13,7 +13,7 @@ HEAD = 32
 
 
 def corpus() -> tuple[Tensor, Tensor]:
-    """All bytes of the standard library's files, to train on, and of every twentieth, held out."""
+    """Return the bytes of the standard library's files: those to train on, and about a twentieth held out."""
     root, train, held_out = Path(sysconfig.get_path("stdlib")), bytearray(), bytearray()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -24,13 +24,13 @@ def corpus() -> tuple[Tensor, Tensor]:
 
 
 def starts(text: Tensor, shape: tuple[int, ...], length: int, seed: int) -> Tensor:
-    """Places in the text at which pieces begin, as the seed decides."""
+    """Draw places in the text at which pieces begin."""
     found = torch.randint(len(text) - length, shape, generator=torch.Generator().manual_seed(seed))
     return found.to(text.device)
 
 
 def pieces(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Pieces of the text, and the byte that follows each byte."""
+    """Return pieces of the text, and for each byte the one that follows it."""
     found = text[starts.unsqueeze(-1) + torch.arange(length + 1, device=text.device)].long()
     return found[:, :-1], found[:, 1:]
 
@@ -55,7 +55,7 @@ class LM(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers if ends_branch else 1))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss, in nats a byte."""
+        """Return the mean loss, in nats per byte."""
         x = self.bytes(inputs) + self.places.weight
         logits = self.head(self.blocks(x, mask=self.mask, is_causal=True))
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

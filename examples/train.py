@@ -1,4 +1,4 @@
-"""A training script that knows nothing of gradwire: a small transformer on made-up data.
+"""Train a small transformer on random data. The script does not use gradwire.
 
 torchrun --nproc-per-node 2 examples/train.py
 gradwire lab --rate 100mbit -- gradwire run --recipe bf16 -- examples/train.py --steps 20
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    """Train."""
+    """Train, and print the median step time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=256)

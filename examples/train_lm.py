@@ -1,7 +1,7 @@
 """Train a byte-level transformer language model on the source of Python's standard library.
 
 torchrun --nproc-per-node 2 examples/train_lm.py --recipe int8
-torchrun --nproc-per-node 2 examples/train_lm.py --recipe int4 --checkpoint run/   # again: it goes on
+torchrun --nproc-per-node 2 examples/train_lm.py --recipe int4 --checkpoint run/   # run it again to resume
 """
 
 import argparse
@@ -19,23 +19,23 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from lm import LM, corpus, pieces, starts
 
-LENGTH = 128  # bytes in a piece of text
+LENGTH = 128  # bytes per piece of text
 NUM_EVALUATED = 16  # batches of held-out text
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Up in a twentieth of the steps, then down along a cosine to a tenth."""
+    """Return the rate: linear warm-up over a twentieth of the steps, then a cosine down to a tenth."""
     warm_up = max(1, steps // 20)
     cosine = 0.55 + 0.45 * math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up))
     return peak * ((step + 1) / warm_up if step < warm_up else cosine)
 
 
 def save(folder: Path, step: int, wire: gradwire.Wire, **shared: object) -> None:
-    """Write what training goes on from: rank 0 what ranks share, and each what its wire holds back."""
+    """Write a checkpoint: every rank saves its wire's state, and rank 0 what all ranks share."""
     rank, new = dist.get_rank(), folder / "new"
     new.mkdir(parents=True, exist_ok=True)
     torch.save({"wire": wire.state_dict(), **(shared if rank == 0 else {})}, new / f"rank{rank}.pt")
-    dist.barrier()  # every rank's file is whole before they take the place of the old ones, all at once
+    dist.barrier()  # all files are complete before they replace the old ones
     if rank == 0:
         old = list(folder.glob("step*"))
         new.rename(folder / f"step{step:08}")
@@ -44,7 +44,7 @@ def save(folder: Path, step: int, wire: gradwire.Wire, **shared: object) -> None
 
 
 def load(folder: Path, wire: gradwire.Wire, net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Go on from the newest checkpoint, of this or another number of ranks; the number of steps done."""
+    """Load the newest checkpoint, saved by any number of ranks; return the number of steps done."""
     saved = max(folder.glob("step*"), default=None)
     if saved is None:
         return 0
@@ -60,31 +60,31 @@ def load(folder: Path, wire: gradwire.Wire, net: nn.Module, optimizer: torch.opt
 
 
 def count(text: str) -> int:
-    """A number of at least one."""
+    """Parse a number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, not {text!r}")
     return int(text)
 
 
 def parse_options() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--recipe", default="fp32", help="what goes over the wire, such as bf16 or int4")
+    parser.add_argument("--recipe", default="fp32", help="a recipe of gradwire, such as bf16 or int4")
     parser.add_argument("--steps", type=count, default=400)
-    parser.add_argument("--batch", type=count, default=8, help="pieces of text a rank in a backward pass")
-    parser.add_argument("--accumulate", type=count, default=2, help="backward passes in a step")
+    parser.add_argument("--batch", type=count, default=8, help="pieces of text per rank and backward pass")
+    parser.add_argument("--accumulate", type=count, default=2, help="backward passes per step")
     parser.add_argument("--width", type=count, default=128, help="a multiple of 32")
     parser.add_argument("--layers", type=count, default=3)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--every", type=count, default=100, help="steps between evaluations, and checkpoints")
+    parser.add_argument("--every", type=count, default=100, help="steps between evaluations and checkpoints")
     parser.add_argument(
-        "--checkpoint", type=Path, help="a folder, seen by all ranks, to go on from and save to"
+        "--checkpoint", type=Path, help="a folder that all ranks see, to resume from and save to"
     )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Train."""
+    """Train, evaluate and save."""
     options = parse_options()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -104,7 +104,7 @@ def main() -> None:
         return pieces(source, starts(source, (options.batch,), LENGTH, seed), LENGTH)
 
     @torch.no_grad()
-    def evaluate() -> float:  # on the same pieces whatever the number of ranks
+    def evaluate() -> float:  # the same pieces for any number of ranks
         own = [net(*batch(held_out, seed)) for seed in range(rank, NUM_EVALUATED, world_size)]
         loss = torch.tensor(own, device=device).sum()
         dist.all_reduce(loss)
@@ -123,7 +123,7 @@ def main() -> None:
                 with contextlib.nullcontext() if last else model.no_sync():
                     seed = (step * options.accumulate + i) * world_size + rank
                     (model(*batch(text, seed)) / options.accumulate).backward()
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # of the mean, so the same on all ranks
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # gradients are averaged: the same on all ranks
             optimizer.step()
             if (step + 1) % options.every == 0 or step + 1 == options.steps:
                 loss = evaluate()

@@ -146,7 +146,7 @@ def test_workers_of_local_sgd_are_ranks_that_start_alike_and_average_every_perio
         (["--recipes", "fp99"], "there is no recipe 'fp99'"),
         (["--recipes", "int4:blok=64"], "recipe 'int4' has no option 'blok'"),
         (["--recipes", "route(*.bias=noop; *=int8)"], "leaves every rank its own gradients"),
-        (["--recipes", "DiLoCo:period=often"], "is called DiLoCo:period=8, not DiLoCo:period=often"),
+        (["--recipes", "DiLoCo:period=often"], "DiLoCo:period=often has no valid period"),
         (["--steps", 0], "steps must be at least 1, not 0"),
         (["--steps", 7], "small.csv has rows of another setting, 8 workers x 1 x 16 bytes, 6 steps"),
         (["--table", "none.csv"], "there is no file none.csv"),
@@ -209,7 +209,7 @@ def test_each_optimizer_has_a_file_of_its_own_and_no_table_mixes_them(benchmark,
     both.write_text("\n".join([*(folder / "small.csv").read_text().splitlines(), *own_rows]))
     with pytest.raises(SystemExit, match="2"):
         benchmark("--table", both)
-    assert "runs of one setting are wanted, not of 2" in capsys.readouterr().err
+    assert "all runs must have one setting, but these have 2" in capsys.readouterr().err
 
 
 def test_a_file_older_than_the_column_of_optimizers_is_read_and_added_to(benchmark, folder, tmp_path):

@@ -1,6 +1,9 @@
-"""Every page's example runs as it stands."""
+"""Every Python block of every page runs as it stands."""
 
+import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,11 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.lab import Lab, LabUnavailable
 from gradwire.testing import run_ranks
 from tests.test_mixed_precision import Nothing
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["local_sgd", "overlap", "zero", "mixed_precision", "powersgd", "reliability", "telemetry"]
+PAGES_ON_RANKS = [
+    "hooks",
+    "local_sgd",
+    "mixed_precision",
+    "overlap",
+    "powersgd",
+    "reliability",
+    "telemetry",
+    "zero",
+]
+
+
+def example_of(page):
+    """All Python blocks of a page, one after the other: later blocks use the names of earlier ones."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL))
 
 
 def job_example(rank, example, needs_accelerator):
@@ -30,7 +48,34 @@ def job_example(rank, example, needs_accelerator):
     return [torch.equal(mine, other) for other in everyone]
 
 
-@pytest.mark.parametrize("page", PAGES)
+def test_every_page_with_python_is_run_here():
+    pages = {path.stem for path in DOCS.glob("*.md") if "```python" in path.read_text()}
+    assert pages == {*PAGES_ON_RANKS, "lab", "testing"}
+
+
+@pytest.mark.parametrize("page", PAGES_ON_RANKS)
 def test_the_example_of_a_page_runs_and_leaves_ranks_the_same(page):
-    (example,) = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    example = example_of(page)
     assert run_ranks(job_example, 2, args=(example, "cuda" in example)) == [[True, True]] * 2
+
+
+def test_the_tests_of_the_page_about_testing_pass(tmp_path, monkeypatch):
+    (tmp_path / "page_about_testing.py").write_text(example_of("testing"))
+    monkeypatch.syspath_prepend(tmp_path)  # ranks import its functions by name
+    page = importlib.import_module("page_about_testing")
+    tests = [value for name, value in vars(page).items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
+
+
+def test_the_example_of_the_lab_measures_its_links(tmp_path):
+    try:
+        Lab(1).close()
+    except LabUnavailable as error:
+        pytest.skip(str(error))
+    (tmp_path / "page.py").write_text(example_of("lab"))
+    command = [sys.executable, "page.py"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "Mbit/s between one rank on each host" in done.stdout

@@ -1,0 +1,116 @@
+"""Rules for every Markdown page: short lines, links that resolve, names that exist."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import gradwire
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+MAX_COLUMNS = 120
+MAX_CHANGELOG_LINES = 60
+FOLDERS = ("benchmarks", "docs", "examples", "src", "tests")
+# benchmarks/convergence.py writes its tables, one run a row.
+HAS_GENERATED_TABLES = {"fidelity.md"}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def headings(page):
+    """The anchors of a page, made from its headings as GitHub does."""
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def resolve(name):
+    """Import the longest module that a dotted name begins with, and get the rest from it."""
+    parts = name.split(".")
+    for i in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:i]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[i:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+@each_page
+def test_lines_fit_in_120_columns(page):
+    long = [
+        f"{page.name}:{number}: {line}"
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > MAX_COLUMNS
+        if not (page.name in HAS_GENERATED_TABLES and line.startswith("|"))
+    ]
+    assert not long, "\n".join(long)
+
+
+@each_page
+def test_links_between_pages_resolve(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.is_file() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    assert not broken, broken
+
+
+@each_page
+def test_names_of_gradwire_exist(page):
+    names = set(re.findall(r"\bgradwire(?:\.[A-Za-z_]\w*)+", page.read_text()))
+    missing = []
+    for name in sorted(names):
+        try:
+            resolve(name)
+        except (AttributeError, ModuleNotFoundError):
+            missing.append(name)
+    assert not missing, missing
+
+
+@each_page
+def test_methods_of_a_wire_exist(page):
+    methods = set(re.findall(r"\bwire\.(\w+)\(", page.read_text()))
+    assert not {name for name in methods if not hasattr(gradwire.Wire, name)}
+
+
+@each_page
+def test_files_of_the_repository_exist(page):
+    paths = set(re.findall(rf"(?<![\w/])(?:{'|'.join(FOLDERS)})/[\w./-]*\w", page.read_text()))
+    assert not {path for path in paths if not (ROOT / path).exists()}
+
+
+@each_page
+def test_recipes_with_options_are_spelled_as_gradwire_reads_them(page):
+    names = "|".join(gradwire.RECIPES)
+    for text in set(
+        re.findall(rf"`\"?((?:{names}):[^`\"]+|(?:route|schedule)\([^`\"]+\))\"?`", page.read_text())
+    ):
+        gradwire.recipe(text)
+
+
+def test_packages_that_contributors_are_sent_to_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`([\w/]+/(?:\w+\.py)?)`", text)
+    assert len(paths) > 10
+    assert not [
+        path for path in paths if not any((base / path).exists() for base in (ROOT, ROOT / "src/gradwire"))
+    ]
+
+
+def test_what_is_unreleased_is_short_enough_to_read():
+    unreleased = (ROOT / "CHANGELOG.md").read_text().partition("## Unreleased")[2].partition("\n## ")[0]
+    assert len(unreleased.splitlines()) <= MAX_CHANGELOG_LINES
