@@ -1,10 +1,9 @@
-"""What is left of a link's rate where messages of several workers meet: the cost model's one fitted constant.
+"""Fit the one constant of the cost model: the share of a link's rate that is left where messages meet.
 
 python benchmarks/many_to_one.py      # root and iproute2; a minute or two
 
-Measures plain fp32 averaging, by messages to all others at once, in cases that are none of those that
-`gradwire plan --validate` compares predictions with, and looks for the constant with which the model comes
-closest to them all.
+Measures plain fp32 averaging, which sends messages to all other workers at once. The cases differ from those
+of `gradwire plan --validate`. Prints the constant with which the model comes closest to all of them.
 """
 
 import dataclasses
@@ -12,22 +11,22 @@ import math
 import os
 
 from gradwire.headroom import Record, Row
-from gradwire.planner import Calibration, calibrate
-from gradwire.planner.validation import CASES, Case, cluster_of, measure_case, predict_row
+from gradwire.planner import LAB_CASES, Calibration, LabCase, calibrate
+from gradwire.planner.validation import cluster_of, measure_case, predict_row
 
-FITTED_ON: tuple[Case, ...] = ((3, "300mbit"), (4, "400mbit"), (6, "200mbit"))
+FITTED_ON = (LabCase(3, "300mbit"), LabCase(4, "400mbit"), LabCase(6, "200mbit"))
 CANDIDATES = [round(0.5 + 0.01 * i, 2) for i in range(51)]
 
 
 def off(record: Record, row: Row, speeds: Calibration, part: float) -> float:
-    """How far off the model is with this constant, as a logarithm."""
+    """Return the error of the model with this constant, as a logarithm."""
     cluster = dataclasses.replace(cluster_of(record), many_to_one=part)
     return math.log(predict_row(record, row, speeds, cluster) / row.step_ms)
 
 
 def main() -> None:
-    assert not set(FITTED_ON) & set(CASES)
-    # Of torch in the ranks, which would warn that hosts of a lab have no names.
+    assert not set(FITTED_ON) & set(LAB_CASES)
+    # torch in the ranks would warn that hosts of a lab have no names.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     speeds = calibrate(["fp32"])
     found: list[tuple[Record, Row]] = []
@@ -36,7 +35,7 @@ def main() -> None:
         (row,) = record.recipes
         found.append((record, row))
         alone = min(CANDIDATES, key=lambda part: abs(off(record, row, speeds, part)))
-        print(f"{case[0]} hosts, {case[1]}: {row.step_ms:.1f} ms, right with {alone:.2f} of the rate")
+        print(f"{case}: {row.step_ms:.1f} ms, right with {alone:.2f} of the rate")
     best = min(CANDIDATES, key=lambda part: sum(off(*each, speeds, part) ** 2 for each in found))
     print(f"closest to all: {best:.2f}")
     for record, row in found:
