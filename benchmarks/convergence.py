@@ -1,17 +1,17 @@
-"""Does it train as well? The same language model, data and seeds with every recipe, over virtual workers.
+"""Train the same language model, data and seeds with every recipe, over virtual workers, and compare losses.
 
     python benchmarks/convergence.py --setting small              minutes on 2 cores
-    python benchmarks/convergence.py --setting real --minutes 8   one GPU; again and again until all is there
+    python benchmarks/convergence.py --setting real --minutes 8   one GPU; repeat until it exits with 0
     python benchmarks/convergence.py --optimizer sgd              the small setting, in small-sgd.csv
     python benchmarks/convergence.py --table convergence/small.csv
     python benchmarks/convergence.py --plot convergence/small.csv fidelity.svg --link 1gbit
 
 The model, the text and the schedule are those of examples/train_lm.py. Each recipe and seed becomes one row
-of a CSV file; what has a row is not run again, so it may be ended at any time, and goes on with the first row
-that is missing, from the last evaluation of its loss on, with the same bits as if it had not been ended. With
---minutes, it ends by itself and saves its last step (but a row of local SGD, once begun, runs to its end).
-Several processes may share a folder: each takes rows that no other has begun. Exit code 0: every row is
-there; 3: some are not, run it again; 2: something is wrong with what was asked for.
+of a CSV file. You may end it at any time: the next run continues with the first missing row, from the last
+evaluation of its loss, and gets the same bits as an uninterrupted one. With --minutes it ends by itself and
+saves its last step; a row of local SGD, once begun, runs to its end. Several processes may share a folder:
+each takes rows that no other has begun. Exit code 0: all rows are there; 3: some are missing, run it again;
+2: wrong arguments.
 """
 
 import argparse
@@ -60,18 +60,19 @@ SETTINGS = {
     # 25.5 million parameters. A worker's batch of 2048 bytes keeps the GPU busy for about 2 ms.
     "real": Setting(4, 2000, 512, 8, 256, 8, 1e-3),
 }
-# For an optimizer that is not the setting's own; fp32's best of 0.01, 0.03, 0.1, 0.3 and 1 in both settings.
+# Learning rate for an optimizer other than the setting's own. In both settings it was fp32's best of 0.01,
+# 0.03, 0.1, 0.3 and 1.
 LEARNING_RATES = {"sgd": 0.1}
 NUM_EVALUATIONS = 10
 NUM_HELD_OUT = {"small": 256, "real": 1024}
-"""Pieces of held-out text, the same for all."""
+"""Number of pieces of held-out text, the same ones for all."""
 
 
 VERSIONS = f"torch {torch.__version__}, Python {platform.python_version()}"
 
 
 class OutOfTime(Exception):
-    """A run was ended before its last step, and saved."""
+    """Raised if a run ended before its last step; it was saved."""
 
 
 def train(
@@ -82,7 +83,7 @@ def train(
     tell: Callable[[int, float], None],
     eager: bool,
 ) -> Run:
-    """Train once, from where an earlier run was saved; raise OutOfTime at the deadline."""
+    """Train once, from the state that an earlier run saved. Raises OutOfTime at the deadline."""
     setting = row.setting
     trainer = Trainer(setting, row.recipe, row.seed, texts, eager)
     seconds_before, curve = 0.0, {}
@@ -126,7 +127,7 @@ def train(
 
 
 def train_replicas(row: Row, num_held_out: int, deadline: float, tell: Callable[[int, float], None]) -> Run:
-    """A row of local SGD, whose workers are processes, on CPU; raise OutOfTime at the deadline."""
+    """Train a row of local SGD, with processes as workers, on CPU. Raises OutOfTime at the deadline."""
     if time.monotonic() > deadline:
         raise OutOfTime(f"{row} is not begun")
     setting, every = row.setting, max(1, row.setting.steps // NUM_EVALUATIONS)
@@ -137,7 +138,7 @@ def train_replicas(row: Row, num_held_out: int, deadline: float, tell: Callable[
 
 
 def chosen_recipes(names: list[str]) -> list[str]:
-    """These recipes as they print, each once; ValueError for one that is none, or does not average."""
+    """Return the canonical names of recipes, each once. Raises ValueError for one that does not average."""
     chosen = []
     for name in names:
         if replicas.period_of(name):
@@ -150,7 +151,7 @@ def chosen_recipes(names: list[str]) -> list[str]:
 
 
 def chosen_runs(path: Path, recipes: list[str] | None) -> list[Run]:
-    """Those of some recipes, or all; ValueError if one of the recipes has none."""
+    """Return the runs of some recipes, or all runs. Raises ValueError if a recipe has none."""
     runs = read(path)
     if recipes is None:
         return runs
@@ -160,12 +161,12 @@ def chosen_runs(path: Path, recipes: list[str] | None) -> list[Run]:
 
 
 def file_name(name: str, optimizer: str) -> str:
-    """The CSV file of a setting: its name, and that of the optimizer if it is not the example's."""
+    """Return the CSV file of a setting; it names the optimizer too, if that is not the example's."""
     return f"{name}.csv" if optimizer == "adamw" else f"{name}-{optimizer}.csv"
 
 
 def read_own(path: Path, setting: Setting) -> list[Run]:
-    """The rows that there are; ValueError if they do not compare with what is to be added."""
+    """Return the rows that are there. Raises ValueError if new ones would not compare with them."""
     runs = read(path) if path.exists() else []
     for run in runs:
         if run.setting != setting:
@@ -195,7 +196,7 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
 
 
 def chosen_rows(options: argparse.Namespace, setting: Setting, device: torch.device) -> list[Row]:
-    """Seed by seed, so that a part of them has all recipes."""
+    """Return all rows, seed by seed, so that the first ones have all recipes."""
     recipes = chosen_recipes(options.recipes or RECIPES)
     if device.type != "cpu":
         for recipe in filter(replicas.period_of, recipes):
@@ -207,7 +208,7 @@ def chosen_rows(options: argparse.Namespace, setting: Setting, device: torch.dev
 
 def run_all(rows: list[Row], path: Path, device: torch.device, options: argparse.Namespace) -> int:
     if device.type == "cpu":
-        torch.set_num_threads(1)  # so small a model gains nothing from more, and loses where cores are busy
+        torch.set_num_threads(1)  # more gain nothing for so small a model, and cost time on busy cores
     deadline = time.monotonic() + 60 * options.minutes
     text, held_out = (text.to(device) for text in corpus())
     num_held_out, num_taken = NUM_HELD_OUT[options.setting], 0
@@ -225,7 +226,7 @@ def run_all(rows: list[Row], path: Path, device: torch.device, options: argparse
 
             try:
                 with row.claimed():
-                    if is_there(row):  # by another process, meanwhile
+                    if is_there(row):  # another process has finished it
                         continue
                     if replicas.period_of(row.recipe):
                         run = train_replicas(row, num_held_out, deadline, tell)

@@ -1,18 +1,18 @@
-"""Runs of `convergence.py` as a table, and as curves of loss in an SVG."""
+"""Show runs of `convergence.py` as a table, and as curves of loss in an SVG."""
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from html import escape
 
-from gradwire.lab.rates import parse_rate
+from gradwire.lab import parse_rate
 from runs import Run, by_recipe, setting_of
 
 BASE = "fp32"
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Markdown: for each recipe its loss over seeds, and the gap to fp32's, seed by seed.
+    """Return a Markdown table: each recipe's loss over seeds, and its gap to fp32's, seed by seed.
 
     Where fp32's loss has risen before the end, with columns for the lowest too.
     """
@@ -62,7 +62,7 @@ COLOURS = [
 
 
 def draw(runs: Sequence[Run], link: str) -> str:
-    """Loss against steps, against bytes, and against time on a link, each recipe's mean over its seeds."""
+    """Draw each recipe's mean loss over its seeds: by steps, by bytes, and by time on a link."""
     rate = parse_rate(link)
     setting, recipes = setting_of(runs), by_recipe(runs)
     computing = [run.seconds / setting.steps / setting.workers for run in recipes.get(BASE, runs)]
@@ -135,7 +135,7 @@ def _panel(
         x = 10.0**tick if log else x_high * tick / 4
         x_at = left + PANEL * ((tick - x_low) / (x_high - x_low) if log else tick / 4)
         lines.append(f'<text x="{x_at:.1f}" y="{bottom + 16}" text-anchor="middle">{x:g}</text>')
-    # A drawing of its own, beyond which nothing is seen; a little larger, for the width of lines.
+    # A nested drawing clips the curves. It is a little larger than the panel, for the width of lines.
     lines.append(f'<svg x="{left}" y="{TOP}" width="{PANEL + 2}" height="{HEIGHT + 2}">')
     for i, curve in enumerate(curves.values()):
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in curve))
@@ -145,7 +145,7 @@ def _panel(
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """The ends of an axis, which need some room between them."""
+    """Return the ends of an axis, at least a little apart."""
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
 

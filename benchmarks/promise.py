@@ -1,4 +1,4 @@
-"""Whether the verdict of `gradwire headroom` comes true in a script that knows nothing of gradwire.
+"""Check that the verdict of `gradwire headroom` comes true in a script that knows nothing of gradwire.
 
 python benchmarks/promise.py                   # root and iproute2; two minutes
 python benchmarks/promise.py --link 300mbit
@@ -29,7 +29,7 @@ def say(command: list[str]) -> None:
 
 
 def ask(link: str) -> tuple[str, float]:
-    """The recipe that is recommended, and how many times as fast it is said to be."""
+    """Return the recommended recipe and its promised gain."""
     recipes = [word for recipe in RECIPES for word in ("--recipe", recipe)]
     command = [*GRADWIRE, "headroom", "--link", link, *recipes, "--steps", "8", "--json", "-", "--", SCRIPT]
     say(command)
@@ -41,7 +41,7 @@ def ask(link: str) -> tuple[str, float]:
 
 
 def step_ms(link: str, *before: str) -> float:
-    """What the script says its steps take."""
+    """Return the step time that the script prints."""
     command = [*GRADWIRE, "lab", "--rate", link, "--", *before, SCRIPT, "--steps", "15"]
     say(command)
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -1,6 +1,6 @@
-"""Local SGD for `convergence.py`: workers with parameters of their own, so on real ranks.
+"""Local SGD for `convergence.py`, on real ranks, because each worker has parameters of its own.
 
-A row is called LocalSGD:period=N or DiLoCo:period=N, as gradwire.LocalSGD and gradwire.DiLoCo have it.
+A row is named LocalSGD:period=N or DiLoCo:period=N, after gradwire.LocalSGD and gradwire.DiLoCo.
 """
 
 import sys
@@ -27,7 +27,7 @@ TIMEOUT_S = 1800.0
 
 
 def period_of(name: str) -> int | None:
-    """Every how many steps a row of this name averages parameters; None for one that is not of this kind."""
+    """Return the number of steps between two averagings in a row of this name; None for other rows."""
     kind, _, option = name.partition(":period=")
     if kind not in OUTER:
         return None
@@ -39,7 +39,7 @@ def period_of(name: str) -> int | None:
 def train(
     setting: Setting, name: str, seed: int, num_held_out: int, every: int, tell: Callable[[int, float], None]
 ) -> tuple[dict[int, float], float, int, float]:
-    """Held-out losses by step, bytes a step of the busiest rank, the number of parameters, and seconds."""
+    """Train; return held-out losses by step, the busiest rank's bytes per step, parameters and seconds."""
     last = float("nan")
 
     def on_message(rank: int, message: tuple[int, float | None]) -> None:
@@ -59,7 +59,7 @@ def train(
 def run_rank(
     rank: int, setting: Setting, name: str, seed: int, num_held_out: int, every: int
 ) -> tuple[dict[int, float], int, int]:
-    """What one rank does; the first one evaluates, just after an averaging."""
+    """Train on one rank; the first rank evaluates, just after an averaging."""
     text, held_out = corpus()
     torch.manual_seed(seed)
     net = LM(setting.width, setting.layers, setting.length)

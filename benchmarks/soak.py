@@ -1,4 +1,4 @@
-"""Whether memory stays flat and ranks stay the same, over thousands of steps with each recipe.
+"""Check that memory stays flat and ranks stay the same, over thousands of steps with each recipe.
 
     python benchmarks/soak.py                                  all recipes, 10,000 steps each, two ranks
     python benchmarks/soak.py --recipes int4 sign --steps 2000 --json soak.json
@@ -36,8 +36,8 @@ import gradwire
 from gradwire.headroom import Machine
 from gradwire.testing import run_ranks, send_message
 
-PLAIN = "DDP"  # without a wire: what torch itself does to memory
-RECIPES = [PLAIN, *(name for name in gradwire.RECIPES if name != "noop")]  # whose ranks are not the same
+PLAIN = "DDP"  # without a wire, for the memory of torch itself
+RECIPES = [PLAIN, *(name for name in gradwire.RECIPES if name != "noop")]  # its ranks differ
 NUM_SAMPLES = 100
 MAX_SLOPE = 4096 / 100  # bytes a step
 _WARM_UP = NUM_SAMPLES // 5
@@ -45,19 +45,19 @@ _WARM_UP = NUM_SAMPLES // 5
 
 @dataclass(frozen=True)
 class Soak:
-    """What one recipe gave, over all ranks."""
+    """The figures of one recipe, over all ranks."""
 
     recipe: str
     num_steps: int
     seconds: float
     num_compared: int
-    """How often ranks compared their parameters."""
+    """Number of times that ranks compared their parameters."""
     num_different: int
-    """How often they were not the same, or not finite."""
+    """Number of times that they differed or were not finite."""
     rss_mib: float
     """Resident memory of the largest rank at the end."""
     slope_bytes: float
-    """Growth in a step, of the rank where it is steepest."""
+    """Growth per step, on the rank where it is steepest."""
 
     @property
     def is_good(self) -> bool:
@@ -72,19 +72,19 @@ class Soak:
 
 
 def make_model() -> DistributedDataParallel:
-    """Some 14,000 parameters of several shapes, in one bucket: the more rounds, the longer it takes."""
+    """Return a model of about 14,000 parameters of several shapes, all in one bucket."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 96), nn.ReLU(), nn.Linear(96, 96), nn.LayerNorm(96), nn.Linear(96, 16))
     return DistributedDataParallel(net)
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def are_same(model: nn.Module) -> bool:
-    """Whether all ranks have the same parameters, bit for bit, and finite ones."""
+    """Return True if all ranks have the same parameters bit for bit, and all are finite."""
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     digest = hashlib.blake2b(flat.numpy().tobytes(), digest_size=7).digest()
     mine = torch.tensor([int.from_bytes(digest, "little"), int(flat.isfinite().all())])
@@ -94,7 +94,7 @@ def are_same(model: nn.Module) -> bool:
 
 
 def soak(rank: int, recipe: str, num_steps: int) -> tuple[list[int], int, float]:
-    """One rank's memory at each sample, how often ranks were different, and the seconds it took."""
+    """Train on one rank; return its memory samples, the number of mismatches and the seconds."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(rank)
@@ -117,7 +117,7 @@ def soak(rank: int, recipe: str, num_steps: int) -> tuple[list[int], int, float]
 
 
 def slope_of(samples: list[int], num_steps: int) -> float:
-    """Bytes a step, of the line of least squares through what comes after the warm-up."""
+    """Return the growth in bytes per step: the least-squares slope of the samples after the warm-up."""
     later = samples[_WARM_UP:] if len(samples) > 2 * _WARM_UP else samples
     if len(later) < 2:
         return 0.0
@@ -174,7 +174,7 @@ def main() -> int:
             )
             progress.remove_task(task)
             print(soaks[-1], flush=True)
-            if options.json:  # as far as it has come
+            if options.json:  # written as rows finish
                 record = {
                     "machine": dataclasses.asdict(machine),
                     "soaks": [dataclasses.asdict(s) for s in soaks],

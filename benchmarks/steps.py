@@ -1,15 +1,15 @@
-"""Step times of DDP without a hook, torch's own hooks and ours, side by side in one run.
+"""Time steps of DDP without a hook, with torch's own hooks and with ours, side by side in one run.
 
     python benchmarks/steps.py                     two ranks on this machine
     python benchmarks/steps.py --link 100mbit      each rank behind a link of that rate (root, iproute2)
-    python benchmarks/steps.py --device cuda       two NCCL ranks, on one GPU if there is but one
+    python benchmarks/steps.py --device cuda       two NCCL ranks, which share a GPU if there is only one
     python benchmarks/steps.py --rows noop int8 int4 powersgd powersgd:rank=4 --rounds 4
 
-Everything is measured in the same processes, in turns whose order changes from round to round, so that drift
-hits all alike; a ratio is the median of the ratios within each round. A step is zero_grad, forward and
-backward; its time is that of the slowest rank. Behind a link, the bytes that left a rank's interface are
-compared with what recipes announce. "Averaging" is the exchange alone, without a forward or backward
-beside it: of one bucket, and of the whole model's, which DDP averages two at a time.
+All rows run in the same processes. They take turns, in an order that changes from round to round, so drift
+hits all alike. A ratio is the median of the ratios within each round. A step is zero_grad, forward and
+backward; its time is that of the slowest rank. With --link, the bytes that left a rank's interface are
+compared with those that recipes announce. "Averaging" is the exchange alone, without a forward or backward
+beside it: of one bucket, and of all buckets of the model, which DDP averages two at a time.
 """
 
 import argparse
@@ -48,18 +48,18 @@ from gradwire.testing import run_ranks
 
 STEPS_PER_TURN = 3
 BASE = "DDP's fp32 allreduce"
-# Of the matrices in a bucket that is averaged alone.
+# Side of the matrices in a bucket that is averaged alone.
 SIDE = 512
 T = TypeVar("T")
 NUM_WARM_UP_TURNS = 1
 
 
 def torch_bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Torch's bf16 hook under another name: by its own, DDP refuses it on CPU."""
+    """Call torch's bf16 hook under another name; DDP refuses its own name on CPU."""
     return torch_hooks.bf16_compress_hook(state, bucket)
 
 
-# name: what to register
+# Hooks to register, by the name of their row.
 PEERS: dict[str, Any] = {
     "DDP": None,
     "torch allreduce": torch_hooks.allreduce_hook,
@@ -71,19 +71,19 @@ CPU, GPU = Workload(), Workload(width=1024, num_layers=8, batch=8, sequence=128)
 
 
 def slowest(seconds: list[float]) -> list[float]:
-    """Of each step, the time on the slowest rank, in milliseconds."""
+    """Return the slowest rank's time of each step, in milliseconds."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return (1e3 * times).tolist()
 
 
 def shuffled(rows: dict[str, T], turn: int) -> list[tuple[str, T]]:
-    """The rows in an order that is the turn's own, the same on every rank."""
+    """Return the rows in an order that depends on the turn, the same on every rank."""
     return random.Random(turn).sample(list(rows.items()), len(rows))
 
 
 def ratio(values: list[float], base: list[float], per_round: int = 1) -> float:
-    """How much longer, as the median over rounds."""
+    """Return how many times as long as the base the values are, as the median over rounds."""
     rounds = zip(
         *(
             [statistics.mean(v[i : i + per_round]) for i in range(0, len(v), per_round)]
@@ -96,13 +96,13 @@ def ratio(values: list[float], base: list[float], per_round: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one row gave."""
+    """The figures of one row."""
 
     ms: list[float]
     announced_bytes: float | None
-    """What the recipe says it sends in a step, on average: some send more in every other one."""
+    """Bytes per step that the recipe reports; the mean, because some alternate between two amounts."""
     sent_bytes: float | None
-    """What left the interface in a step, with all headers."""
+    """Bytes per step that left the interface, with all headers; None without an interface of its own."""
 
 
 def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[str, Measured]:
@@ -153,7 +153,7 @@ def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[st
 
 
 def interface_bytes() -> int | None:
-    """What has left this rank's own network interface, if it has one."""
+    """Return the bytes that left this rank's own network interface; None if it has none."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         interface, colon, counters = line.partition(":")
@@ -163,7 +163,7 @@ def interface_bytes() -> int | None:
 
 
 def layers(bucket: int, numel: int) -> tuple[Slot, ...]:
-    """What a bucket holds: matrices, as many as there are whole ones, and a vector of the rest."""
+    """Fill a bucket with whole matrices, and a vector of the rest."""
     num_whole, rest = divmod(numel, SIDE * SIDE)
     matrices = [
         Slot(f"layer{bucket}.{i}.weight", i * SIDE * SIDE, torch.Size((SIDE, SIDE)), (SIDE, 1))
@@ -174,7 +174,7 @@ def layers(bucket: int, numel: int) -> tuple[Slot, ...]:
 
 
 def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -> dict[str, list[float]]:
-    """The exchange of buckets of these sizes, handed over all at once as DDP does."""
+    """Time the exchange of buckets of these sizes, submitted all at once."""
     buckets = [torch.randn(n) for n in sizes]
     world_size = dist.get_world_size()
     group = dist.group.WORLD
@@ -233,9 +233,9 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=12, help=f"turns of {STEPS_PER_TURN} steps for each row"
     )
-    parser.add_argument("--link", help="the rate of each rank's link, such as 1gbit; by default no limit")
+    parser.add_argument("--link", help="rate of each rank's link, such as 1gbit; by default no limit")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS, help="recipes, and peers beside DDP")
+    parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS, help="recipes, and torch's own hooks")
     parser.add_argument("--averaging", action="store_true", help="also time the exchange alone")
     options = parser.parse_args()
     names = ["DDP", *(name for name in options.rows if name != "DDP")]

@@ -1,4 +1,4 @@
-"""One language model, trained by several virtual workers with a recipe between them."""
+"""Train one language model with several virtual workers and a recipe."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ BUCKET_MB = 64.0
 
 
 class Trainer:
-    """The model, its optimizer, and what the workers remember: all that a run goes on from."""
+    """The model, its optimizer and the workers' states: everything that a run continues from."""
 
     def __init__(
         self, setting: Setting, recipe: str, seed: int, texts: tuple[Tensor, Tensor], eager: bool
@@ -30,7 +30,7 @@ class Trainer:
         self.setting = setting
         torch.manual_seed(seed)
         self.model = LM(setting.width, setting.layers, setting.length).to(self.device)
-        # Said, since a CUDA graph does not show it: so a run has the same buckets with a graph and without.
+        # Given here, because a CUDA graph hides it. So a run has the same buckets with a graph and without.
         arrival = [name for name, _ in self.model.named_parameters()][::-1]
         self.ranks = VirtualRanks(
             self.model, recipe, setting.workers, bucket_cap_mb=BUCKET_MB, arrival=arrival
@@ -38,7 +38,7 @@ class Trainer:
         self.optimizer = OPTIMIZERS[setting.optimizer](list(self.model.parameters()))
         self._sent_before = 0
         shape = (setting.steps, setting.workers, setting.batch)
-        # All places at once, since each transfer to a device would wait for it.
+        # All places at once, because each transfer to a device would wait for the device.
         self.starts = starts(self.text, shape, setting.length, seed)
         self.backward = self.graphed() if self.text.is_cuda and not eager else self.backward_of
 
@@ -51,7 +51,7 @@ class Trainer:
         self.loss(self.text, places).backward()
 
     def graphed(self) -> Callable[[Tensor], None]:
-        """The same as a CUDA graph: some 600 small kernels, which take longer to launch than to run."""
+        """Record a step as a CUDA graph: its 600 or so small kernels take longer to launch than to run."""
         parameters = list(self.model.parameters())
         gradients = [torch.zeros_like(p) for p in parameters]
         places = self.starts[0, 0].clone()
@@ -94,11 +94,11 @@ class Trainer:
 
     @property
     def bytes_sent(self) -> int:
-        """What the busiest worker has sent."""
+        """Bytes that the busiest worker has sent."""
         return self._sent_before + max(traffic.bytes_sent for traffic in self.ranks.traffic)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the steps to come depend on."""
+        """Return everything that later steps depend on."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
