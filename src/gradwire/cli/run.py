@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -65,14 +65,19 @@ def run(
         stop("run", str(error), WRONG_ARGUMENTS)
     if ranks is not None:
         _become_torchrun(ranks, wanted, recipe, quiet)
+    _run_as_rank(wanted, chosen, quiet)
+
+
+def _run_as_rank(script: Script, recipe: gradwire.Recipe, quiet: bool) -> None:
+    """Run the script in this process, as the rank that the environment names, or as the only one."""
     if "RANK" not in os.environ:
-        # A script that needs torchrun's variables runs as one rank, alone.
+        # Scripts may need torchrun's variables.
         os.environ.update(
             rank_environment(0, 1, local_rank=0, local_world_size=1, address="127.0.0.1", port=0)
         )
-    with attach_to_all(chosen) as attachments:
+    with attach_to_all(recipe) as attachments:
         try:
-            run_script(wanted)
+            run_script(script)
         except Exception as error:
             show_error(error)
             raise typer.Exit(FAILED) from None
@@ -81,10 +86,10 @@ def run(
                 typer.echo(summarize(attachments), err=True)
 
 
-def _become_torchrun(ranks: int, script: Script, recipe: str, quiet: bool) -> None:
+def _become_torchrun(num_ranks: int, script: Script, recipe: str, quiet: bool) -> NoReturn:
     """Replace this process by torchrun, which starts this command on every rank."""
     options = [*(["--module"] if script.is_module else []), *(["--quiet"] if quiet else [])]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = ["-m", "gradwire.run", "--recipe", recipe, *options, "--", *script.words]
     # torchrun would set it too, and warn about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
