@@ -11,10 +11,10 @@ import math
 import os
 
 from gradwire.headroom import Record, Row
-from gradwire.planner import Calibration, calibrate
-from gradwire.planner.validation import CASES, Case, cluster_of, measure_case, predict_row
+from gradwire.planner import LAB_CASES, Calibration, LabCase, calibrate
+from gradwire.planner.validation import cluster_of, measure_case, predict_row
 
-FITTED_ON: tuple[Case, ...] = ((3, "300mbit"), (4, "400mbit"), (6, "200mbit"))
+FITTED_ON = (LabCase(3, "300mbit"), LabCase(4, "400mbit"), LabCase(6, "200mbit"))
 CANDIDATES = [round(0.5 + 0.01 * i, 2) for i in range(51)]
 
 
@@ -25,7 +25,7 @@ def off(record: Record, row: Row, speeds: Calibration, part: float) -> float:
 
 
 def main() -> None:
-    assert not set(FITTED_ON) & set(CASES)
+    assert not set(FITTED_ON) & set(LAB_CASES)
     # torch would warn in every rank that hosts of a lab have no names.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     speeds = calibrate(["fp32"])
@@ -35,7 +35,7 @@ def main() -> None:
         (row,) = record.recipes
         found.append((record, row))
         alone = min(CANDIDATES, key=lambda part: abs(off(record, row, speeds, part)))
-        print(f"{case[0]} hosts, {case[1]}: {row.step_ms:.1f} ms, right with {alone:.2f} of the rate")
+        print(f"{case}: {row.step_ms:.1f} ms, right with {alone:.2f} of the rate")
     best = min(CANDIDATES, key=lambda part: sum(off(*each, speeds, part) ** 2 for each in found))
     print(f"closest to all: {best:.2f}")
     for record, row in found:

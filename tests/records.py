@@ -1,10 +1,10 @@
-"""Records as a measurement would make them, with step times to order."""
+"""Records with chosen step times, as a measurement would make them."""
 
 from gradwire.headroom import Machine, Record, Row, Workload
 
 
 def record(world_size=2, num_samples=24, **step_ms):
-    """A record whose rows vary by 1 % around the given step times."""
+    """Return a record whose rows vary by 1 % around the given step times."""
     rows = [
         Row(name, tuple(ms * (1 + 0.001 * (i % 11 - 5)) for i in range(num_samples)), 1_000_000)
         for name, ms in step_ms.items()

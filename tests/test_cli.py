@@ -1,4 +1,4 @@
-"""What all commands have in common."""
+"""Rules that hold for all commands."""
 
 import typing
 
@@ -16,7 +16,7 @@ def test_options_are_lower_case_whichever_typer_reads_them(name):
     command = typer.main.get_command(app).commands[name]
     names = [option for parameter in command.params for option in parameter.opts]
     assert names == [option.lower() for option in names]
-    # Some versions take a metavar that is the option's own name for what the user is to type: `--DEVICE`.
+    # Some versions of typer make an option `--DEVICE` of a metavar that equals the option's name.
     hints = typing.get_type_hints(COMMANDS[name], include_extras=True)
     options = {
         parameter: each
@@ -27,6 +27,6 @@ def test_options_are_lower_case_whichever_typer_reads_them(name):
     assert len(options) == sum(isinstance(each, typer.core.TyperOption) for each in command.params)
     for parameter, option in options.items():
         is_named_after_itself = (option.metavar or "").lower().replace("-", "_") == parameter
-        # Within `Annotated`, typer keeps the first declaration as the default.
+        # Within `Annotated`, typer keeps the first declaration in `default`.
         is_spelled_out = isinstance(option.default, str)
         assert is_spelled_out or not is_named_after_itself, f'spell out "--{parameter}"'

@@ -14,19 +14,20 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire.cli import app
 from gradwire.headroom import (
-    Contest,
+    Benchmark,
     ModelFactory,
     Workload,
-    contenders,
     give_verdict,
     measure_here,
     measure_steps,
     read_records,
     step_table,
 )
-from gradwire.headroom.contenders import local_gpu
-from gradwire.headroom.script_rank import _Enough, _Stopwatch
-from gradwire.planner import Cluster, shapes_of, wire_of
+from gradwire.headroom.benchmark_rank import run_benchmark
+from gradwire.headroom.devices import local_gpu
+from gradwire.headroom.script_rank import _EnoughSteps, _Stopwatch
+from gradwire.headroom.timed_models import TimedModel
+from gradwire.planner import Cluster, shapes_of, step_traffic
 from gradwire.scripts import Script
 from gradwire.testing import run_ranks
 from tests.processes import is_alive, wait_until_gone
@@ -61,7 +62,7 @@ def test_a_workload_that_cannot_be_built_is_refused():
         Workload(width=20)
     with pytest.raises(ValueError, match="num_layers must be at least 1, not 0"):
         Workload(num_layers=0)
-    with pytest.raises(ValueError, match="the workloads are 'transformer' and 'resnet', not 'mlp'"):
+    with pytest.raises(ValueError, match="the workload must be 'transformer' or 'resnet', not 'mlp'"):
         Workload("mlp")
 
 
@@ -142,7 +143,7 @@ def test_unknown_bytes_are_called_unknown():
 
 @pytest.fixture(scope="module")
 def all_recipes(tmp_path_factory):
-    """What the command shows, and the record that it writes, with every recipe on two ranks."""
+    """The record that the command writes with every recipe on two ranks, and its output."""
     path = tmp_path_factory.mktemp("headroom") / "record.json"
     result = run("headroom", *TINY, "--bucket-mb", "0.01", "--json", str(path))
     assert result.exit_code == 0, result.output
@@ -177,8 +178,8 @@ def test_a_plan_has_the_bytes_and_messages_that_real_ranks_send(all_recipes):
     measured, _ = all_recipes
     shapes = shapes_of(Workload(width=32, num_layers=1).model())
     for row in measured.rows[1:-1]:
-        buckets = wire_of(row.recipe, shapes, Cluster(2), bucket_mb=0.01).buckets
-        # Ranks differ by an alignment, and the record has the one that sends most.
+        buckets = step_traffic(row.recipe, shapes, Cluster(2), bucket_mb=0.01).buckets
+        # Ranks differ by an alignment; the record has the rank that sends most.
         assert sum(b.worker_bytes for b in buckets) == pytest.approx(row.bytes_per_step, rel=0.03)
         assert sum(b.num_messages for b in buckets) == row.num_messages, row.recipe
 
@@ -213,7 +214,7 @@ def test_quiet_prints_the_verdict_alone():
         (["--link", "fast"], "such as 100mbit"),
         (["--model", "train"], "package.module:factory"),
         (["--model", "nothing:x"], "cannot import nothing:x: No module named"),
-        (["--device", "tpu"], "the device is cpu or cuda, not 'tpu'"),
+        (["--device", "tpu"], "the device must be cpu or cuda, not 'tpu'"),
         (["--", "no-such-script.py"], "there is no script no-such-script.py"),
         (["--device", "cpu", "--", __file__], "a script makes its own models, on its own devices"),
     ],
@@ -230,7 +231,7 @@ def test_ranks_of_a_lab_are_not_measured_each_alone(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = run("headroom", *TINY)
     assert result.exit_code == 2
-    assert "with --link instead of in `gradwire lab`" in result.stderr
+    assert "use --link instead of `gradwire lab`" in result.stderr
 
 
 def test_a_failed_measurement_ends_with_1_and_the_ranks_errors(monkeypatch):
@@ -252,40 +253,41 @@ def run_out_of_memory(rank):
 def test_progress_counts_up_to_the_end():
     seen = []
     workload = Workload(width=8, num_layers=1, sequence=2)
-    contest = Contest(["bf16"], workload, num_steps=4)
-    measured = measure_steps(contest, 1, on_progress=lambda *step: seen.append(step))
+    benchmark = Benchmark(["bf16"], workload, num_steps=4)
+    measured = measure_steps(benchmark, 1, on_progress=lambda *step: seen.append(step))
     assert [row.recipe for row in measured.rows] == ["allreduce", "bf16", "noop"]
     assert seen == sorted(seen)
     assert seen[-1] == (21, 21)  # three rows, three steps to warm up and four timed
 
 
 def job_measures_at_times_to_order(rank):
-    """Which recipes are tried with smaller buckets, where fp16 is fast but once, at first."""
-    num_steps, step = Counter(), contenders._Contender.step
+    """Return the recipes that are tried with smaller buckets, if fp16 is fast in one step only."""
+    num_steps, step = Counter(), TimedModel.step
 
-    def step_of_a_known_time(row):
-        step(row)
-        name = str(row.found.entry.recipe)
+    def step_of_a_known_time(model):
+        step(model)
+        name = str(model.variant.recipe)
         num_steps[name] += 1
         usual_s = {"powersgd:rank=1": 0.01, "int8": 0.1}.get(name, 0.2)
         return 0.001 if (name, num_steps[name]) == ("fp16", 2) else usual_s + 0.001 * rank
 
-    contenders._Contender.step = step_of_a_known_time
+    TimedModel.step = step_of_a_known_time
     workload = Workload(width=32, num_layers=1, sequence=4)
-    contest = Contest(["fp16", "int8", "powersgd:rank=1"], workload, num_steps=1, small_bucket_mb=0.01)
-    found = contenders.measure(contest, lambda *progress: None).rows
-    return [str(row.entry.recipe) for row in found if row.entry.bucket_mb == 0.01]
+    recipes = ["fp16", "int8", "powersgd:rank=1"]
+    benchmark = Benchmark(recipes, workload, num_steps=1, small_bucket_mb=0.01)
+    variants = [each.variant for each in run_benchmark(benchmark, lambda *progress: None).measurements]
+    return [str(variant.recipe) for variant in variants if variant.bucket_mb == 0.01]
 
 
 def test_smaller_buckets_are_tried_with_the_recipe_that_is_best_by_its_medians():
-    # Rank 1 is faster than both, but would not be recommended.
+    # Low rank is faster than both, but would not be recommended.
     assert run_ranks(job_measures_at_times_to_order, 2) == [["None", "int8"]] * 2
 
 
 def test_measuring_nothing_is_refused():
     for wrong in ({"num_steps": 0}, {"seconds": 0}, {"bucket_mb": -1}, {"device": "tpu"}):
-        with pytest.raises(ValueError, match=r"must be|the device is cpu or cuda"):
-            Contest([], **wrong)
+        with pytest.raises(ValueError, match="must be"):
+            Benchmark([], **wrong)
 
 
 def test_recipes_are_listed_with_what_they_do():
@@ -336,9 +338,9 @@ def test_a_step_that_calls_several_optimizers_is_one_step():
     for _ in range(2):
         stopwatch(matrices)
         stopwatch(others)
-    with pytest.raises(_Enough):
+    with pytest.raises(_EnoughSteps):
         stopwatch(matrices)
-    assert len(stopwatch.ends) == 3
+    assert len(stopwatch.ends_s) == 3
 
 
 ENDLESS = """
@@ -408,8 +410,8 @@ def with_dropout():
 
 
 def measure_in_a_group_of_ones_own(rank):
-    contest = Contest(["fp32"], ModelFactory(f"{__name__}:with_dropout"), num_steps=2)
-    return measure_here(contest)
+    benchmark = Benchmark(["fp32"], ModelFactory(f"{__name__}:with_dropout"), num_steps=2)
+    return measure_here(benchmark)
 
 
 def test_ranks_that_are_there_already_measure_together_and_the_first_has_the_record():
@@ -418,7 +420,7 @@ def test_ranks_that_are_there_already_measure_together_and_the_first_has_the_rec
     assert (measured.world_size, measured.interleaved) == (2, True)
     assert (measured.num_parameters, measured.gradient_bytes) == (6808, 8 * 6808)
     assert "with_dropout, 6.81k parameters" in measured.workload
-    # Each row sees the same dropout, so errors are those of the averaging.
+    # Each row sees the same dropout, so only the averaging makes errors.
     assert {row.recipe: row.gradient_error for row in measured.rows}["fp32"] < 1e-6
 
 
@@ -428,7 +430,7 @@ def test_ranks_on_gpus_know_theirs_and_say_so_when_they_share_one(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert local_gpu(1, world_size=2) == torch.device("cuda", 1)
     assert "NCCL_HOSTID" not in os.environ
-    # Under torchrun this machine's ranks count, not all.
+    # Under torchrun, only the ranks of this machine count.
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -440,7 +442,7 @@ def test_ranks_on_gpus_know_theirs_and_say_so_when_they_share_one(monkeypatch):
 
 
 def torchrun(folder, *arguments):
-    """The record that rank 0 of two writes, and what was printed."""
+    """Return the record that rank 0 of two writes, and the output."""
     path = folder / "record.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     options = ["--recipe", "bf16", "--steps", "8", "--json", str(path)]

@@ -72,7 +72,7 @@ def test_every_host_has_an_address_and_torchruns_environment(tmp_path):
     with Lab(hosts=2) as lab, Lab(hosts=1) as other:
         assert lab.run(["sh", "-c", script], env={"FOLDER": str(tmp_path)}) == 0
         assert other.run(["true"]) == 0
-        # Else NCCL would go around the links.
+        # With one id, NCCL would bypass the links.
         assert len({lab.environment(host)["NCCL_HOSTID"] for host in range(2)}) == 2
     for host in range(2):
         fields = (tmp_path / str(host)).read_text().split()
@@ -147,7 +147,7 @@ def test_nothing_survives_the_end_of_the_lab_however_it_ends():
 
 
 def start_sleepers(marker):
-    """A program with a lab of two hosts, on each of which two sleep, one in a session of its own."""
+    """Start a program with a lab of two hosts, and two sleepers on each, one in its own session."""
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from gradwire.lab import Lab\n"
@@ -182,9 +182,9 @@ def test_wrong_arguments_are_explained():
     assert run("lab", "no-such-command").exit_code == 127
     assert run("lab").exit_code == 2
     with Lab(hosts=2) as lab:
-        with pytest.raises(ValueError, match="there is no host 2; they are 0 to 1"):
+        with pytest.raises(ValueError, match="there is no host 2; the hosts are 0 to 1"):
             lab.bytes_sent(2)
-        with pytest.raises(ValueError, match="a lab of 2 hosts has as many ranks, not 3"):
+        with pytest.raises(ValueError, match="a lab of 2 hosts runs 2 ranks, not 3"):
             run_ranks(sum_and_time, 3, lab=lab)
     with pytest.raises(ValueError, match="this lab is closed"):
         lab.bytes_sent(0)

@@ -13,17 +13,17 @@ import gradwire
 from gradwire.cli import app
 from gradwire.lanes import lane as execution
 from gradwire.planner import (
-    Bucket,
+    BucketTraffic,
     Calibration,
     Cluster,
     Costs,
-    Wire,
+    StepTraffic,
     calibrate,
     cost,
     predict,
     predict_step,
+    step_traffic,
     typical_shapes,
-    wire_of,
 )
 
 FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -34,12 +34,12 @@ SHAPES = typical_shapes(10_000_000)
 
 
 def bucket(num_values=1_000_000, num_bytes=4_000_000):
-    return Bucket(num_values, num_bytes, num_bytes, 2, 2)
+    return BucketTraffic(num_values, num_bytes, num_bytes, 2, 2)
 
 
-def step(num_nodes=2, rate=1e9, costs=FREE, wire=None, compute_s=0.1, **more):
+def step(num_nodes=2, rate=1e9, costs=FREE, traffic=None, compute_s=0.1, **more):
     return predict_step(
-        compute_s, wire or Wire((bucket(),)), costs, Cluster(num_nodes, bits_per_s=rate, **more)
+        compute_s, traffic or StepTraffic((bucket(),)), costs, Cluster(num_nodes, bits_per_s=rate, **more)
     ).step_s
 
 
@@ -54,30 +54,32 @@ def test_a_bucket_that_is_ready_at_the_end_adds_the_time_of_its_bytes():
 
 
 def test_buckets_that_are_ready_early_travel_beside_the_backward():
-    split = Wire((bucket(500_000, 2_000_000), bucket(500_000, 2_000_000)))
-    # The first, after two thirds of the step, is through before the second is ready.
-    assert step(latency_s=0, wire=split) == pytest.approx(0.1 + 0.016 * 1514 / 1448)
+    split = StepTraffic((bucket(500_000, 2_000_000), bucket(500_000, 2_000_000)))
+    # The first is ready after two thirds of the step, and averaged before the second is ready.
+    assert step(latency_s=0, traffic=split) == pytest.approx(0.1 + 0.016 * 1514 / 1448)
 
 
 def test_two_buckets_are_under_way_at_once():
-    # Ready together, after a backward of no time: while the first is on the link, the second is encoded.
-    both = Wire((bucket(), bucket()))
+    # Both are ready at once, as there is no compute. While the first is on the link, the second is encoded.
+    both = StepTraffic((bucket(), bucket()))
     moving = 0.032 * 1514 / 1448
     busy = replace(FREE, work_ns_per_value=10)  # 10 ms of each bucket
-    assert step(latency_s=0, costs=busy, wire=both, compute_s=0) == pytest.approx(0.01 + 2 * moving, rel=0.2)
-    # But three rounds of waiting are those of the first and the third: the second waits beside the first.
-    slow, three = replace(FREE, round_ms=500), Wire((bucket(1, 0),) * 3)
-    assert step(latency_s=0, costs=slow, wire=three, compute_s=0) == pytest.approx(2 * 2 * 0.5)
+    assert step(latency_s=0, costs=busy, traffic=both, compute_s=0) == pytest.approx(
+        0.01 + 2 * moving, rel=0.2
+    )
+    # Of three buckets that only wait, the second waits at the same time as the first.
+    slow, three = replace(FREE, round_ms=500), StepTraffic((bucket(1, 0),) * 3)
+    assert step(latency_s=0, costs=slow, traffic=three, compute_s=0) == pytest.approx(2 * 2 * 0.5)
     assert cost.NUM_IN_FLIGHT == execution.NUM_IN_FLIGHT
 
 
 def test_messages_of_a_round_cost_cpu_each_and_wait_together():
     def messages(number):
-        return Wire((Bucket(1_000_000, 0, 0, 2, number),))
+        return StepTraffic((BucketTraffic(1_000_000, 0, 0, 2, number),))
 
     waiting, posting = replace(FREE, round_ms=3), replace(FREE, message_ms=3)
-    assert step(costs=waiting, wire=messages(2)) == step(costs=waiting, wire=messages(2000))
-    more = step(costs=posting, wire=messages(2000)) - step(costs=posting, wire=messages(1000))
+    assert step(costs=waiting, traffic=messages(2)) == step(costs=waiting, traffic=messages(2000))
+    more = step(costs=posting, traffic=messages(2000)) - step(costs=posting, traffic=messages(1000))
     assert more == pytest.approx(3.0)
 
 
@@ -85,11 +87,12 @@ def test_messages_of_a_round_cost_cpu_each_and_wait_together():
     "ten_ms", [{"work_ns_per_value": 20}, {"copy_ns_per_byte": 5}, {"bucket_ms": 10}, {"message_ms": 5}]
 )
 def test_whatever_takes_cpu_delays_a_backward_that_has_no_core_to_itself(ten_ms):
-    wire, costs = Wire((bucket(500_000, 2_000_000),) * 2), replace(FREE, **ten_ms)
+    traffic, costs = StepTraffic((bucket(500_000, 2_000_000),) * 2), replace(FREE, **ten_ms)
     found = [
-        step(costs=costs, wire=wire, rate=None, latency_s=0, cores_per_worker=cores) for cores in (2, 1.5, 1)
+        step(costs=costs, traffic=traffic, rate=None, latency_s=0, cores_per_worker=cores)
+        for cores in (2, 1.5, 1)
     ]
-    # The last bucket's ten come after the backward, which loses none, a third or all of the first one's.
+    # The last bucket's ten ms follow the backward, which loses none, a third or all of the first one's.
     assert found == pytest.approx([0.11, 0.11 + 0.01 / 3, 0.12])
     waiting = replace(FREE, round_ms=5)
     assert step(costs=waiting, cores_per_worker=1) == step(costs=waiting, cores_per_worker=2)
@@ -102,12 +105,12 @@ def test_more_of_anything_never_makes_a_step_shorter():
     assert step(costs=base, rate=1e8) > step(costs=base, rate=1e9) > step(costs=base, rate=1e10)
     assert step(costs=base, cores_per_worker=0.5) > step(costs=base, cores_per_worker=1)
     assert step(costs=base, latency_s=1e-2) > step(costs=base, latency_s=1e-5)
-    met = Wire((bucket(),), messages_meet=True)
-    assert step(wire=met) > step()
+    met = StepTraffic((bucket(),), messages_meet=True)
+    assert step(traffic=met) > step()
 
 
 def sent(recipe, shapes, cluster, **more):
-    return sum(b.worker_bytes for b in wire_of(recipe, shapes, cluster, **more).buckets)
+    return sum(b.worker_bytes for b in step_traffic(recipe, shapes, cluster, **more).buckets)
 
 
 @pytest.mark.parametrize("num_workers", [2, 8, 4096])
@@ -127,7 +130,7 @@ def test_a_plan_takes_its_bytes_from_the_recipe(num_workers):
 
 
 def test_a_plan_is_of_the_busiest_worker():
-    # Fewer values than chunks for all: the first workers own nothing, and send what others own.
+    # There are fewer values than chunks. The first workers own none, and send all of theirs to the others.
     for name, shapes in (("int8", [(100,)]), ("fp32", [(65,)]), ("int4", [(1000, 10)])):
         recipe, numel = gradwire.recipe(name), sum(map(math.prod, shapes))
         of_ranks = [recipe.wire_bytes(numel, rank=rank, world_size=8) for rank in range(8)]
@@ -136,17 +139,17 @@ def test_a_plan_is_of_the_busiest_worker():
 
 def test_low_rank_is_priced_by_the_shapes_it_is_given():
     two = Cluster(2)
-    # Of a matrix of 1000 x 1000 the two factors of rank 4, a vote, and the vector beside it.
+    # The two factors of rank 4, and a vote.
     assert sent("powersgd:rank=4", [(1000, 1000)], two) == 4 * (4 * 1000 + 1 + 4 * 1000)
-    # By default eight times as many directions, in an eighth of the bits and a scale for each 128.
+    # The default has eight times the rank in an eighth of the bits, and a scale for each 128 values.
     usual = sent("powersgd:rank=4", [(1000, 1000)], two)
     assert sent("powersgd", [(1000, 1000)], two) == pytest.approx((1 + 4 / 128) * usual, rel=0.01)
     assert sent("powersgd:rank=1", [(1000, 1000), (50,)], two) == 4 * (1000 + 51 + 1000)
-    # One side in even steps, the other in odd ones.
+    # The factors take turns: one in even steps, the other in odd ones.
     assert sent("acp:rank=4", [(1000, 3000)], two) == 4 * (4 * (1000 + 3000) / 2 + 1)
     assert sent("powersgd", [(1_000_000,)], two) == sent("fp32", [(1_000_000,)], two)
     rounds = {
-        (spec, n): wire_of(spec, [(1000, 1000)], Cluster(n)).buckets[0].num_rounds
+        (spec, n): step_traffic(spec, [(1000, 1000)], Cluster(n)).buckets[0].num_rounds
         for spec in ("powersgd:rank=4", "powersgd")
         for n in (2, 64)
     }
@@ -157,7 +160,7 @@ def test_low_rank_is_priced_by_the_shapes_it_is_given():
 def test_workers_of_a_node_average_within_it_first():
     nodes = Cluster(num_nodes=4, workers_per_node=8, bits_per_s=1e9)
     ring, flat, levels = (
-        wire_of(name, [(1000, 1000)], nodes).buckets[0] for name in ("allreduce", "powersgd", "bf16")
+        step_traffic(name, [(1000, 1000)], nodes).buckets[0] for name in ("allreduce", "powersgd", "bf16")
     )
     assert ring.node_bytes == ring.worker_bytes  # one worker of the node sends to the next
     assert flat.node_bytes == pytest.approx(8 * flat.worker_bytes * 24 / 31)
@@ -165,7 +168,7 @@ def test_workers_of_a_node_average_within_it_first():
     leaving = max(bf16.link_bytes(1_000_000, rank=rank, world_size=32).across for rank in range(32))
     assert levels.node_bytes == 8 * leaving < ring.node_bytes
     assert (levels.num_rounds, levels.num_messages) == (4, 2 * 7 + 2 * 3)
-    assert wire_of("bf16", [(1000, 1000)], Cluster(1, 8)).buckets[0].num_rounds == 2
+    assert step_traffic("bf16", [(1000, 1000)], Cluster(1, 8)).buckets[0].num_rounds == 2
 
 
 def test_a_model_of_a_size_has_as_many_parameters():
@@ -178,7 +181,7 @@ def test_clusters_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match="cluster|rate|latency"):
             Cluster(**wrong)
     with pytest.raises(ValueError, match="2 ranks cannot be nodes of 8"):
-        wire_of("int8:local_size=8", SHAPES, Cluster(2))
+        step_traffic("int8:local_size=8", SHAPES, Cluster(2))
     with pytest.raises(ValueError, match="the calibration has no 'bf17'"):
         predict("bf17", SHAPES, 0.1, Cluster(2), SPEEDS)
 
@@ -212,8 +215,8 @@ WRITTEN = json.loads(SPEEDS.to_json())
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "it is no JSON: Expecting value"),
-        (b"\x97\x00", "it is no JSON: Expecting value"),
+        (b"", "it is not JSON: Expecting value"),
+        (b"\x97\x00", "it is not JSON: Expecting value"),
         (b"[1, 2]", "an object with 'calibration_version' was expected, not [1, 2]"),
         (b'{"verdict": "Communication takes 70 %"}', "'calibration_version' is missing"),
         (json.dumps({**WRITTEN, "calibration_version": 2}).encode(), "its version is 2, not 3"),
@@ -229,7 +232,7 @@ def test_a_file_that_is_no_calibration_is_refused_with_the_reason(tmp_path, cont
     said = " ".join(result.stderr.split())
     assert f"{path.name} is not a calibration of this gradwire: " in said
     assert why in said
-    assert "or one that is not there yet: it is measured and written" in said
+    assert "or the name of a new one: it is measured and written" in said
 
 
 def test_speeds_that_were_measured_on_a_busy_machine_are_warned_of(tmp_path):

@@ -1,4 +1,4 @@
-"""Records: values that go to a file and come back the same, or say why not."""
+"""Records: they go to a file and come back the same, or an error says why not."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def change(key, value):
         (change("world_size", "two"), "'world_size' must be int, not \"two\""),
         (change("world_size", True), "'world_size' must be int, not true"),
         (change("world_size", 0), "world size must be at least 1"),
-        (change("gradient_bytes", 0), "there must be gradients to average, not 0 bytes"),
+        (change("gradient_bytes", 0), "a record needs gradients to average, not 0 bytes"),
         (change("num_parameters", 0), "bytes of 0 parameters"),
         (change("link", "fast"), "such as 100mbit, not 'fast'"),
         (lambda data: data["machine"].update(num_cores=0), "at least one core, not 0"),

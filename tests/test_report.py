@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.headroom import give_verdict, write_records
-from gradwire.planner import Cluster
-from gradwire.planner.from_records import Forecast
+from gradwire.planner import Cluster, Forecast
 from gradwire.report import ReportUnavailable, render_page
 from tests.records import record
 
@@ -79,7 +78,7 @@ def test_the_page_has_the_verdict_and_every_chart():
 def test_a_prediction_goes_through_what_was_measured():
     found = measured(link="100mbit")
     (bf16,) = [row for row in found.rows if row.recipe == "bf16"]
-    # 37.8 MB at 100 Mbit/s take 3.2 s: what a record says of its bytes is what is carried on.
+    # 37.8 MB take 3.2 s at 100 Mbit/s: predictions use the bytes of the record.
     bf16 = dataclasses.replace(bf16, bytes_per_step=37_830_144, work_ms=10.0, wait_ms=3200.0)
     found = dataclasses.replace(found, rows=(found.rows[0], found.rows[1], bf16, found.rows[3]))
     forecast = Forecast(found)
@@ -94,12 +93,14 @@ def test_gradients_of_two_bytes_make_half_as_many_buckets_of_as_many_values():
     rows = tuple(dataclasses.replace(row, bucket_mb=5.0) for row in found.rows)
     found = dataclasses.replace(found, bucket_mb=5.0, rows=rows)
     half = dataclasses.replace(found, gradient_bytes=found.gradient_bytes // 2)
-    wires = [Forecast(each)._wire(each.rows[2], Cluster(2)) for each in (found, half)]
-    for wire in wires:
-        assert sum(bucket.num_values for bucket in wire.buckets) == found.num_parameters
-        assert sum(bucket.worker_bytes for bucket in wire.buckets) == pytest.approx(1_000_000)
-        assert sum(bucket.num_messages for bucket in wire.buckets) == pytest.approx(8)
-    assert len(wires[1].buckets) == pytest.approx(len(wires[0].buckets) / 2, rel=0.2)
+    whole_traffic, half_traffic = (
+        Forecast(each)._traffic(each.rows[2], Cluster(2)) for each in (found, half)
+    )
+    for traffic in (whole_traffic, half_traffic):
+        assert sum(bucket.num_values for bucket in traffic.buckets) == found.num_parameters
+        assert sum(bucket.worker_bytes for bucket in traffic.buckets) == pytest.approx(1_000_000)
+        assert sum(bucket.num_messages for bucket in traffic.buckets) == pytest.approx(8)
+    assert len(half_traffic.buckets) == pytest.approx(len(whole_traffic.buckets) / 2, rel=0.2)
 
 
 def test_the_page_needs_nothing_from_elsewhere():
@@ -111,7 +112,7 @@ def test_whatever_users_named_is_shown_and_never_run():
     text = render_page([measured(workload=EVIL), measured(link=None)], ["a.json", EVIL])
     page = Page(text)
     assert not [tag for tag, attributes in page.tags if tag == "img" or "onerror" in attributes]
-    # Plotly itself, the figures and what draws them; and no text that plotly would take for a tag.
+    # The scripts are plotly, the figures and the code that draws them. No text looks like a tag to plotly.
     assert len([tag for tag, _ in page.tags if tag == "script"]) == len(page.figures) + 2
     assert all("<img" not in json.dumps(figure) for figure in page.figures.values())
 

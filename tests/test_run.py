@@ -40,12 +40,12 @@ sys.exit(3 if how == "exit" else 0)
 
 
 def run_alone(rank, path, hows):
-    """Each way the script can go, one after the other: its exit code, and what it and we have printed."""
+    """Run the script once in each way, and return its exit codes and its output."""
     dist.destroy_process_group()  # the script makes its own
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     results = {}
     for how in hows:
-        logging.getLogger().handlers.clear()  # what they write to is gone with the run before
+        logging.getLogger().handlers.clear()  # they write to the stderr of the run before
         result = CliRunner().invoke(app, ["run", "--recipe", "bf16", path, how])
         results[how] = result.exit_code, result.stdout, result.stderr
         if dist.is_initialized():

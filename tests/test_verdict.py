@@ -1,4 +1,4 @@
-"""What is said about a record: the bottleneck, its size, what to use, and when nothing is to be gained."""
+"""The verdict on a record: the bottleneck, its size, what to use, and when nothing can be gained."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from tests.records import record
 
 
 def noisy(fast, slow, num_fast, num_samples=24):
-    """Samples of which the first few are fast."""
+    """Return samples of which the first few are fast."""
     return tuple(fast if i < num_fast else slow for i in range(num_samples))
 
 
@@ -78,7 +78,7 @@ def test_a_few_steps_show_nothing():
 
 
 def small(name, ms):
-    """A row of buckets of 8 MB."""
+    """Return a row with buckets of 8 MB."""
     (row,) = [row for row in record(**{"allreduce": 1, "noop": 1, name: ms}).rows if row.recipe == name]
     return dataclasses.replace(row, bucket_mb=8.0)
 
@@ -119,7 +119,7 @@ def test_a_coarse_recipe_is_named_but_not_recommended():
     assert recommend(found).recipe == "int4"
     said = give_verdict(found)
     assert "int4, the best measured, makes it 2.00x as fast: use it: gradwire.attach(model, 'int4')." in said
-    assert "acp is faster still, 5.00x, but coarse (what it makes of a gradient is 95% off)" in said
+    assert "acp is faster still, 5.00x, but coarse (its gradient is 95% off)" in said
     only = with_error(record(allreduce=100, acp=20, noop=10), acp=0.95)
     assert recommend(only) is None
     assert "acp makes it 5.00x as fast, but coarse" in give_verdict(only)
@@ -133,7 +133,7 @@ def test_a_recipe_that_sends_next_to_nothing_is_coarse_whatever_its_error():
     assert recommend(unknown).recipe == "int4"
     assert recommend(with_error(unknown, int4=0.1, acp=0.1)).recipe == "int4"
     assert give_verdict(unknown).endswith(
-        "acp is faster still, 5.00x, but coarse: see first that your model learns with it."
+        "acp is faster still, 5.00x, but coarse: check first that your model learns with it."
     )
 
 

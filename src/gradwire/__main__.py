@@ -1,4 +1,4 @@
-"""``python -m gradwire``."""
+"""The program ``python -m gradwire``."""
 
 from gradwire.cli import main
 

@@ -1,4 +1,4 @@
-"""``python -m gradwire.run``, for ``torchrun -m gradwire.run --recipe bf16 train.py``."""
+"""The program ``python -m gradwire.run``, for ``torchrun -m gradwire.run --recipe bf16 train.py``."""
 
 import typer
 

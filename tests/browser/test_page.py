@@ -15,7 +15,7 @@ pytestmark = pytest.mark.browser
 
 
 def shown(text, folder):
-    """The document after its scripts have run."""
+    """Return the document after its scripts have run."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     assert browser, "no Chromium here: apt install chromium"
     (folder / "page.html").write_text(text)

@@ -1,4 +1,7 @@
-"""The ``gradwire`` command: one file for each of its commands."""
+"""The ``gradwire`` command: options, help texts, output and exit codes.
+
+Measuring and predicting do not belong here: the commands call other packages for that.
+"""
 
 from gradwire.cli.app import app, main
 from gradwire.cli.run import run as run_command

@@ -1,4 +1,4 @@
-"""The command as a whole: its name, its version, its commands."""
+"""The ``gradwire`` command with all of its subcommands."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """What the console script calls."""
-    # Ranks that we start import torch anew: no warning for each connection of a host without a name.
+    """Run the command; the console script calls this."""
+    # Ranks that we start would warn at each connection on a host without a name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     app(prog_name="gradwire")
 
@@ -46,7 +46,7 @@ def gradwire_options(
     """Fast, small and correct gradient averaging for PyTorch DDP."""
 
 
-# Everything after the first word of SCRIPT or COMMAND is its own.
+# Everything after the first word of SCRIPT or COMMAND belongs to it.
 for command in (headroom, run, lab):
     app.command(context_settings={"allow_interspersed_args": False})(command)
 app.command()(plan)
@@ -55,7 +55,7 @@ app.command()(report)
 
 @app.command()
 def recipes() -> None:
-    """List the recipes that can go over the wire, with their options.
+    """List the recipes, with their options and defaults.
 
     Options follow a recipe's name: int8:block=128,rounding=stochastic.
     """
@@ -69,7 +69,7 @@ def recipes() -> None:
 
 
 def _option(parameter: inspect.Parameter) -> str:
-    """An option with its default, as it is written behind a recipe's name."""
+    """Return an option with its default, as users write it after a recipe's name."""
     default = parameter.default
     if default in (None, parameter.empty):
         return parameter.name

@@ -1,4 +1,4 @@
-"""Where commands print."""
+"""Consoles that commands print to."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Shows text as it is: rich would make a cross of the ``:x:`` in a user's ``module:x: error``."""
+    """Return a console without emoji: rich would replace the ``:x:`` in ``module:x: error``."""
     return Console(stderr=stderr, highlight=False, emoji=False)

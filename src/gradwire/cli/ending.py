@@ -1,4 +1,4 @@
-"""How a command ends when it cannot go on: one line for the user, and an exit code that means something."""
+"""Exit codes, and the text with which a command ends if it cannot go on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WRONG_ARGUMENTS = 2
 INTERRUPTED = 130
 
 
-def why_ranks_failed(error: RanksFailed) -> str:
-    """What went wrong, each different thing once, with the ranks that it happened on."""
+def describe_failures(error: RanksFailed) -> str:
+    """Return the errors of all ranks, each different text once, with the ranks that had it."""
     ranks: dict[str, list[str]] = {}
     for rank, text in error.errors.items():
         ranks.setdefault(text.strip(), []).append(str(rank))
@@ -27,11 +27,11 @@ def why_ranks_failed(error: RanksFailed) -> str:
 
 
 def clean_up_when_terminated() -> None:
-    """Let a SIGTERM unwind as Ctrl-C does, so that no rank and no temporary file is left behind."""
+    """Make SIGTERM unwind as Ctrl-C does, so that no rank and no temporary file is left behind."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def stop(command: str, text: str, code: int) -> NoReturn:
-    """Say what is wrong on stderr, and exit."""
+    """Print the reason to stderr, and exit."""
     open_console(stderr=True).print(f"gradwire {command}: {text}", markup=False, soft_wrap=True)
     raise typer.Exit(code)

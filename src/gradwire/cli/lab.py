@@ -1,4 +1,4 @@
-"""``gradwire lab``: a command on every host of a slow network."""
+"""``gradwire lab``: run a command on every host of a slow network."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ _NOT_FOUND = 127
 
 
 def lab(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What each host runs.")],
-    hosts: Annotated[int, typer.Option(min=1, metavar="N", help="Hosts on this machine, a rank each.")] = 2,
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command for each host.")],
+    hosts: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Hosts on this machine, one rank on each.")
+    ] = 2,
     rate: Annotated[
         str | None,
         typer.Option(
             "--rate",
             metavar="RATE",
-            help="Of each host's link, such as 100mbit or 1gbit. Default: no limit.",
+            help="Rate of each host's link, such as 100mbit or 1gbit. Default: no limit.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """See how a training behaves on a slow network: several hosts on this machine, joined by slow links.
 
-    Each host is a network namespace with an interface eth0, and runs the command
+    Each host is a network namespace with an interface eth0. It runs the command
     as one rank, in the environment that torchrun would give it. Needs root and
-    Debian's iproute2. However it ends, nothing is left behind.
+    Debian's iproute2. However the lab ends, it leaves nothing behind.
 
-    Example, of a link that most offices have:
+    Example, with the link of most offices:
 
         gradwire lab --hosts 2 --rate 1gbit -- python train.py
 
-    Exit codes: 0 all ranks ended with 0; else that of the first rank that failed
-    (128 and the signal's number for one that was killed); 127 there is no such
-    command; 2 wrong arguments; 1 also if the lab cannot be made, with the reason.
+    Exit codes: 0 if all ranks ended with 0, else that of the first rank that
+    failed (128 plus the signal's number if a signal killed it); 127 no such
+    command; 2 wrong arguments; 1 also if the lab cannot be made.
     """
     try:
         with Lab(hosts, rate) as made:

@@ -1,14 +1,19 @@
-"""Options that several commands have, and what they mean."""
+"""Options that several commands share, and the way in which a command takes its options."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 import gradwire
+
+Options = TypeVar("Options")
 
 ALL_RECIPES = tuple(name for name in gradwire.RECIPES if name != "noop")
 
@@ -17,8 +22,8 @@ Recipes = Annotated[
     typer.Option(
         "--recipe",
         metavar="RECIPE",
-        help="Such as bf16 or int4:block=64 (`gradwire recipes` lists them); may be given several times. "
-        f"Default: {', '.join(ALL_RECIPES)}.",
+        help="A recipe, such as bf16 or int4:block=64; `gradwire recipes` lists them. Repeat the option for "
+        f"several. Default: {', '.join(ALL_RECIPES)}.",
         show_default=False,
     ),
 ]
@@ -33,29 +38,51 @@ Model = Annotated[
 ]
 Html = Annotated[
     Path | None,
-    # A bracket that is no markup has a backslash before it.
+    # A backslash before a bracket that is no markup.
     typer.Option(
-        metavar="FILE", help=r"Write a page with charts, too; needs gradwire\[report].", show_default=False
+        metavar="FILE", help=r"Also write a page with charts; needs gradwire\[report].", show_default=False
     ),
 ]
 
 
+def takes_options(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Let a command take its options as one value of the dataclass ``kind``.
+
+    Each field is an option or an argument, annotated as typer's parameters are.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    fields = inspect.signature(kind).parameters.values()
+    parameters = [field.replace(annotation=hints[field.name]) for field in fields]
+
+    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def command(**values: Any) -> None:
+            function(kind(**values))
+
+        # typer reads the parameters of a command from its signature and its annotations.
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return decorate
+
+
 def check_writable(option: str, path: Path | None) -> None:
-    """Raise ValueError now if what is found could not be written later."""
+    """Raise ValueError now if ``path`` could not be written later."""
     if path is None:
         return
-    why = None
+    reason = None
     if path.is_dir():
-        why = "it is a folder"
+        reason = "it is a folder"
     elif not path.parent.is_dir():
-        why = f"there is no folder {path.parent}"
+        reason = f"there is no folder {path.parent}"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "this user may not"
-    if why is not None:
-        raise ValueError(f"{option}: cannot write {path}: {why}")
+        reason = "permission denied"
+    if reason is not None:
+        raise ValueError(f"{option}: cannot write {path}: {reason}")
 
 
 def check_positive(option: str, value: float | None) -> None:
-    """Raise ValueError for what is not above 0."""
+    """Raise ValueError if the value is not above 0."""
     if value is not None and not value > 0:
         raise ValueError(f"{option} must be above 0, not {value:g}")

@@ -1,7 +1,8 @@
-"""``gradwire report``: saved measurements, shown and compared."""
+"""``gradwire report``: show and compare saved measurements."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,37 +17,33 @@ from gradwire.cli.options import Html
 from gradwire.headroom import Record, give_verdict, read_records, step_table
 from gradwire.report import ReportUnavailable, render_page
 
+_NamedRecord = tuple[str, Record]
+
 
 def report(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What --json wrote.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE.json...", help="Files that `gradwire headroom --json` wrote."),
+    ],
     html: Html = None,
 ) -> None:
     """Show saved measurements, and compare several: before and after, here and there.
 
-    Example, of a change to a training:
+    Example: the effect of a change to a training:
 
         gradwire report before.json after.json --html change.html
 
-    Exit codes: 0 shown; 2 a file is no record, or an argument is wrong;
-    1 the page cannot be written, or plotly is not installed.
+    Exit codes: 0 shown; 1 the page cannot be written, or plotly is not
+    installed; 2 a file is no record, or an argument is wrong.
     """
-    named: list[tuple[str, Record]] = []
-    names_differ = len({path.name for path in files}) == len(files)
-    for path in files:
-        try:
-            found = read_records(path.read_text())
-        except (OSError, ValueError) as error:
-            stop("report", f"{path}: {error}", WRONG_ARGUMENTS)
-        for record in found:
-            link = f", {record.link}" if len(found) > 1 else ""
-            named.append((f"{path.name if names_differ else path}{link}", record))
+    named = _read(files)
     console = open_console()
     for name, record in named:
         console.print(f"[bold]{escape(name)}[/bold]")
         console.print(step_table(record), "")
         console.print(give_verdict(record), "", markup=False)
     if len(named) > 1:
-        console.print(comparison_table(named))
+        console.print(_comparison_table(named))
     if html is not None:
         try:
             html.write_text(render_page([record for _, record in named], [name for name, _ in named]))
@@ -54,16 +51,31 @@ def report(
             stop("report", f"--html: {error}", FAILED)
 
 
-def comparison_table(named: list[tuple[str, Record]]) -> Table:
-    """Step times of all rows, file by file, and how many times faster the last is than the first."""
+def _read(files: Sequence[Path]) -> list[_NamedRecord]:
+    """Return the records of all files, with names that tell them apart."""
+    named: list[_NamedRecord] = []
+    names_differ = len({path.name for path in files}) == len(files)
+    for path in files:
+        try:
+            records = read_records(path.read_text())
+        except (OSError, ValueError) as error:
+            stop("report", f"{path}: {error}", WRONG_ARGUMENTS)
+        for record in records:
+            link = f", {record.link}" if len(records) > 1 else ""
+            named.append((f"{path.name if names_differ else path}{link}", record))
+    return named
+
+
+def _comparison_table(named: Sequence[_NamedRecord]) -> Table:
+    """Return the step times of all rows, file by file, and the gain of the last file over the first."""
     table = Table(title="step ms", box=box.SIMPLE, title_justify="left")
     table.add_column("recipe")
     for name, _ in named:
         table.add_column(escape(name), justify="right")
     table.add_column("last over first", justify="right")
     steps = [{record.label(row): row.step_ms for row in record.rows} for _, record in named]
-    for label in dict.fromkeys(label for found in steps for label in found):
-        times = [found.get(label) for found in steps]
+    for label in dict.fromkeys(label for step_ms in steps for label in step_ms):
+        times = [step_ms.get(label) for step_ms in steps]
         first, last = times[0], times[-1]
         gain = f"{first / last:.2f}x as fast" if first and last else ""
         table.add_row(escape(label), *("-" if ms is None else f"{ms:.1f}" for ms in times), gain)

@@ -1,45 +1,47 @@
-"""Is communication the bottleneck? Step times of plain DDP, of the recipes and of no communication.
+"""Measure whether communication is the bottleneck: step times with plain DDP, with recipes, without it.
+
+Predictions for other hardware do not belong here.
 
 Example::
 
-    from gradwire.headroom import Contest, give_verdict, measure_steps
+    from gradwire.headroom import Benchmark, give_verdict, measure_steps
 
-    record = measure_steps(Contest(["bf16", "int4"]), world_size=2)
+    record = measure_steps(Benchmark(["bf16", "int4"]), world_size=2)
     print(give_verdict(record))
 """
 
-from gradwire.headroom.contenders import local_gpu
-from gradwire.headroom.contest import Contest
-from gradwire.headroom.measure import measure_here, measure_steps
+from gradwire.headroom.benchmark import Benchmark
+from gradwire.headroom.measure import measure_here, measure_steps, measure_under_torchrun
+from gradwire.headroom.record_json import read_field, read_records, write_records
 from gradwire.headroom.records import ALLREDUCE, NOOP, Machine, Record, Row
-from gradwire.headroom.saving import read_records, take, write_records
-from gradwire.headroom.scripts import ScriptFailed, measure_script
+from gradwire.headroom.script_launchers import ScriptFailed
+from gradwire.headroom.scripts import measure_script
+from gradwire.headroom.tables import COLUMNS, record_notes, row_cells, step_table
 from gradwire.headroom.verdict import give_verdict, recommend
-from gradwire.headroom.views import COLUMNS, cells_of, notes_on, step_table
-from gradwire.headroom.workloads import ModelFactory, Workload, count_of
+from gradwire.headroom.workloads import ModelFactory, Workload, format_count
 
 __all__ = [
     "ALLREDUCE",
     "COLUMNS",
     "NOOP",
-    "Contest",
+    "Benchmark",
     "Machine",
     "ModelFactory",
     "Record",
     "Row",
     "ScriptFailed",
     "Workload",
-    "cells_of",
-    "count_of",
+    "format_count",
     "give_verdict",
-    "local_gpu",
     "measure_here",
     "measure_script",
     "measure_steps",
-    "notes_on",
+    "measure_under_torchrun",
+    "read_field",
     "read_records",
     "recommend",
+    "record_notes",
+    "row_cells",
     "step_table",
-    "take",
     "write_records",
 ]

@@ -1,11 +1,11 @@
-"""Takes step times of all recipes side by side: on ranks of this machine, of a lab, or of a cluster."""
+"""Take step times of all recipes side by side: on ranks of this machine, of a lab, or of a cluster."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -13,95 +13,114 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.headroom.contenders import TURN_LIMIT_S, measure
-from gradwire.headroom.contest import Contest, Entry, Found, Outcome
-from gradwire.headroom.records import ALLREDUCE, Machine, Record, Row, ring_bytes
-from gradwire.headroom.workloads import Workload, count_of
+from gradwire.headroom.benchmark import Benchmark, Measurement, OnProgress, RankResult
+from gradwire.headroom.benchmark_rank import TURN_LIMIT_S, run_benchmark
+from gradwire.headroom.devices import join_torchrun
+from gradwire.headroom.records import Machine, Record, Row, ring_bytes, row_name
+from gradwire.headroom.workloads import Workload, format_count
 from gradwire.lab import Lab, format_rate
 from gradwire.peers import join_rendezvous, timeout_of
 from gradwire.ranks import run_ranks, send_message
 
-Progress = Callable[[int, int], None]
-
 
 def measure_steps(
-    contest: Contest, world_size: int, *, lab: Lab | None = None, on_progress: Progress | None = None
+    benchmark: Benchmark, world_size: int, *, lab: Lab | None = None, on_progress: OnProgress | None = None
 ) -> Record:
-    """Time the contest's recipes, plain DDP and no communication, taking turns in one run.
+    """Time the benchmark's recipes, plain DDP and no communication, taking turns in one run.
 
     Args:
-        contest: what to measure.
+        benchmark: the recipes and the model to train.
         world_size: number of ranks, all on this machine, each with one thread.
-        lab: where the ranks run; by default on this machine and its loopback.
+        lab: the lab to run in; by default this machine and its loopback.
         on_progress: called with ``(steps done, steps in all)`` of all rows together.
 
-    Raises RanksFailed when a rank fails; the text says why.
+    Raises RanksFailed if a rank fails; the text says why.
     """
 
     def on_message(rank: int, progress: tuple[int, int]) -> None:
         if on_progress is not None:
             on_progress(*progress)
 
-    # Each turn has its own limit, kept by the ranks; this one is never reached before those.
-    timeout = TURN_LIMIT_S * (4 + 30 * len(contest.rows))
-    outcomes = run_ranks(_measure_rank, world_size, timeout, args=(contest,), on_message=on_message, lab=lab)
-    return to_record(contest, outcomes, lab=lab, one_machine=True)
+    # The ranks limit each turn themselves, and are never slower than this.
+    timeout = TURN_LIMIT_S * (4 + 30 * len(benchmark.compared))
+    results = run_ranks(_measure_rank, world_size, timeout, args=(benchmark,), on_message=on_message, lab=lab)
+    return _to_record(benchmark, results, lab=lab, one_machine=True)
 
 
-def measure_here(contest: Contest, *, on_progress: Progress | None = None) -> Record | None:
-    """`measure_steps` on the ranks of the default process group, which every one of them calls.
+def measure_here(benchmark: Benchmark, *, on_progress: OnProgress | None = None) -> Record | None:
+    """Run `measure_steps` on the ranks of the default process group; each of them calls this.
 
     Returns the record on rank 0 and None on the others.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    outcome = measure(contest, on_progress or (lambda *_: None))
-    # As text through the store: nothing is unpickled that came over a network.
+    results = _gather_results(run_benchmark(benchmark, on_progress or (lambda *_: None)))
+    if results is None:
+        return None
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == str(len(results))
+    return _to_record(benchmark, results, lab=None, one_machine=one_machine)
+
+
+def measure_under_torchrun(benchmark: Benchmark, *, on_progress: OnProgress | None = None) -> Record | None:
+    """Make the process group of torchrun's ranks, run `measure_here` on it, and close it."""
+    join_torchrun(benchmark.device)
+    try:
+        return measure_here(benchmark, on_progress=on_progress)
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure_rank(rank: int, benchmark: Benchmark) -> RankResult:
+    return run_benchmark(benchmark, lambda *progress: send_message(progress) if rank == 0 else None)
+
+
+def _gather_results(result: RankResult) -> list[RankResult] | None:
+    """Return every rank's result on rank 0, and None on the others."""
+    # As JSON through the store: nothing that came over a network is unpickled.
     world = dist.group.WORLD
     assert world is not None
-    store, meeting = (
-        world.get_group_store(),
-        join_rendezvous(world, timeout_of(world), "headroom.measure_here"),
-    )
-    times = [[*row.times_s] for row in outcome.rows]
-    counts = [row.bytes_per_step for row in outcome.rows]
-    store.set(f"{meeting}/{rank}", json.dumps({"times": times, "counts": counts}))
+    store, rank = world.get_group_store(), dist.get_rank()
+    key = join_rendezvous(world, timeout_of(world), "headroom.measure_here")
+    times = [measurement.times_s for measurement in result.measurements]
+    counts = [measurement.bytes_per_step for measurement in result.measurements]
+    store.set(f"{key}/{rank}", json.dumps({"times": times, "counts": counts}))
     if rank != 0:
-        store.wait([f"{meeting}/read"])
+        store.wait([f"{key}/read"])
         return None
-    outcomes = [outcome]
-    for peer in range(1, size):
-        told = json.loads(store.get(f"{meeting}/{peer}"))
-        rows = [
-            dataclasses.replace(row, times_s=seconds_each, bytes_per_step=count)
-            for row, seconds_each, count in zip(outcome.rows, told["times"], told["counts"], strict=True)
-        ]
-        outcomes.append(dataclasses.replace(outcome, rows=rows))
-    store.set(f"{meeting}/read", "")
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == str(size)
-    return to_record(contest, outcomes, lab=None, one_machine=one_machine)
+    others = [json.loads(store.get(f"{key}/{peer}")) for peer in range(1, dist.get_world_size())]
+    store.set(f"{key}/read", "")
+    return [result, *(_with_figures(result, other["times"], other["counts"]) for other in others)]
 
 
-def _measure_rank(rank: int, contest: Contest) -> Outcome:
-    return measure(contest, lambda *progress: send_message(progress) if rank == 0 else None)
+def _with_figures(
+    result: RankResult, times_s: Sequence[Sequence[float]], counts: Sequence[int | None]
+) -> RankResult:
+    """Return the result with the step times and the bytes of another rank."""
+    measurements = [
+        dataclasses.replace(measurement, times_s=tuple(times), bytes_per_step=count)
+        for measurement, times, count in zip(result.measurements, times_s, counts, strict=True)
+    ]
+    return dataclasses.replace(result, measurements=tuple(measurements))
 
 
-def to_record(contest: Contest, outcomes: list[Outcome], *, lab: Lab | None, one_machine: bool) -> Record:
-    """Every rank's outcome, made one."""
-    first = outcomes[0]
-    described = str(contest.workload)
-    if not isinstance(contest.workload, Workload):
-        described += f", {count_of(first.num_parameters)} parameters"
-    rows = [_row([o.rows[i] for o in outcomes], first.gradient_bytes) for i in range(len(first.rows))]
+def _to_record(
+    benchmark: Benchmark, results: Sequence[RankResult], *, lab: Lab | None, one_machine: bool
+) -> Record:
+    """Make one record of every rank's result."""
+    first = results[0]
+    description = str(benchmark.workload)
+    if not isinstance(benchmark.workload, Workload):
+        description += f", {format_count(first.num_parameters)} parameters"
+    by_variant = zip(*(result.measurements for result in results), strict=True)
+    rows = [_row(ranks, first.gradient_bytes) for ranks in by_variant]
     noop_last = sorted(rows, key=lambda row: row.recipe == str(gradwire.noop()))
     return Record(
         **conditions(lab, one_machine),
-        world_size=len(outcomes),
+        world_size=len(results),
         threads_per_rank=first.num_threads,
         backend=first.backend,
         device=first.device,
         interleaved=True,
-        bucket_mb=contest.bucket_mb,
-        workload=described,
+        bucket_mb=benchmark.bucket_mb,
+        workload=description,
         num_parameters=first.num_parameters,
         gradient_bytes=first.gradient_bytes,
         rows=tuple(noop_last),
@@ -109,7 +128,7 @@ def to_record(contest: Contest, outcomes: list[Outcome], *, lab: Lab | None, one
 
 
 def conditions(lab: Lab | None, one_machine: bool) -> dict[str, Any]:
-    """What every record says about where and when it was taken."""
+    """Return the fields of a record that say where and when it was taken."""
     return {
         "gradwire_version": gradwire.__version__,
         "torch_version": torch.__version__,
@@ -120,29 +139,24 @@ def conditions(lab: Lab | None, one_machine: bool) -> dict[str, Any]:
     }
 
 
-def _row(found: list[Found], gradient_bytes: int) -> Row:
-    entry, size = found[0].entry, len(found)
-    counts = [f.bytes_per_step for f in found]
-    known = [count for count in counts if count is not None]
-    sent = max(known) if len(known) == size else None
-    if entry.recipe is None:
-        sent = ring_bytes(gradient_bytes, size)
+def _row(ranks: Sequence[Measurement], gradient_bytes: int) -> Row:
+    first, world_size = ranks[0], len(ranks)
+    known = [rank.bytes_per_step for rank in ranks if rank.bytes_per_step is not None]
+    sent = max(known) if len(known) == world_size else None
+    if first.variant.recipe is None:
+        sent = ring_bytes(gradient_bytes, world_size)
     return Row(
-        _name(entry),
-        slowest_ms(f.times_s for f in found),
+        row_name(first.variant.recipe),
+        slowest_ms(rank.times_s for rank in ranks),
         sent,
-        entry.bucket_mb,
-        found[0].num_messages,
-        found[0].wait_ms,
-        found[0].work_ms,
-        found[0].gradient_error,
+        first.variant.bucket_mb,
+        first.num_messages,
+        first.wait_ms,
+        first.work_ms,
+        first.gradient_error,
     )
 
 
-def _name(entry: Entry) -> str:
-    return ALLREDUCE if entry.recipe is None else str(entry.recipe)
-
-
 def slowest_ms(times_s: Iterable[Sequence[float]]) -> tuple[float, ...]:
-    """A step is over when the slowest rank is through; in ms, to the microsecond."""
+    """Return the slowest rank's time of each step, in ms and rounded to the microsecond."""
     return tuple(round(1e3 * max(times), 3) for times in zip(*times_s, strict=True))

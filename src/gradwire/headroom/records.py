@@ -1,4 +1,4 @@
-"""What a measurement found, with its conditions."""
+"""Records: the figures of a measurement, with its conditions."""
 
 from __future__ import annotations
 
@@ -9,34 +9,42 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+import gradwire
 from gradwire.lab import parse_rate
 
 ALLREDUCE = "allreduce"
-"""The row of plain DDP, without any hook."""
+"""Name of the row of plain DDP, without any hook."""
 NOOP = "noop"
-"""The row of steps that do not communicate."""
+"""Name of the row of steps that do not communicate."""
+
+
+def row_name(recipe: gradwire.Recipe | str | None) -> str:
+    """Return the name of a recipe's row; None is plain DDP."""
+    return ALLREDUCE if recipe is None else str(recipe)
 
 
 @dataclass(frozen=True)
 class Row:
-    """The step times of one recipe. Raises ValueError without samples, or if one is no time."""
+    """The step times of one recipe. Raises ValueError if there are none, or if one is not positive."""
 
     recipe: str
     samples_ms: tuple[float, ...]
-    """Each timed step, as long as the slowest rank took. Samples of one index, in all rows of a record,
-    were taken within the same few seconds."""
+    """The slowest rank's time of each step. In an interleaved record, samples of one index were taken
+    within the same few seconds in all rows."""
     bytes_per_step: int | None
-    """What the busiest rank sends; None when unknown, as for all that follows."""
+    """Bytes that the busiest rank sends in a step; None if unknown."""
     bucket_mb: float | None = None
     """DDP's bucket_cap_mb; None is DDP's own default, whose first bucket is smaller."""
     num_messages: int | None = None
-    """What a rank sends in a step."""
+    """Messages that a rank sends in a step; None if unknown."""
     wait_ms: float | None = None
-    """A step's waiting for peers, most of it beside the backward pass."""
+    """Time in a step that buckets wait for other ranks, most of it during the backward pass; None if
+    unknown."""
     work_ms: float | None = None
-    """A step's encoding, summing and decoding, most of it beside the backward pass."""
+    """Time in a step that buckets are encoded, summed and decoded, most of it during the backward pass;
+    None if unknown."""
     gradient_error: float | None = None
-    """Of the first step's averaged gradient, relative, in the 2-norm."""
+    """Relative error of the first step's averaged gradient, in the 2-norm; None if unknown."""
 
     def __post_init__(self) -> None:
         if not self.samples_ms:
@@ -46,12 +54,12 @@ class Row:
 
     @property
     def step_ms(self) -> float:
-        """The median."""
+        """The median step time."""
         return statistics.median(self.samples_ms)
 
     @property
     def spread_ms(self) -> tuple[float, float]:
-        """The 10th and the 90th percentile."""
+        """The 10th and the 90th percentile of the step times."""
         if len(self.samples_ms) == 1:
             return self.samples_ms[0], self.samples_ms[0]
         deciles = statistics.quantiles(self.samples_ms, n=10, method="inclusive")
@@ -60,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it was measured. Raises ValueError for one without cores."""
+    """The machine of a measurement. Raises ValueError if it has no cores."""
 
     cpu: str
     num_cores: int
@@ -73,7 +81,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """The machine this runs on."""
+        """Return the machine that this process runs on."""
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return cls(_cpu_name(), num_cores or 1, platform.platform())
 
@@ -82,7 +90,7 @@ class Machine:
 
 
 def ring_bytes(gradient_bytes: int, world_size: int) -> int:
-    """What a rank sends to average by a ring, as plain DDP does."""
+    """Return the bytes that a rank sends to average in a ring, as plain DDP does."""
     return 2 * (world_size - 1) * gradient_bytes // world_size
 
 
@@ -97,7 +105,7 @@ def _cpu_name() -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """One measurement. Raises ValueError when rows do not belong together, or a baseline is missing."""
+    """One measurement. Raises ValueError if its rows do not belong together or a baseline is missing."""
 
     gradwire_version: str
     torch_version: str
@@ -112,14 +120,14 @@ class Record:
     link: str | None
     """The rate of each rank's link in the lab; None for the network as it is."""
     one_machine: bool
-    """Whether all ranks were on this machine."""
+    """True if all ranks were on this machine."""
     interleaved: bool
-    """Whether rows took turns; else they ran one after the other."""
+    """True if rows took turns; False if they ran one after the other."""
     bucket_mb: float | None
-    """Of the rows that are compared with; other rows may differ."""
+    """DDP's bucket_cap_mb of the two baselines; other rows may differ."""
     workload: str
     num_parameters: int
-    """That are trained; a complex one may count as two."""
+    """Number of trained parameters; a complex one may count as two."""
     gradient_bytes: int
     rows: tuple[Row, ...]
 
@@ -128,7 +136,7 @@ class Record:
             raise ValueError(f"the world size must be at least 1, not {self.world_size}")
         if self.gradient_bytes < 1 or self.num_parameters < 1:
             raise ValueError(
-                f"there must be gradients to average, not {self.gradient_bytes} bytes of "
+                f"a record needs gradients to average, not {self.gradient_bytes} bytes of "
                 f"{self.num_parameters} parameters"
             )
         if self.link is not None:
@@ -136,46 +144,46 @@ class Record:
         names = [self.label(row) for row in self.rows]
         for baseline in (ALLREDUCE, NOOP):
             if names.count(baseline) != 1:
-                raise ValueError(f"a record needs one row {baseline!r}, to compare with; it has {names}")
+                raise ValueError(f"a record needs one row {baseline!r} to compare with; it has {names}")
         if len(set(names)) != len(names):
-            raise ValueError(f"a record has each row once, not {names}")
+            raise ValueError(f"a record may have each row only once; it has {names}")
         if len({len(row.samples_ms) for row in self.rows}) != 1:
             raise ValueError("the rows have different numbers of samples, so they were not taken together")
 
     @property
     def allreduce(self) -> Row:
-        """Plain DDP."""
+        """The row of plain DDP."""
         return next(row for row in self.rows if self.label(row) == ALLREDUCE)
 
     @property
     def noop(self) -> Row:
-        """No communication."""
+        """The row without communication."""
         return next(row for row in self.rows if row.recipe == NOOP)
 
     @property
     def recipes(self) -> tuple[Row, ...]:
-        """All other rows: recipes, and plain DDP with other buckets."""
+        """All rows but the two baselines: recipes, and plain DDP with other bucket sizes."""
         return tuple(row for row in self.rows if self.label(row) not in (ALLREDUCE, NOOP))
 
     def label(self, row: Row) -> str:
-        """A row's name: its recipe, and its buckets where they are not those of the others."""
+        """Return a row's recipe, with its bucket size if that is not the record's."""
         if row.bucket_mb == self.bucket_mb:
             return row.recipe
         return f"{row.recipe}, {'default' if row.bucket_mb is None else f'{row.bucket_mb:g} MB'}"
 
     def gain(self, row: Row) -> float:
-        """How many times faster than plain DDP a step is."""
+        """Return how many times as fast as plain DDP a step is."""
         return self.allreduce.step_ms / row.step_ms
 
     def communication_share(self, row: Row) -> float:
-        """The part of a step, from 0 to 1, that it would not take without communication."""
+        """Return the share of a step, from 0 to 1, that communication costs."""
         return max(0.0, 1 - self.noop.step_ms / row.step_ms)
 
     def split_ms(self, row: Row) -> tuple[float, float, float]:
-        """A step's compute, exposed communication and overhead; they add up to its time.
+        """Split a step into compute, exposed communication and overhead, which add up to its time.
 
-        Compute is a step without communication. The rest is split as the wire's own time is, into
-        waiting and working; all of it is communication where that is not known.
+        Compute is a step without communication. The rest is split in proportion to the waiting and the
+        working of the buckets. If those are unknown, all of the rest counts as communication.
         """
         compute = min(row.step_ms, self.noop.step_ms)
         rest = row.step_ms - compute

@@ -1,4 +1,4 @@
-"""What a record says about communication, in a few sentences."""
+"""Judge a record: the share of communication, the possible gain, and the recipe to use."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable
 
 from gradwire.headroom.records import ALLREDUCE, Record, Row
 
-# Below 5 % nobody should change how a model trains.
+# A gain below 5 % is not worth a change to the training.
 _WORTHWHILE_GAIN = 1.05
-# Steps that differ by less are taken for equally fast.
+# Step times that differ by less count as equal.
 _AS_GOOD = 0.03
-# A result counts if chance gives it less than once in so many runs. Not the usual 20, as the best of a
-# few recipes is looked at.
+# A result counts if chance gives it less than once in this many runs. The usual 20 would be too few,
+# because the best of several recipes is judged.
 _RUNS_PER_CHANCE = 100
-# More steps than these are as good as sure, and take long to count.
+# So many pairs leave no doubt, and more would take long to count.
 _MAX_PAIRS = 100
-# What a gradient may be off, relatively, and the least part of plain DDP's bytes, for a recipe to be
-# recommended. Four bits are 0.1 off, send an eighth, and train as fp32 does; one bit and low rank do not
-# always (docs/fidelity.md), however close they come to the gradients of one batch.
+# A recommended recipe has at most this relative error, and sends at least this share of plain DDP's bytes.
+# Four bits have an error of 0.1, send an eighth, and train as fp32 does. One bit and low rank do not always
+# (docs/fidelity.md), however close they come to the gradients of one batch.
 _MAX_ERROR = 0.2
 _MIN_BYTES = 0.1
 
 
 def recommend(record: Record) -> Row | None:
-    """What to use: the fastest row that keeps gradients, about; None to leave plain DDP as it is."""
+    """Return the row to use: about the fastest that keeps gradients; None to stay with plain DDP."""
     best = _best(record)
     if record.world_size == 1 or best is None:
         return None
@@ -33,7 +33,7 @@ def recommend(record: Record) -> Row | None:
 
 
 def give_verdict(record: Record) -> str:
-    """Say what share communication has, the most that could be gained, what to use and what that gains."""
+    """Say how much communication costs, how much could be gained, and what to use."""
     if record.world_size == 1:
         return (
             "One rank has nobody to average with, so there is nothing to gain: "
@@ -60,9 +60,9 @@ def give_verdict(record: Record) -> str:
 
 
 def best_of(rows: Iterable[Row], plain_bytes: int | None) -> Row | None:
-    """Of the rows that keep gradients and are as good as the fastest, the one that changes them least.
+    """Return the row with the smallest error among those that keep gradients and are about the fastest.
 
-    ``plain_bytes`` is what plain DDP sends.
+    ``plain_bytes`` are the bytes that plain DDP sends.
     """
     kept = [row for row in rows if keeps_gradients(row, plain_bytes)]
     near = [row for row in kept if row.step_ms <= (1 + _AS_GOOD) * min(r.step_ms for r in kept)]
@@ -70,7 +70,7 @@ def best_of(rows: Iterable[Row], plain_bytes: int | None) -> Row | None:
 
 
 def keeps_gradients(row: Row, plain_bytes: int | None) -> bool:
-    """Whether a row could be recommended, if it is fast."""
+    """Return True if a row could be recommended, should it be fast."""
     if row.recipe == ALLREDUCE:
         return True
     sends_enough = row.bytes_per_step is None or row.bytes_per_step >= _MIN_BYTES * (plain_bytes or 0)
@@ -94,8 +94,10 @@ def _judge(record: Record, best: Row | None) -> str:
         return ""
     gain = record.gain(best)
     fastest_ms = min(row.step_ms for row in record.recipes if _keeps_gradients(record, row))
-    how = "the best measured" if best.step_ms == fastest_ms else "about as fast as any and the least changed"
-    what = f"{_what(record, best)}, {how},"
+    how = (
+        "the best measured" if best.step_ms == fastest_ms else "about as fast as any, with the smallest error"
+    )
+    what = f"{_describe(record, best)}, {how},"
     if gain <= 1:
         return f"{what} makes it {gain:.2f}x as fast, so compression is not worth it here."
     if gain < _WORTHWHILE_GAIN:
@@ -112,7 +114,7 @@ def _judge(record: Record, best: Row | None) -> str:
 
 
 def _judge_buckets(record: Record, best: Row | None) -> str:
-    """What smaller buckets do to plain DDP, where that is worth a word and not said yet."""
+    """Say what smaller buckets gain for plain DDP, unless that is the advice already."""
     for row in record.recipes:
         if row.recipe == ALLREDUCE and row is not best and _is_worth_it(record, row):
             gain = record.gain(row)
@@ -121,7 +123,7 @@ def _judge_buckets(record: Record, best: Row | None) -> str:
 
 
 def _judge_coarser(record: Record, best: Row | None) -> str:
-    """What is faster still, but sends something else than the gradients."""
+    """Name the fastest recipe that is too coarse to recommend, if it is worth it."""
     limit_ms = math.inf if best is None else best.step_ms / _WORTHWHILE_GAIN
     rows = [r for r in record.recipes if not _keeps_gradients(record, r) and _is_worth_it(record, r)]
     fastest = min((row for row in rows if row.step_ms <= limit_ms), key=lambda r: r.step_ms, default=None)
@@ -129,23 +131,23 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
         return ""
     off = ""
     if fastest.gradient_error is not None:
-        off = f" (what it makes of a gradient is {fastest.gradient_error:.0%} off)"
+        off = f" (its gradient is {fastest.gradient_error:.0%} off)"
     gain = f"{record.gain(fastest):.2f}x"
     how = f"makes it {gain} as fast" if best is None else f"is faster still, {gain}"
-    return f"{_what(record, fastest)} {how}, but coarse{off}: see first that your model learns with it."
+    return f"{_describe(record, fastest)} {how}, but coarse{off}: check first that your model learns with it."
 
 
 def _is_worth_it(record: Record, row: Row) -> bool:
     return record.gain(row) >= _WORTHWHILE_GAIN and not _may_be_chance(record, row)
 
 
-def _what(record: Record, row: Row) -> str:
+def _describe(record: Record, row: Row) -> str:
     name = "plain DDP" if row.recipe == ALLREDUCE else row.recipe
     return name if row.bucket_mb == record.bucket_mb else f"{name} with buckets of {row.bucket_mb:g} MB"
 
 
 def _wins(record: Record, row: Row) -> str:
-    """How often a row was faster, for one that may owe that to chance."""
+    """Say how often a row was faster, if chance may be the reason."""
     gained_ms = _gained_ms(record, row)
     how = "taken side by side" if record.interleaved else "compared one by one"
     num_wins = sum(ms > 0 for ms in gained_ms)
@@ -153,17 +155,17 @@ def _wins(record: Record, row: Row) -> str:
 
 
 def _gained_ms(record: Record, row: Row) -> list[float]:
-    """Step by step, by how much a row was faster than plain DDP was at the same time."""
+    """Return, for each step, by how much a row was faster than plain DDP."""
     pairs = zip(row.samples_ms, record.allreduce.samples_ms, strict=True)
     return [plain - ours for ours, plain in pairs]
 
 
 def _may_be_chance(record: Record, row: Row) -> bool:
-    """Whether as much is to be expected of two rows that do not differ (Wilcoxon's signed-rank test)."""
+    """Return True if two equal rows could differ as much by chance (Wilcoxon's signed-rank test)."""
     gained_ms = sorted(_gained_ms(record, row)[:_MAX_PAIRS], key=abs)
     n = len(gained_ms)
     score = sum(rank for rank, ms in enumerate(gained_ms, start=1) if ms > 0)
-    # In how many of 2**n ways to set the signs the ranks of the gains add up to each number.
+    # num_ways[s]: in how many of the 2**n ways to set the signs the ranks of the gains add up to s.
     num_ways = [1] + [0] * (n * (n + 1) // 2)
     for rank in range(1, n + 1):
         for total in range(len(num_ways) - 1, rank - 1, -1):

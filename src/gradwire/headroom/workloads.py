@@ -1,4 +1,4 @@
-"""What a measurement trains: the built-in models, and a user's own."""
+"""The models that a measurement trains: built-in ones, and a user's own."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _NUM_HEADS = 8
 
 
 @dataclass(frozen=True)
-class Built:
-    """A model, a batch of it, and the loss of its output."""
+class BuiltWorkload:
+    """A model, a batch, and a loss function of the model's output."""
 
     model: nn.Module
     batch: Any
-    """What the model takes: one argument, a tuple of them, or a dict of them by name."""
+    """The model's input: one argument, a tuple of several, or a dict of named ones."""
     loss: Callable[[Any], Tensor]
 
-    def to(self, device: torch.device) -> Built:
-        """All of it on ``device``."""
-        return Built(
+    def to(self, device: torch.device) -> BuiltWorkload:
+        """Return the workload on ``device``."""
+        return BuiltWorkload(
             self.model.to(device), tree_map_only(Tensor, lambda t: t.to(device), self.batch), self.loss
         )
 
     def step_loss(self, model: nn.Module) -> Tensor:
-        """The loss of ``model``, this one or a wrapper of it, for the batch."""
+        """Return the loss of the batch with ``model``, which is this one or a wrapper of it."""
         if isinstance(self.batch, tuple):
             return self.loss(model(*self.batch))
         if isinstance(self.batch, dict):
@@ -41,16 +41,16 @@ class Built:
 
 
 class Buildable(Protocol):
-    """A workload as a value: it goes to the ranks, which build it; ``str`` describes it."""
+    """A workload that pickles, so that ranks can build it; ``str`` describes it."""
 
-    def build(self) -> Built: ...
+    def build(self) -> BuiltWorkload: ...
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A transformer encoder, or a ResNet-like stack of convolutions, and the batch it gets.
+    """A transformer encoder, or a ResNet-like stack of convolutions, and the size of its batch.
 
-    Raises ValueError for sizes that do not work.
+    Raises ValueError for an unknown name and for sizes that do not work.
 
     >>> print(Workload())
     transformer, 18.9M parameters, batch 2 x 64
@@ -58,35 +58,38 @@ class Workload:
 
     name: str = "transformer"
     width: int = 512
-    """Of the embedding; the channels of a ResNet."""
+    """Width of the transformer's embedding; channels of the ResNet."""
     num_layers: int = 6
-    """Residual blocks, in either."""
+    """Number of residual blocks, in either model."""
     batch: int = 2
+    """Sequences or images per rank."""
     sequence: int = 64
-    """Tokens of a sequence; the side of a ResNet's square images."""
+    """Tokens per sequence; side of the ResNet's square images."""
 
     def __post_init__(self) -> None:
         if self.name not in ("transformer", "resnet"):
-            raise ValueError(f"the workloads are 'transformer' and 'resnet', not {self.name!r}")
+            raise ValueError(f"the workload must be 'transformer' or 'resnet', not {self.name!r}")
         for size in ("width", "num_layers", "batch", "sequence"):
             if getattr(self, size) < 1:
                 raise ValueError(f"a workload's {size} must be at least 1, not {getattr(self, size)}")
         if self.name == "transformer" and self.width % _NUM_HEADS:
             raise ValueError(
-                f"the width must be a multiple of {_NUM_HEADS}, for as many attention heads, not {self.width}"
+                f"the width must be a multiple of {_NUM_HEADS}, the number of heads, not {self.width}"
             )
 
     @property
     def num_parameters(self) -> int:
-        """How many values are averaged in a step."""
+        """Number of values that are averaged in a step."""
         if self.name == "resnet":
-            # Of a block two 3x3 kernels and norms of two values a channel; 27 weights a channel before.
+            # A block has two 3x3 kernels, and two norms with two values per channel. The first convolution
+            # has 27 weights per channel.
             return self.num_layers * (18 * self.width**2 + 4 * self.width) + 27 * self.width
-        # Weights: 4 of width x width for attention, 8 for the MLP. The rest are biases and norms.
+        # The weights are 4 width x width matrices for attention and 8 for the MLP. The rest are biases and
+        # norms.
         return self.num_layers * (12 * self.width**2 + 13 * self.width)
 
     def model(self) -> nn.Module:
-        """The model; the global random generator sets its weights."""
+        """Return a model whose weights come from the global random generator."""
         if self.name == "resnet":
             stem = nn.Conv2d(3, self.width, 3, padding=1, bias=False)
             return nn.Sequential(stem, *(_ResidualBlock(self.width) for _ in range(self.num_layers)))
@@ -100,27 +103,27 @@ class Workload:
         )
 
     def inputs(self) -> Tensor:
-        """One batch of noise."""
+        """Return one batch of noise."""
         if self.name == "resnet":
             return torch.randn(self.batch, 3, self.sequence, self.sequence)
         return torch.randn(self.batch, self.sequence, self.width)
 
     def loss(self, output: Tensor) -> Tensor:
-        """How far neighbours are apart: nothing is learnt, but all weights have gradients."""
-        # The size of outputs would not do: they are normalised, so no weight changes it.
+        """Return the mean squared difference of neighbours: it gives all weights a gradient."""
+        # The outputs are normalised, so no weight would change their size.
         return (output - output.detach().roll(1, dims=1)).square().mean()
 
-    def build(self) -> Built:
-        return Built(self.model(), self.inputs(), self.loss)
+    def build(self) -> BuiltWorkload:
+        """Return the model, one batch, and the loss."""
+        return BuiltWorkload(self.model(), self.inputs(), self.loss)
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}, {count_of(self.num_parameters)} parameters, batch {self.batch} x {self.sequence}"
-        )
+        count = format_count(self.num_parameters)
+        return f"{self.name}, {count} parameters, batch {self.batch} x {self.sequence}"
 
 
 class _ResidualBlock(nn.Module):
-    """Two 3x3 convolutions, normalised, and a way around them (He et al., 2015)."""
+    """Two normalised 3x3 convolutions, added to their input (He et al., 2015)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -136,18 +139,20 @@ class _ResidualBlock(nn.Module):
 
 @dataclass(frozen=True)
 class ModelFactory:
-    """A user's own model: ``package.module:factory``, which returns model, batch and loss function.
+    """A user's own model: a function ``package.module:factory`` that returns model, batch and loss.
 
-    The batch is what the model takes (a tuple for several arguments, a dict for named ones); the loss
-    function takes what it returns. Raises ValueError if the factory cannot be imported.
+    The batch is the model's input: one argument, a tuple of several, or a dict of named ones. The loss
+    function takes the model's output. Raises ValueError if the factory cannot be imported.
     """
 
     spec: str
+    """The function, as ``package.module:factory``."""
 
     def __post_init__(self) -> None:
         self._import()
 
-    def build(self) -> Built:
+    def build(self) -> BuiltWorkload:
+        """Call the factory. Raises TypeError if it does not return a model, a batch and a loss function."""
         made = self._import()()
         parts = made if isinstance(made, tuple) else (made,)
         if not (len(parts) == 3 and isinstance(parts[0], nn.Module) and callable(parts[2])):
@@ -155,13 +160,13 @@ class ModelFactory:
                 f"{self.spec} must return a model, a batch and a loss function, not "
                 f"{', '.join(type(part).__name__ for part in parts) or 'nothing'}"
             )
-        return Built(*made)
+        return BuiltWorkload(*made)
 
     def _import(self) -> Callable[[], Any]:
         module, colon, name = self.spec.partition(":")
         if not (module and colon and name):
             raise ValueError(f"a model is given as package.module:factory, not {self.spec!r}")
-        # A console script's own path leaves the current folder out, where the user's code is.
+        # The path of a console script leaves out the current folder, which has the user's code.
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         try:
@@ -176,10 +181,10 @@ class ModelFactory:
         return self.spec
 
 
-def count_of(number: float) -> str:
-    """A count for people.
+def format_count(number: float) -> str:
+    """Return a large number with three digits and a unit.
 
-    >>> count_of(18_915_072), count_of(512)
+    >>> format_count(18_915_072), format_count(512)
     ('18.9M', '512')
     """
     for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -1,4 +1,6 @@
-"""Hosts on one machine: each in a network namespace of its own, behind a link of a given rate.
+"""Hosts on one machine: each in its own network namespace, behind a link of a given rate.
+
+What runs on the hosts does not belong here.
 
 Example::
 
@@ -11,8 +13,8 @@ Example::
         print(lab.bytes_sent(0))
 """
 
-from gradwire.lab.namespaces import enter
+from gradwire.lab.namespaces import enter_namespace
 from gradwire.lab.network import Lab, LabUnavailable
 from gradwire.lab.rates import format_rate, parse_rate
 
-__all__ = ["Lab", "LabUnavailable", "enter", "format_rate", "parse_rate"]
+__all__ = ["Lab", "LabUnavailable", "enter_namespace", "format_rate", "parse_rate"]

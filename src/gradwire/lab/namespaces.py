@@ -1,6 +1,7 @@
-"""Network namespaces without names: the kernel removes one when its last file and process are gone.
+"""Network namespaces without names.
 
-So nothing has to be cleaned up that a killed program could leave behind.
+The kernel removes a namespace with its last open file and its last process, so a killed program leaves
+nothing behind.
 """
 
 from __future__ import annotations
@@ -11,34 +12,34 @@ import os
 from collections.abc import Iterator
 
 _CLONE_NEWNET = 0x40000000
-# Of the calling thread; /proc/self is the main thread's.
+# The calling thread's namespace; /proc/self would be the main thread's.
 _CURRENT = "/proc/thread-self/ns/net"
 
 
 class Namespace:
-    """One network namespace, kept by an open file."""
+    """One network namespace, kept alive by an open file."""
 
     def __init__(self) -> None:
-        """Make one. Raises OSError where the kernel does not let this process."""
+        """Make a namespace. Raises OSError if the kernel refuses."""
         with _returning():
             _call("unshare", _CLONE_NEWNET)
             self._file: int | None = os.open(_CURRENT, os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def file(self) -> int:
-        """The open file; ValueError once closed."""
+        """The number of the open file. Raises ValueError once closed."""
         if self._file is None:
             raise ValueError("this lab is closed")
         return self._file
 
     @property
     def path(self) -> str:
-        """Where other processes of this user find it, while this one lives."""
+        """The path by which other processes of this user reach it while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self.file}"
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Move the calling thread, and what it starts, into the namespace and back."""
+        """Move the calling thread, and the processes that it starts, into the namespace and back."""
         with _returning():
             _call("setns", self.file, _CLONE_NEWNET)
             yield
@@ -49,7 +50,7 @@ class Namespace:
             self._file = None
 
 
-def enter(path: str) -> None:
+def enter_namespace(path: str) -> None:
     """Move the calling thread into the namespace at ``path`` for good."""
     with open(path) as file:
         _call("setns", file.fileno(), _CLONE_NEWNET)

@@ -1,14 +1,12 @@
-"""A lab: hosts, a switch between them, and links with a rate."""
+"""Hosts, a switch between them, and links with a rate."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,36 +14,37 @@ from typing import Any
 from gradwire.lab import reaper
 from gradwire.lab.namespaces import Namespace
 from gradwire.lab.rates import format_rate, parse_rate
-from gradwire.processes import wait_for_all
+from gradwire.processes import rank_environment, terminate_all, wait_for_all
 
 INTERFACE = "eth0"
 MASTER_PORT = 29500
 _MAX_HOSTS = 4096
-# A token bucket of 4 ms holds 96 % of the rate and more; no smaller than a TCP segment before it is cut.
+# With a token bucket of 4 ms, at least 96 % of the rate gets through. The bucket must hold a whole TCP
+# segment before it is cut into packets.
 _BURST_S = 0.004
 _MIN_BURST_BYTES = 1 << 16
-# How long a packet may queue before it is dropped.
+# A packet that has queued for longer is dropped.
 _QUEUE_S = 0.1
-# Once one host's command has failed, the others get this long to end by themselves.
+# Once a command has failed on one host, those on the others get this long to end.
 _GRACE_S = 5.0
 
 
 class LabUnavailable(RuntimeError):
-    """This machine or user cannot make network namespaces; the text says what to install or grant."""
+    """Raised if this machine or user cannot make network namespaces; the text says what to do."""
 
 
 class Lab:
-    """Hosts in network namespaces, joined by a switch; each host's link has a rate in either direction.
+    """Hosts in network namespaces, joined by a switch; the rate limits each link in both directions.
 
     Args:
-        hosts: how many.
-        rate: of every link, such as ``"1gbit"``; None for no limit.
+        hosts: number of hosts.
+        rate: rate of every link, such as ``"1gbit"``; None for no limit.
 
-    Raises ValueError for numbers that make no sense, and `LabUnavailable` without root or iproute2.
+    Raises ValueError for a wrong number of hosts or a wrong rate, and `LabUnavailable` without root or
+    iproute2.
 
-    What is made lives as long as the lab: at its end, or when this process dies in whatever way, the
-    processes in it are killed and the kernel removes it. Nothing of it has a name outside, so labs can
-    run side by side.
+    At the end of the lab, its processes are killed and the kernel removes it. The same happens if this
+    process is killed. Nothing in a lab has a name outside it, so several labs can run side by side.
 
     Example::
 
@@ -70,51 +69,51 @@ class Lab:
             raise
 
     def address(self, host: int) -> str:
-        """The IP address of a host."""
+        """Return the IP address of a host."""
         self._check(host)
         return f"10.77.{(host + 1) // 256}.{(host + 1) % 256}"
 
     def path(self, host: int) -> str:
-        """Where processes of this user find the host's namespace."""
+        """Return the path of the host's namespace, for processes of this user."""
         return self._hosts[host].path
 
     @contextlib.contextmanager
     def inside(self, host: int) -> Iterator[None]:
-        """Move the calling thread onto a host: its sockets and the processes it starts are there."""
+        """Move the calling thread onto a host, with the sockets and processes that it makes there."""
         self._check(host)
         with self._hosts[host].inside():
             yield
 
     def environment(self, host: int) -> dict[str, str]:
-        """What torchrun would set there, for one rank on each host."""
+        """Return the variables that torchrun would set on a host, with one rank per host."""
         self._check(host)
-        here, size = str(host), str(self.num_hosts)
+        here, size, address = str(host), str(self.num_hosts), self.address(0)
         return {
-            "RANK": here,
-            "WORLD_SIZE": size,
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
+            **rank_environment(
+                host, self.num_hosts, local_rank=0, local_world_size=1, address=address, port=MASTER_PORT
+            ),
             "GROUP_RANK": here,
             "GROUP_WORLD_SIZE": size,
             "ROLE_RANK": here,
             "ROLE_WORLD_SIZE": size,
-            "MASTER_ADDR": self.address(0),
-            "MASTER_PORT": str(MASTER_PORT),
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
-            # Else NCCL sees that hosts share a machine, and goes around their links.
+            # Otherwise NCCL sees that the hosts share a machine, and bypasses their links.
             "NCCL_HOSTID": f"gradwire-lab-{host}",
-            # As torchrun does, for hosts that share this machine's cores.
+            # As torchrun does: the hosts share this machine's cores.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            # torch warns at each connection of hosts that have no name server.
+            # Without a name server, torch would warn at each connection.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
 
     def start(
         self, command: Sequence[str], host: int, *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a command on one host. ``options`` go to ``subprocess.Popen``; OSError if there is none."""
+        """Start a command on one host; ``options`` go to ``subprocess.Popen``.
+
+        Raises OSError if the command cannot be started.
+        """
         environment = {**os.environ, **self.environment(host), **(env or {})}
         with self.inside(host):
             return subprocess.Popen(command, env=environment, **options)
@@ -122,33 +121,31 @@ class Lab:
     def run(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None
     ) -> int:
-        """Run a command on every host, as one rank each, and wait for all.
+        """Run a command as one rank on every host, and wait for all of them.
 
-        Returns 0 if all did, else the exit code of the first that failed (128 and the number of the
-        signal that killed it); the others are then ended. Raises OSError if the command cannot be started
-        and ``subprocess.TimeoutExpired`` after ``timeout`` seconds, with all of them ended.
+        Returns 0 if all ended with 0, else the exit code of the first that failed (128 plus the signal's
+        number if a signal killed it). The first failure ends the other ranks. Raises OSError if the
+        command cannot be started, and ``subprocess.TimeoutExpired`` after ``timeout`` seconds; then too,
+        no rank is left.
         """
         processes: list[subprocess.Popen[Any]] = []
         try:
-            # Those started so far are in the list if one cannot be.
+            # If one start fails, `extend` has kept the processes before it.
             processes.extend(self.start(command, host, env=env) for host in range(self.num_hosts))
-            failed = wait_for_all(processes, timeout)
+            failure = wait_for_all(processes, timeout)
         finally:
-            _end_all(processes)
-        if failed is None:
-            return 0
-        _, code = failed
-        return code if code > 0 else 128 - code
+            terminate_all(processes, _GRACE_S)
+        return 0 if failure is None else failure.shell_code
 
     def bytes_sent(self, host: int) -> int:
-        """Bytes that a host's interface has sent so far, headers and acknowledgements included."""
+        """Return the bytes that a host's interface has sent, with headers and acknowledgements."""
         with self.inside(host):
             lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         counters = next(line.partition(":")[2].split() for line in lines if f"{INTERFACE}:" in line)
         return int(counters[8])
 
     def close(self) -> None:
-        """End every process in the lab, and the lab."""
+        """Kill every process in the lab, and remove the lab."""
         if self._reaper is not None:
             assert self._reaper.stdin is not None
             self._reaper.stdin.close()
@@ -173,7 +170,7 @@ class Lab:
 
     def _check(self, host: int) -> None:
         if not 0 <= host < self.num_hosts:
-            raise ValueError(f"there is no host {host}; they are 0 to {self.num_hosts - 1}")
+            raise ValueError(f"there is no host {host}; the hosts are 0 to {self.num_hosts - 1}")
 
     def _start_reaper(self) -> subprocess.Popen[bytes]:
         files = [namespace.file for namespace in self._namespaces]
@@ -181,7 +178,7 @@ class Lab:
             [sys.executable, "-I", "-S", reaper.__file__, *map(str, files)],
             stdin=subprocess.PIPE,
             pass_fds=files,
-            start_new_session=True,  # a Ctrl-C is for the commands
+            start_new_session=True,  # a Ctrl-C must reach the commands only
         )
 
     def _connect(self, ip: str) -> None:
@@ -206,10 +203,10 @@ class Lab:
 
 
 def _find_tools() -> str:
-    """Where ``ip`` is, with ``tc`` beside it."""
+    """Return the path of ``ip``, which has ``tc`` beside it."""
     if not sys.platform.startswith("linux"):
-        raise LabUnavailable("the lab is made of Linux network namespaces; this is not Linux")
-    # Users other than root often have no sbin in their path.
+        raise LabUnavailable("the lab needs Linux, for its network namespaces")
+    # Users other than root often have no sbin in their PATH.
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     ip = shutil.which("ip", path=path)
     if ip is None or not Path(ip).with_name("tc").exists():
@@ -225,9 +222,9 @@ def _make_namespaces(count: int) -> list[Namespace]:
         for namespace in made:
             namespace.close()
         raise LabUnavailable(
-            f"the lab needs the right to make network namespaces ({error.strerror}): run it as root; in a "
-            "container, with --cap-add SYS_ADMIN --cap-add NET_ADMIN; or, where user namespaces are "
-            "allowed, under `unshare --map-root-user --net`"
+            f"the lab may not make network namespaces ({error.strerror}): run it as root; start a container "
+            "with --cap-add SYS_ADMIN --cap-add NET_ADMIN; where user namespaces are allowed, run it under "
+            "`unshare --map-root-user --net`"
         ) from None
     return made
 
@@ -239,17 +236,3 @@ def _batch(tool: str, lines: list[str], namespace: Namespace) -> None:
         )
     if done.returncode != 0:
         raise LabUnavailable(f"{Path(tool).name} could not set up the lab: {done.stderr.strip()}")
-
-
-def _end_all(processes: Sequence[subprocess.Popen[Any]]) -> None:
-    """Let what still runs finish its last words, then end it."""
-    deadline = time.monotonic() + _GRACE_S
-    running = [process for process in processes if process.poll() is None]
-    for process in running:
-        process.send_signal(signal.SIGTERM)
-    for process in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-    for process in running:
-        process.kill()
-        process.wait()

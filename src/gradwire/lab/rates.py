@@ -8,7 +8,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second. Raises ValueError for what is no rate.
+    """Return the rate in bits per second. Raises ValueError if ``text`` is no rate.
 
     >>> parse_rate("2.5gbit")
     2500000000.0
@@ -20,7 +20,7 @@ def parse_rate(text: str) -> float:
 
 
 def format_rate(bits_per_s: float) -> str:
-    """The rate in the largest unit that does not make it a fraction of one.
+    """Return the rate as text, in the largest unit of which it has at least one.
 
     >>> format_rate(1e9), format_rate(2.5e9), format_rate(100e6)
     ('1gbit', '2.5gbit', '100mbit')

@@ -1,10 +1,10 @@
-"""Ends every process in the given network namespaces when whoever started this is gone.
+"""Kill every process in the given network namespaces once the parent of this program is gone.
 
-A program of its own, run by its path and without site-packages, so that it starts in milliseconds::
+It is a program of its own. It runs by its path and without site-packages, so it starts in milliseconds::
 
-    python -I -S reaper.py FILE...     # numbers of open files, one for each namespace
+    python -I -S reaper.py FILE...     # numbers of open files, one per namespace
 
-It waits for the end of its standard input, which comes when its parent closes the lab and also when the
+It waits for the end of its standard input. That comes when the parent closes the lab, and also when the
 parent is killed.
 """
 
@@ -15,7 +15,8 @@ import sys
 
 
 def processes_in(namespaces: set[tuple[int, int]]) -> list[int]:
-    """The processes that live in one of the namespaces, but for our parent, which may be looking in."""
+    """Return the ids of the processes in one of the namespaces, except our parent's."""
+    # A thread of the parent may be inside a namespace for a moment, to start a process there.
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -26,7 +27,7 @@ def processes_in(namespaces: set[tuple[int, int]]) -> list[int]:
 
 
 def main() -> None:
-    """Wait, then kill until nothing is left."""
+    """Wait for the parent to end, then kill until no process is left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.buffer.read()
     namespaces = {(s.st_dev, s.st_ino) for s in (os.fstat(int(file)) for file in sys.argv[1:])}

@@ -1,32 +1,35 @@
-"""What a step would take on hardware that is not there: predicted from bytes, links and measured kernels."""
+"""Predict step times on hardware that is not there, from bytes, links and measured kernel speeds.
+
+Measuring steps does not belong here, except to validate predictions.
+"""
 
 from gradwire.planner.calibration import Calibration, calibrate
-from gradwire.planner.cost import Bucket, Cluster, Costs, Prediction, Wire, predict_step
-from gradwire.planner.from_records import Forecast, bits_per_s, cores_per_worker
-from gradwire.planner.plans import can_be_planned, predict, shapes_of, wire_of
+from gradwire.planner.cost import BucketTraffic, Cluster, Costs, Prediction, StepTraffic, predict_step
+from gradwire.planner.forecasts import Forecast, cores_per_worker, link_bits_per_s
+from gradwire.planner.predictions import can_be_planned, predict, shapes_of, step_traffic
 from gradwire.planner.shapes import Shape, typical_shapes
-from gradwire.planner.validation import CASES, Case, Comparison, validate
+from gradwire.planner.validation import LAB_CASES, Comparison, LabCase, validate
 
 __all__ = [
-    "CASES",
-    "Bucket",
+    "LAB_CASES",
+    "BucketTraffic",
     "Calibration",
-    "Case",
     "Cluster",
     "Comparison",
     "Costs",
     "Forecast",
+    "LabCase",
     "Prediction",
     "Shape",
-    "Wire",
-    "bits_per_s",
+    "StepTraffic",
     "calibrate",
     "can_be_planned",
     "cores_per_worker",
+    "link_bits_per_s",
     "predict",
     "predict_step",
     "shapes_of",
+    "step_traffic",
     "typical_shapes",
     "validate",
-    "wire_of",
 ]

@@ -1,4 +1,4 @@
-"""Measures what recipes cost beside their bytes: two ranks on this machine average one bucket."""
+"""Measure the costs of recipes besides their bytes: two ranks on this machine average one bucket."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire.ddp import wrap
-from gradwire.headroom import ALLREDUCE, Machine, take
+from gradwire.headroom import ALLREDUCE, Machine, read_field
 from gradwire.planner.cost import Costs
 from gradwire.planner.messages import measure_messages
 from gradwire.ranks import run_ranks, send_message
 from gradwire.telemetry import BucketStats
 
-# Matrices, as most parameters are, and their side: DDP's bucket of 25 MB, and next to nothing.
+# Number of square matrices, and their side: DDP's bucket of 25 MB, and an almost empty one. Matrices,
+# because most parameters are.
 _LARGE, _SMALL = (25, 512), (1, 32)
 _NUM_STEPS = {_LARGE: 12, _SMALL: 60}
 _NUM_RANKS = 2
@@ -32,61 +33,63 @@ _SCHEMA_VERSION = 3
 
 @dataclass(frozen=True)
 class Calibration:
-    """The costs of each recipe on one machine; ``allreduce`` is plain DDP."""
+    """The costs of each recipe on one machine."""
 
     machine: str
     torch_version: str
     costs: dict[str, Costs]
+    """Costs by recipe; ``allreduce`` is plain DDP."""
     num_cores: int
     load_average: float | None = None
-    """Of the minute before; None where the system does not say."""
+    """Load average of the minute before; None if the system does not say."""
 
     @property
     def was_disturbed(self) -> bool:
-        """Whether others left the two ranks less than one core together."""
+        """True if other processes left the two ranks less than one core together."""
         return self.load_average is not None and self.load_average > self.num_cores - _NUM_RANKS / 2
 
     def to_json(self) -> str:
+        """Return the calibration as JSON, for `from_json`."""
         fields = dataclasses.asdict(self)
         return json.dumps({"calibration_version": _SCHEMA_VERSION, **fields}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Calibration:
-        """What `to_json` wrote. Raises ValueError for anything else, and for what other versions wrote."""
+        """Read back what `to_json` of this version wrote. Raises ValueError for anything else."""
         try:
             try:
                 data = json.loads(text)
             except ValueError as error:
-                raise ValueError(f"it is no JSON: {error}") from None
-            version = take(data, "calibration_version", int)
+                raise ValueError(f"it is not JSON: {error}") from None
+            version = read_field(data, "calibration_version", int)
             if version != _SCHEMA_VERSION:
                 raise ValueError(
                     f"another gradwire wrote it: its version is {version}, not {_SCHEMA_VERSION}"
                 )
-            figures = take(data, "costs", dict)
+            figures = read_field(data, "costs", dict)
             return cls(
-                machine=take(data, "machine", str),
-                torch_version=take(data, "torch_version", str),
+                machine=read_field(data, "machine", str),
+                torch_version=read_field(data, "torch_version", str),
                 costs={name: _read_costs(figures, name) for name in figures},
-                num_cores=take(data, "num_cores", int),
-                load_average=take(data, "load_average", float, int, None),
+                num_cores=read_field(data, "num_cores", int),
+                load_average=read_field(data, "load_average", float, int, None),
             )
         except ValueError as error:
             raise ValueError(f"not a calibration of this gradwire: {error}") from None
 
 
 def _read_costs(figures: dict[str, object], name: str) -> Costs:
-    of_one = take(figures, name, dict)
-    return Costs(**{field.name: take(of_one, field.name, float, int) for field in dataclasses.fields(Costs)})
+    costs, names = read_field(figures, name, dict), [field.name for field in dataclasses.fields(Costs)]
+    return Costs(**{cost: read_field(costs, cost, float, int) for cost in names})
 
 
 def calibrate(
     recipes: Sequence[str | gradwire.Recipe], on_progress: Callable[[int, int], None] | None = None
 ) -> Calibration:
-    """Measure the costs of plain DDP's allreduce and of each recipe on this machine; a second or two each.
+    """Measure the costs of plain DDP's allreduce and of each recipe on this machine.
 
-    Calls ``on_progress`` with ``(recipes done, recipes in all)``. Raises ValueError if there is no such
-    recipe, and RanksFailed if a rank fails.
+    Each takes a second or two. Calls ``on_progress`` with ``(recipes done, recipes in all)``. Raises
+    ValueError for unknown recipes, and RanksFailed if a rank fails.
     """
     chosen = [r for r in dict.fromkeys(map(gradwire.recipe, recipes)) if r.exchange.communicates]
 
@@ -107,11 +110,11 @@ def _mean(found: list[Costs]) -> Costs:
     return Costs(*(statistics.mean(values) for values in zip(*map(dataclasses.astuple, found), strict=True)))
 
 
-# --- inside a rank ---
+# --- the inside of a rank ---
 
 
 class _Matrices(nn.Module):
-    """A model whose backward is next to nothing and whose gradient is what it is given."""
+    """A model whose gradient is its input, and whose backward takes almost no time."""
 
     def __init__(self, count: int, side: int) -> None:
         super().__init__()
@@ -126,26 +129,17 @@ def _measure(
     rank: int, recipes: Sequence[gradwire.Recipe | None], num_steps: dict[tuple[int, int], int]
 ) -> list[Costs]:
     message_ms, copy_ns = measure_messages()
+    # The CPU time of a step that averages nothing.
+    idle_ms = {size: _average(gradwire.noop(), size, num_steps[size]).cpu_ms for size in num_steps}
     costs = []
-    # What a step takes that averages nothing.
-    idle = {size: _exchange(gradwire.noop(), size, num_steps[size]).cpu_ms for size in num_steps}
     for number, recipe in enumerate(recipes):
         if recipe is None:
             costs.append(_ring_costs(num_steps))
         else:
-            large, small = (_exchange(recipe, size, num_steps[size]) for size in (_LARGE, _SMALL))
-            values_ms = large.cpu_ms - idle[_LARGE] - (small.cpu_ms - idle[_SMALL])
-            working_ms = max(0.0, values_ms - 1e-6 * copy_ns * large.bytes_sent)
-            rounds = small.num_messages  # to the one peer
-            costs.append(
-                Costs(
-                    work_ns_per_value=1e6 * working_ms / _numel(_LARGE),
-                    copy_ns_per_byte=copy_ns,
-                    bucket_ms=max(0.0, small.cpu_ms - idle[_SMALL] - rounds * message_ms),
-                    message_ms=message_ms,
-                    round_ms=small.wait_ms / rounds,
-                )
+            large, small = (
+                _average(recipe, size, num_steps[size]).without(idle_ms[size]) for size in (_LARGE, _SMALL)
             )
+            costs.append(_recipe_costs(large, small, message_ms, copy_ns))
         if rank == 0:
             send_message(number + 1)
     return costs
@@ -157,17 +151,34 @@ def _numel(size: tuple[int, int]) -> int:
 
 
 @dataclass(frozen=True)
-class _Averaging:
-    """What it takes to average one bucket, the model's own backward included."""
+class _BucketCost:
+    """The cost of averaging one bucket."""
 
     cpu_ms: float
     wait_ms: float
     bytes_sent: float
     num_messages: float
 
+    def without(self, cpu_ms: float) -> _BucketCost:
+        """Return the cost less the CPU time of a step that averages nothing."""
+        return dataclasses.replace(self, cpu_ms=self.cpu_ms - cpu_ms)
 
-def _exchange(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) -> _Averaging:
-    """Medians over a few averagings of one bucket."""
+
+def _recipe_costs(large: _BucketCost, small: _BucketCost, message_ms: float, copy_ns: float) -> Costs:
+    """Split the cost of a large and a small bucket into that of values, bytes, messages and rounds."""
+    working_ms = max(0.0, large.cpu_ms - small.cpu_ms - 1e-6 * copy_ns * large.bytes_sent)
+    num_rounds = small.num_messages  # there is one peer
+    return Costs(
+        work_ns_per_value=1e6 * working_ms / _numel(_LARGE),
+        copy_ns_per_byte=copy_ns,
+        bucket_ms=max(0.0, small.cpu_ms - num_rounds * message_ms),
+        message_ms=message_ms,
+        round_ms=small.wait_ms / num_rounds,
+    )
+
+
+def _average(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) -> _BucketCost:
+    """Average one bucket several times, and return medians, with the model's own backward."""
     count, side = size
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(count, side, side)
@@ -178,21 +189,21 @@ def _exchange(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) ->
             model.zero_grad()
             loss = model(gradient)
             dist.barrier()
-            begin_s = time.process_time()  # of all threads
+            begin_s = time.process_time()  # all threads together
             loss.backward()
             cpu_ms.append(1e3 * (time.process_time() - begin_s))
         steps = [step.buckets for step in wire.stats().steps]
 
     def typical(figures: Sequence[float]) -> float:
-        """The median of what follows the first two steps, in which buckets are made."""
+        """Return the median of all steps but the first two, in which DDP makes its buckets."""
         late = figures[2:]
-        # Two at a time, as recipes may do one thing in even steps and another in odd ones.
+        # Two at a time: a recipe may do one thing in even steps and another in odd ones.
         return statistics.median((one + other) / 2 for one, other in zip(late[::2], late[1::2], strict=True))
 
     def counted(figure: Callable[[BucketStats], float | None]) -> float:
         return typical([sum(figure(bucket) or 0.0 for bucket in step) for step in steps])
 
-    return _Averaging(
+    return _BucketCost(
         cpu_ms=typical(cpu_ms),
         wait_ms=counted(lambda b: b.wait_ms),
         bytes_sent=counted(lambda b: b.bytes_sent),
@@ -201,7 +212,7 @@ def _exchange(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) ->
 
 
 def _ring_costs(num_steps: dict[tuple[int, int], int]) -> Costs:
-    """Of torch's own allreduce, a ring: its sums are part of what it takes to move its bytes."""
+    """Return the costs of torch's own allreduce, a ring. Its sums count as part of moving its bytes."""
     (_, large_cpu_ms), (small_ms, small_cpu_ms) = (
         _time_allreduce(torch.ones(_numel(size)), num_steps[size]) for size in (_LARGE, _SMALL)
     )
@@ -216,7 +227,7 @@ def _ring_costs(num_steps: dict[tuple[int, int], int]) -> Costs:
 
 
 def _time_allreduce(values: Tensor, num_times: int) -> tuple[float, float]:
-    """How long it takes, and how much CPU time, in ms."""
+    """Return the time and the CPU time of an allreduce, in ms."""
     found = []
     for _ in range(num_times):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Models as lists of shapes, and how DDP cuts them into buckets. No torch."""
+"""Shapes of models, and of the buckets that DDP cuts them into. No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 Shape = tuple[int, ...]
 
 _DEFAULT_BUCKET_MB = 25.0
-# DDP's own first bucket, unless a size is asked for: it is small, so that communication starts early.
+# Unless a size is asked for, DDP's first bucket is small, so that communication starts early.
 _FIRST_BUCKET_MB = 1.0
 
 
 def typical_shapes(num_parameters: int) -> list[Shape]:
-    """The shapes of a transformer with that many parameters.
+    """Return the shapes of a transformer with that many parameters.
 
-    Its width is chosen as models of that size have it, one layer for each 64 of width; a layer has four
-    matrices of width x width, three of them in one, and two of four times that. The last one is cut short.
+    It has one layer for each 64 of width, as models of that size do. A layer has four matrices of
+    width x width, three of them in one, and two of four times that size. The last matrix is cut short.
 
     >>> typical_shapes(19_000_000)[:4]
     [(1398, 466), (466, 466), (1864, 466), (1864, 466)]
@@ -37,10 +37,9 @@ def typical_shapes(num_parameters: int) -> list[Shape]:
 def ddp_buckets(
     shapes: Sequence[Shape], bucket_mb: float | None = None, bytes_per_value: float = 4
 ) -> list[list[Shape]]:
-    """The shapes of each bucket of gradients, in the order in which a backward pass has them ready.
+    """Return the shapes in each bucket, in the order in which a backward pass produces the buckets.
 
-    A bucket is closed by the parameter that fills it. ``bucket_mb`` is DDP's ``bucket_cap_mb``; values are
-    fp32 unless they have other ``bytes_per_value``.
+    The parameter that fills a bucket closes it. ``bucket_mb`` is DDP's ``bucket_cap_mb``.
 
     >>> ddp_buckets([(512, 512), (8,), (512, 512)], bucket_mb=1)
     [[(512, 512)], [(8,), (512, 512)]]

@@ -1,13 +1,27 @@
-"""Child processes: watched together, and ended with all that they have started.
+"""Child processes: start them as ranks, watch them together, and end them with all that they started.
 
-What they run is their caller's business.
+What the children run does not belong here.
 """
 
-from gradwire.processes.children import end_group, end_with_parent, how_it_ended, wait_for_all
+from gradwire.processes.children import (
+    ChildFailure,
+    describe_exit,
+    end_with_parent,
+    kill_group,
+    kill_groups,
+    terminate_all,
+    wait_for_all,
+)
+from gradwire.processes.torchrun import rank_environment, under_torchrun
 
 __all__ = [
-    "end_group",
+    "ChildFailure",
+    "describe_exit",
     "end_with_parent",
-    "how_it_ended",
+    "kill_group",
+    "kill_groups",
+    "rank_environment",
+    "terminate_all",
+    "under_torchrun",
     "wait_for_all",
 ]

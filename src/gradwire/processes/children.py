@@ -1,4 +1,4 @@
-"""Processes beside this one: watched together, ended with all that they have started, never left behind."""
+"""Watch child processes, and end them with everything that they have started."""
 
 from __future__ import annotations
 
@@ -8,14 +8,32 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class ChildFailure:
+    """The first child that did not end with exit code 0."""
+
+    index: int
+    """Its place in the sequence of children."""
+    code: int
+    """Its exit code; minus the signal's number if a signal killed it."""
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code that a shell would report: 128 plus the signal's number."""
+        return self.code if self.code > 0 else 128 - self.code
 
 
 def wait_for_all(
     processes: Sequence[subprocess.Popen[Any]], timeout: float | None = None
-) -> tuple[int, int] | None:
-    """Wait until all have ended well, or one has not: then which, and its exit code, below 0 for a signal.
+) -> ChildFailure | None:
+    """Wait until all have ended well, or until one has failed; return that failure.
 
     Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
     """
@@ -24,40 +42,63 @@ def wait_for_all(
         codes = [process.poll() for process in processes]
         for index, code in enumerate(codes):
             if code:
-                return index, code
+                return ChildFailure(index, code)
         if None not in codes:
             return None
         if deadline is not None and timeout is not None and time.monotonic() > deadline:
             raise subprocess.TimeoutExpired(processes[0].args, timeout)
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
 
 
-def how_it_ended(code: int) -> str:
-    """An exit code in words.
+def describe_exit(code: int) -> str:
+    """Return an exit code in words.
 
-    >>> how_it_ended(3), how_it_ended(-9)
+    >>> describe_exit(3), describe_exit(-9)
     ('exit code 3', 'signal SIGKILL')
     """
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def end_group(leader: int) -> None:
-    """Kill a process that leads a group, if it still runs, and what it has started and left in the group."""
+def terminate_all(processes: Iterable[subprocess.Popen[Any]], grace_s: float) -> None:
+    """Ask the children that still run to end, wait up to ``grace_s`` seconds, then kill the rest."""
+    deadline = time.monotonic() + grace_s
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGTERM)
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def kill_groups(leaders: Sequence[subprocess.Popen[Any]]) -> None:
+    """Kill the process groups that these children lead, and wait for the children."""
+    for process in leaders:
+        kill_group(process.pid)
+    for process in leaders:
+        process.wait()
+
+
+def kill_group(leader: int) -> None:
+    """Kill every process of the group that ``leader`` leads or has led."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(leader, signal.SIGKILL)
 
 
 def end_with_parent(wait: Callable[[], object]) -> None:
-    """End this process, and the group that it leads, when ``wait`` returns or raises: its parent is gone.
+    """Kill this process and the group that it leads when ``wait`` returns or raises.
 
-    It waits at a pipe that the parent never writes to, and that ends with it also when it is killed.
+    ``wait`` reads from a pipe to which the parent never writes. The pipe closes when the parent ends,
+    even if the parent is killed.
     """
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):
             wait()
-        end_group(os.getpid())
+        kill_group(os.getpid())
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -1,6 +1,6 @@
-"""The page's charts, as the values that plotly draws.
+"""The charts of the page, as values for plotly.
 
-Plotly takes tags in texts for markup, so whatever a user named goes through `plain`.
+Plotly takes tags in texts for markup, so every name from a user goes through `plain`.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from typing import Any
 
 from gradwire.headroom import Record
 from gradwire.lab import format_rate
-from gradwire.planner import Cluster, Forecast, bits_per_s, cores_per_worker
+from gradwire.planner import Cluster, Forecast, cores_per_worker, link_bits_per_s
 
 Chart = dict[str, Any]
 
 _COMPUTE, _EXPOSED, _OVERHEAD = "#8da9c4", "#e07a5f", "#f2cc8f"
 _INK, _GRID = "#24292f", "#e6e9ec"
-# One for each row, the same in all charts.
+# One color per recipe, the same in all charts.
 _LINES = (
     *("#24292f", "#1b6ca8", "#2a9d8f", "#e07a5f", "#8f5fbf", "#d4a017"),
     *("#c2185b", "#5b8c2a", "#7f6a5d", "#00a3c4", "#9aa5b1"),
 )
 _RATES = [10.0**exponent for exponent in (7, 7.5, 8, 8.5, 9, 9.5, 10, 10.5, 11)]
 _NO_LIMIT = 10.0**11.5
-"""Where links without a limit stand on the axis of rates."""
+"""Place of links without a limit on the axis of rates."""
 _WORKERS = [2**k for k in range(1, 13)]
 _OTHER_RATES = (1e8, 1e9, 1e10)
 _DECADES = {"dtick": 1, "minor": {"dtick": "D1", "showgrid": True, "gridcolor": "#f3f4f6"}}
 
 
 def plain(text: str) -> str:
-    """The text, shown as it is."""
+    """Return the text such that plotly shows it as it is."""
     return escape(text, quote=False)
 
 
 def step_chart(record: Record) -> Chart:
-    """Step time per recipe, split in compute, exposed communication and overhead."""
+    """Chart the step time of each row, split into compute, exposed communication and overhead."""
     labels = [plain(record.label(row)) for row in record.rows]
     splits = [record.split_ms(row) for row in record.rows]
     parts = (("compute", _COMPUTE), ("exposed communication", _EXPOSED), ("overhead", _OVERHEAD))
@@ -63,7 +63,7 @@ def step_chart(record: Record) -> Chart:
         "showlegend": False,
         "cliponaxis": False,
     }
-    layout = _layout("Where a step's time goes", "ms", None)
+    layout = _layout("Step time by part", "ms", None)
     layout.update(barmode="stack", bargap=0.3, height=170 + 30 * len(labels))
     layout["legend"].update(traceorder="normal", y=1.02, yanchor="bottom", x=0)
     layout["xaxis"].update(range=[0, 1.25 * max(row.step_ms for row in record.rows)])
@@ -73,8 +73,8 @@ def step_chart(record: Record) -> Chart:
 
 
 def error_chart(record: Record) -> Chart | None:
-    """Gradient error against bytes; None where neither is known."""
-    # Buckets of another size hardly change either.
+    """Chart the gradient error over the bytes sent; None if neither is known."""
+    # Another bucket size changes neither by much.
     rows = [row for row in record.recipes if row.bucket_mb == record.bucket_mb and row.bytes_per_step]
     rows = [row for row in rows if row.gradient_error is not None]
     if not rows:
@@ -86,10 +86,10 @@ def error_chart(record: Record) -> Chart | None:
             "mode": "markers+text",
             "name": plain(record.label(row)),
             "x": [row.bytes_per_step],
-            # Zero has no place on a logarithmic axis.
+            # A logarithmic axis has no zero.
             "y": [max(row.gradient_error or 0.0, 1e-8)],
             "text": [plain(record.label(row))],
-            # Recipes with the same number of bytes stand close together.
+            # Texts of recipes with the same number of bytes would overlap.
             "textposition": "bottom center" if index % 2 else "top center",
             "marker": {"size": 12, "color": colors[row.recipe]},
             "hovertemplate": f"{plain(record.label(row))}: %{{x:.3s}}B a step, relative error %{{y:.2g}}"
@@ -98,7 +98,7 @@ def error_chart(record: Record) -> Chart | None:
         for index, row in enumerate(rows)
     ]
     layout = _layout(
-        "What is sent, and how far off a step's gradient is", "bytes sent per step and rank", "relative error"
+        "Bytes sent, and error of a step's gradient", "bytes sent per step and rank", "relative error"
     )
     layout.update(showlegend=False)
     layout["xaxis"].update(type="log", exponentformat="SI", ticksuffix="B", **_DECADES)
@@ -107,7 +107,7 @@ def error_chart(record: Record) -> Chart | None:
 
 
 def link_chart(records: Sequence[Record]) -> Chart | None:
-    """Predicted step time over the rate of links, with what was measured."""
+    """Chart the predicted step time over the rate of links, with the measured ones."""
     base = records[0]
     if base.world_size == 1:
         return None
@@ -115,9 +115,9 @@ def link_chart(records: Sequence[Record]) -> Chart | None:
     lines = _predictions(base, [*clusters, (_NO_LIMIT, _cluster(base, base.world_size, None))])
     for record in records:
         if (record.workload, record.world_size) == (base.workload, base.world_size):
-            lines += _measured(record, bits_per_s(record) or _NO_LIMIT)
+            lines += _measured(record, link_bits_per_s(record) or _NO_LIMIT)
     title = f"Predicted over link speed, {base.world_size} workers; diamonds were measured"
-    layout = _layout(title, "each worker's link", "a step")
+    layout = _layout(title, "rate of each worker's link", "step time")
     layout["xaxis"].update(
         type="log",
         tickvals=[*_RATES[::2], _NO_LIMIT],
@@ -128,21 +128,21 @@ def link_chart(records: Sequence[Record]) -> Chart | None:
 
 
 def worker_chart(records: Sequence[Record]) -> Chart | None:
-    """Predicted step time over the number of workers, with what was measured; a menu chooses the links."""
+    """Chart the predicted step time over the number of workers, with a menu to choose the links."""
     base = records[0]
     if base.world_size == 1:
         return None
-    rates = [bits_per_s(base), *(rate for rate in _OTHER_RATES if rate != bits_per_s(base))]
+    rates = [link_bits_per_s(base), *(rate for rate in _OTHER_RATES if rate != link_bits_per_s(base))]
     traces: list[dict[str, Any]] = []
     shown: list[list[bool]] = []
     for rate in rates:
         lines = _predictions(base, [(n, _cluster(base, n, rate)) for n in _WORKERS])
         for record in records:
-            if (record.workload, bits_per_s(record)) == (base.workload, rate):
+            if (record.workload, link_bits_per_s(record)) == (base.workload, rate):
                 lines += _measured(record, record.world_size)
         shown.append([False] * len(traces) + [True] * len(lines))
         traces += [{**line, "visible": rate == rates[0]} for line in lines]
-    layout = _layout("Predicted over workers; diamonds were measured", "workers", "a step")
+    layout = _layout("Predicted over workers; diamonds were measured", "workers", "step time")
     layout["updatemenus"] = [
         {
             "buttons": [
@@ -165,7 +165,7 @@ def worker_chart(records: Sequence[Record]) -> Chart | None:
 
 
 def comparison_chart(named: Sequence[tuple[str, Record]]) -> Chart:
-    """Step times of several files, side by side."""
+    """Chart the step times of several files side by side."""
     bars = [
         {
             "type": "bar",
@@ -185,7 +185,7 @@ def _colors(record: Record) -> dict[str, str]:
 
 
 def _cluster(record: Record, num_workers: int, rate: float | None) -> Cluster:
-    """As many workers, one on each node, with the cores that each of the record's had."""
+    """Return a cluster of nodes with one worker, which has as many cores as each rank of the record."""
     return Cluster(num_workers, 1, rate, cores_per_worker=cores_per_worker(record))
 
 

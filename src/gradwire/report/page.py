@@ -1,4 +1,4 @@
-"""The page: verdicts on top, then charts and tables."""
+"""The HTML page: verdicts first, then charts and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from gradwire.headroom import COLUMNS, Record, cells_of, give_verdict, notes_on, recommend
+from gradwire.headroom import COLUMNS, Record, give_verdict, recommend, record_notes, row_cells
 from gradwire.report.charts import Chart, comparison_chart, error_chart, link_chart, step_chart, worker_chart
 
 _STYLE = """
@@ -24,13 +24,13 @@ tr.recommended { background: #fdf3ef; font-weight: 600 }
 .conditions, .notes { color: #57606a; font-size: .92rem }
 """
 _SPLIT = (
-    "Compute: a step without communication. The rest is split as the wire's own time is, into waiting for "
-    "peers (exposed communication) and encoding, adding and decoding (overhead); plain DDP does not tell "
-    "them apart."
+    "Compute: a step without communication. The rest is split in proportion to the time that buckets wait "
+    "for other ranks (exposed communication) and the time that they are encoded, summed and decoded "
+    "(overhead). Plain DDP does not tell these apart."
 )
 _FORECAST = (
-    "Carried from the measurement above to other links and numbers of workers by the cost model of "
-    "<code>gradwire plan</code>, with one worker on each node. A click on a recipe hides it."
+    "The cost model of <code>gradwire plan</code> carries the measurement above to other links and numbers "
+    "of workers, with one worker on each node. Click on a recipe to hide it."
 )
 _DRAW = """
 const options = {responsive: true, displayModeBar: false};
@@ -42,20 +42,20 @@ for (const source of document.querySelectorAll("script.figure")) {
 
 
 class ReportUnavailable(RuntimeError):
-    """Plotly, which draws the charts, is not installed."""
+    """Raised if plotly, which draws the charts, is not installed."""
 
 
 def check_plotly() -> None:
-    """Raise `ReportUnavailable` if a page could not be made."""
+    """Raise `ReportUnavailable` if plotly is not installed."""
     if importlib.util.find_spec("plotly") is None:
         raise ReportUnavailable("the page's charts need plotly: pip install 'gradwire[report]'")
 
 
 def render_page(records: Sequence[Record], names: Sequence[str] = ()) -> str:
-    """One HTML page about the records, which are of a sweep, or of several files with these names.
+    """Return one HTML page about the records of one measurement, or of several files with these names.
 
-    Whatever users named (models, scripts, files) is shown as it is, and nothing of it is run. Raises
-    `ReportUnavailable` without plotly.
+    Names from users (models, scripts, files) are shown as text and never run. Raises `ReportUnavailable`
+    without plotly.
     """
     check_plotly()
     from plotly.offline import get_plotlyjs
@@ -116,13 +116,13 @@ def _table(record: Record) -> list[str]:
     use = recommend(record)
     for row in record.rows:
         kind = ' class="recommended"' if row == use else ""
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in cells_of(record, row))
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row_cells(record, row))
         lines.append(f"<tr{kind}>{cells}</tr>")
-    return [*lines, "</table>", f'<p class="notes">{"<br>".join(map(escape, notes_on(record)))}</p>']
+    return [*lines, "</table>", f'<p class="notes">{"<br>".join(map(escape, record_notes(record)))}</p>']
 
 
 def _figure(name: str, chart: Chart) -> list[str]:
-    # A script element ends at the first "</", wherever that stands.
+    # A browser ends a script element at the first "</", even within a string.
     text = json.dumps(chart, allow_nan=False).replace("<", "\\u003c")
     return [
         f'<div class="chart" id="{name}"></div>',

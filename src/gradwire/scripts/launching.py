@@ -1,4 +1,4 @@
-"""Runs a script or a module in this process, as ``python`` itself would."""
+"""Run a script or a module in this process, as ``python`` would."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from types import TracebackType
 
 @dataclass(frozen=True)
 class Script:
-    """What to run: a file, or with ``is_module`` a module's name, and its own arguments.
+    """A file, or a module with ``is_module``, and its own arguments.
 
-    Raises ValueError for a file or a module that is not there.
+    Raises ValueError if there is no such file or module.
     """
 
     name: str
@@ -30,14 +30,17 @@ class Script:
             _put_first(os.getcwd())
             try:
                 found = importlib.util.find_spec(self.name)
-            except ImportError:  # of its package
+            except ImportError:  # its package is missing
                 found = None
             if found is None:
                 raise ValueError(f"there is no module {self.name}")
 
     @classmethod
     def of(cls, words: Sequence[str], is_module: bool) -> Script:
-        """From words of a command line; ``python -m train`` and ``python train.py`` mean what they say."""
+        """Make a script from the words of a command line.
+
+        A leading ``python`` is dropped, and a ``-m`` after it names a module.
+        """
         if not is_module and len(words) > 1 and Path(words[0]).name.startswith("python"):
             words = words[1:]
         if not is_module and words[:1] == ["-m"]:
@@ -48,7 +51,7 @@ class Script:
 
     @property
     def words(self) -> list[str]:
-        """What `of` takes to make this again in another process."""
+        """The words from which `of` makes this script again in another process."""
         return [self.name, *self.arguments]
 
     def __str__(self) -> str:
@@ -56,7 +59,7 @@ class Script:
 
 
 def run_script(script: Script) -> None:
-    """Run the script as ``__main__``; whatever it raises, ``SystemExit`` included, leaves this."""
+    """Run the script as ``__main__``, and let everything that it raises pass, ``SystemExit`` too."""
     sys.argv = [script.name, *script.arguments]
     if script.is_module:
         runpy.run_module(script.name, run_name="__main__", alter_sys=True)
@@ -66,14 +69,14 @@ def run_script(script: Script) -> None:
 
 
 def show_error(error: Exception) -> None:
-    """What python prints for an error that nobody caught, without the frames above the script, ours."""
+    """Print an uncaught error as python does, without our own frames above the script's."""
     own = _below_runpy(error.__traceback__)
-    # torch's own, which says on which rank, reads the error's traceback.
+    # torch replaces the hook by one that names the rank, and that reads the error's own traceback.
     sys.excepthook(type(error), error.with_traceback(own), own)
 
 
 def _below_runpy(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is the script's own."""
+    """Return the part of a traceback that belongs to the script."""
     found, here = trace, trace
     while here is not None:
         if "runpy" in here.tb_frame.f_code.co_filename:
@@ -83,6 +86,6 @@ def _below_runpy(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _put_first(folder: str) -> None:
-    """Import from there before anywhere else, as python does for what it runs."""
+    """Make ``folder`` the first to import from, as python does for a script that it runs."""
     if sys.path[:1] != [folder]:
         sys.path.insert(0, folder)

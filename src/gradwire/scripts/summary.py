@@ -1,4 +1,4 @@
-"""What a run with gradwire sent, saved and suffered, in a few lines."""
+"""Sum up a run: the bytes sent, the bytes saved and the errors, in a few lines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gradwire.recipes import make_plan
 
 
 def summarize(attachments: Attachments) -> str:
-    """One line per model, for the rank that this runs on."""
+    """Return one line per model, as seen by this rank."""
     lines = [_describe(a) for a in attachments.made if a.wire.stats().num_steps]
     if attachments.num_given_way:
         lines.append(f"{attachments.num_given_way} taken over by a hook of the script's own")
     if attachments.num_refused:
-        lines.append(f"{attachments.num_refused} that could not be attached to, left to DDP")
+        lines.append(f"{attachments.num_refused} left to DDP, because gradwire could not attach")
     if not lines:
         made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
         lines.append(f"no model trained with it ({made})")

@@ -1,4 +1,4 @@
-"""Records as JSON: what was measured, and for the reader what follows from it."""
+"""Records as JSON: the figures, and for the reader the verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMA_VERSION = 2
 
 
 def write_records(records: Sequence[Record]) -> str:
-    """One record as an object, several as a list; `read_records` makes the same of it again."""
+    """Return one record as a JSON object, or several as a list, for `read_records`."""
     written = [_write_record(record) for record in records]
     return json.dumps(written if len(written) > 1 else written[0], indent=2, allow_nan=False) + "\n"
 
@@ -32,11 +32,11 @@ def _write_record(record: Record) -> dict[str, Any]:
 
 
 def read_records(text: str) -> list[Record]:
-    """What `write_records` wrote. Raises ValueError that says what is wrong with the text."""
+    """Read back what `write_records` wrote. Raises ValueError that says what is wrong with the text."""
     try:
         data = json.loads(text)
         items = data if isinstance(data, list) and data else [data]
-        versions = [take(item, "schema_version", int) for item in items]
+        versions = [read_field(item, "schema_version", int) for item in items]
         if set(versions) == {SCHEMA_VERSION}:
             return [_read_record(_completed(item)) for item in items]
     except ValueError as error:  # JSONDecodeError is one
@@ -49,60 +49,62 @@ def read_records(text: str) -> list[Record]:
 
 
 def _completed(data: dict[str, Any]) -> dict[str, Any]:
-    """A record as it is written now: earlier ones took every parameter for an fp32 one."""
+    """Return a record with the number of parameters, which earlier ones of fp32 models left out."""
     if "num_parameters" in data:
         return data
-    return {**data, "num_parameters": take(data, "gradient_bytes", int) // 4}
+    return {**data, "num_parameters": read_field(data, "gradient_bytes", int) // 4}
 
 
 def _read_record(data: object) -> Record:
-    machine = take(data, "machine", dict)
+    machine = read_field(data, "machine", dict)
     return Record(
-        gradwire_version=take(data, "gradwire_version", str),
-        torch_version=take(data, "torch_version", str),
-        date=take(data, "date", str),
+        gradwire_version=read_field(data, "gradwire_version", str),
+        torch_version=read_field(data, "torch_version", str),
+        date=read_field(data, "date", str),
         machine=Machine(
-            take(machine, "cpu", str), take(machine, "num_cores", int), take(machine, "platform", str)
+            read_field(machine, "cpu", str),
+            read_field(machine, "num_cores", int),
+            read_field(machine, "platform", str),
         ),
-        world_size=take(data, "world_size", int),
-        threads_per_rank=take(data, "threads_per_rank", int),
-        backend=take(data, "backend", str),
-        device=take(data, "device", str),
-        link=take(data, "link", str, None),
-        one_machine=take(data, "one_machine", bool),
-        interleaved=take(data, "interleaved", bool),
-        bucket_mb=take(data, "bucket_mb", float, int, None),
-        workload=take(data, "workload", str),
-        num_parameters=take(data, "num_parameters", int),
-        gradient_bytes=take(data, "gradient_bytes", int),
-        rows=tuple(map(_read_row, take(data, "rows", list))),
+        world_size=read_field(data, "world_size", int),
+        threads_per_rank=read_field(data, "threads_per_rank", int),
+        backend=read_field(data, "backend", str),
+        device=read_field(data, "device", str),
+        link=read_field(data, "link", str, None),
+        one_machine=read_field(data, "one_machine", bool),
+        interleaved=read_field(data, "interleaved", bool),
+        bucket_mb=read_field(data, "bucket_mb", float, int, None),
+        workload=read_field(data, "workload", str),
+        num_parameters=read_field(data, "num_parameters", int),
+        gradient_bytes=read_field(data, "gradient_bytes", int),
+        rows=tuple(map(_read_row, read_field(data, "rows", list))),
     )
 
 
 def _read_row(data: object) -> Row:
-    samples = take(data, "samples_ms", list)
+    samples = read_field(data, "samples_ms", list)
     if not all(type(ms) in (int, float) for ms in samples):
         raise ValueError("'samples_ms' must be a list of numbers")
     return Row(
-        recipe=take(data, "recipe", str),
+        recipe=read_field(data, "recipe", str),
         samples_ms=tuple(map(float, samples)),
-        bytes_per_step=take(data, "bytes_per_step", int, None),
-        bucket_mb=take(data, "bucket_mb", float, int, None),
-        num_messages=take(data, "num_messages", int, None),
-        wait_ms=take(data, "wait_ms", float, int, None),
-        work_ms=take(data, "work_ms", float, int, None),
-        gradient_error=take(data, "gradient_error", float, int, None),
+        bytes_per_step=read_field(data, "bytes_per_step", int, None),
+        bucket_mb=read_field(data, "bucket_mb", float, int, None),
+        num_messages=read_field(data, "num_messages", int, None),
+        wait_ms=read_field(data, "wait_ms", float, int, None),
+        work_ms=read_field(data, "work_ms", float, int, None),
+        gradient_error=read_field(data, "gradient_error", float, int, None),
     )
 
 
-def take(data: object, key: str, *kinds: type | None) -> Any:
-    """``data[key]`` if it is of one of the kinds; None stands for null."""
+def read_field(data: object, key: str, *kinds: type | None) -> Any:
+    """Return ``data[key]``. Raises ValueError if it is missing or of another type; None stands for null."""
     if not isinstance(data, dict):
         raise ValueError(f"an object with {key!r} was expected, not {json.dumps(data)[:40]}")
     if key not in data:
         raise ValueError(f"{key!r} is missing")
     value = data[key]
-    # By type(), as isinstance() takes True for an int.
+    # By type(), because isinstance() takes True for an int.
     if (None if value is None else type(value)) not in kinds:
         expected = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
         raise ValueError(f"{key!r} must be {expected}, not {json.dumps(value)[:40]}")

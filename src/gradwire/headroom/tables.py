@@ -1,4 +1,4 @@
-"""Records for the terminal."""
+"""Records as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ COLUMNS = ("recipe", "step ms", "p10-p90", "sent/step", "gain", "comm.", "error"
 
 
 def step_table(record: Record) -> Group:
-    """A row per recipe: step time, spread, bytes, gain over plain DDP, share of communication."""
+    """Return a table with a line per row, below the conditions and above the notes."""
     table = Table(box=box.SIMPLE, pad_edge=False)
-    # A route's name may be long: it goes over several lines, and figures never do.
+    # A route's name may be long, so it may wrap. Figures never do.
     table.add_column(COLUMNS[0], overflow="fold")
     for title in COLUMNS[1:]:
         table.add_column(title, justify="right", no_wrap=True)
     for row in record.rows:
-        cells = map(escape, cells_of(record, row))
+        cells = map(escape, row_cells(record, row))
         table.add_row(*cells, style="dim" if row.recipe == NOOP else None)
-    return Group(Text(_title(record)), table, Text("\n".join(notes_on(record)), style="dim"))
+    return Group(Text(_title(record)), table, Text("\n".join(record_notes(record)), style="dim"))
 
 
-def cells_of(record: Record, row: Row) -> tuple[str, ...]:
-    """A row as text, in the order of the columns."""
+def row_cells(record: Record, row: Row) -> tuple[str, ...]:
+    """Return the texts of a row, in the order of `COLUMNS`."""
     low, high = row.spread_ms
     return (
         record.label(row),
@@ -42,7 +42,7 @@ def cells_of(record: Record, row: Row) -> tuple[str, ...]:
 
 
 def _percent(part: float | None) -> str:
-    """To two digits, of which the second is not worth having above 10 %."""
+    """Return a share with two digits, or with fewer above 10 %."""
     return "-" if part is None else f"{part:.0%}" if part > 0.1 else f"{100 * part:.2g}%"
 
 
@@ -60,18 +60,18 @@ def _title(record: Record) -> str:
     )
 
 
-def notes_on(record: Record) -> list[str]:
-    """What the columns mean, and what to bear in mind."""
+def record_notes(record: Record) -> list[str]:
+    """Return the meaning of the columns, and the reservations about a record."""
     num_threads = record.world_size * record.threads_per_rank
     what = "forward and backward" if record.interleaved else "from one optimizer step to the next"
     notes = [
         f"Step: {what}, median of {len(record.allreduce.samples_ms)}, the slowest rank's time.",
-        "Gain: over allreduce (plain DDP). Comm.: the part that noop does without.",
-        "Sent: by one rank; counted, for allreduce computed (what a ring sends).",
+        "Gain: over allreduce (plain DDP). Comm.: the share of a step that noop saves.",
+        "Sent: bytes from one rank, counted; for allreduce computed (what a ring sends).",
         "Error: of the first step's averaged gradient, relative to plain DDP's.",
     ]
     if not record.interleaved:
-        notes.append("Rows ran one after the other, so a slow minute may have hit one of them alone.")
+        notes.append("Rows ran one after the other, so a slow minute may have hit only one of them.")
     if record.world_size > 1 and record.one_machine and record.link is None:
         notes.append("All ranks are on this machine; between machines communication costs more.")
     if num_threads > record.machine.num_cores:

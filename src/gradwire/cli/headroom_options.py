@@ -1,0 +1,170 @@
+"""The options of ``gradwire headroom``, and the benchmark or script that they describe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import typer
+
+from gradwire.cli.options import ALL_RECIPES, Html, Model, Recipes, check_positive
+from gradwire.headroom import Benchmark, ModelFactory, Workload
+from gradwire.lab import format_rate, parse_rate
+from gradwire.processes import under_torchrun
+from gradwire.scripts import Script
+
+# On a 1 Gbit/s link, buckets of 8 MB instead of DDP's 25 gained as much as a recipe.
+_SMALL_BUCKET_MB = 8.0
+# Width and sequence length of each built-in model, by its name.
+_DEFAULT_SIZES = {"transformer": (512, 64), "resnet": (256, 16)}
+
+
+@dataclass(frozen=True)
+class HeadroomOptions:
+    """The options as the user gave them."""
+
+    script_words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- SCRIPT ARGUMENTS]", help="Your own training script, unchanged; or -m MODULE."
+        ),
+    ] = None
+    num_ranks: Annotated[
+        int,
+        typer.Option("--ranks", min=1, metavar="N", help="Processes on this machine, one thread each."),
+    ] = 2
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE,...",
+            help="Measure on slow links: one or more rates, such as 100mbit,1gbit. Each rank runs on a host "
+            "of a lab (`gradwire lab --help`).",
+            show_default=False,
+        ),
+    ] = None
+    recipe: Recipes = None
+    model: Model = None
+    workload: Annotated[
+        str, typer.Option(metavar="NAME", help="A built-in model: transformer or resnet.")
+    ] = "transformer"
+    width: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Width of the transformer, a multiple of 8 (default: 512); channels of the resnet "
+            "(default: 256).",
+            show_default=False,
+        ),
+    ] = None
+    num_layers: Annotated[int, typer.Option("--layers", min=1, metavar="N", help="Residual blocks.")] = 6
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences or images per rank.")] = 2
+    sequence: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens per sequence (default: 64); side of an image (default: 16).",
+            show_default=False,
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="cpu or cuda; ranks may share a GPU. Default: cpu; under torchrun cuda, if there is a GPU.",
+            show_default=False,
+        ),
+    ] = None
+    num_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            min=1,
+            metavar="N",
+            help="Timed steps per recipe. Fewer than 7 cannot rule out chance. Default: 8 to 24, by "
+            "--seconds; for a script 16.",
+            show_default=False,
+        ),
+    ] = None
+    seconds: Annotated[
+        float,
+        typer.Option(metavar="S", help="Approximate time to measure; a script is measured for --steps."),
+    ] = 30.0
+    bucket_mb: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MB",
+            help="DDP's bucket_cap_mb. Default: DDP's own; plain DDP and the best recipe also try 8 MB.",
+            show_default=False,
+        ),
+    ] = None
+    json_file: Annotated[
+        str | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Also write the record; '-' writes it to stdout, and everything else to stderr.",
+        ),
+    ] = None
+    html: Html = None
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the verdict.")] = False
+
+    @property
+    def recipes(self) -> Sequence[str]:
+        """The recipes to compare."""
+        return self.recipe or ALL_RECIPES
+
+    def check(self) -> None:
+        """Raise ValueError if these options, or this process, cannot start a measurement."""
+        size = os.environ.get("WORLD_SIZE", "1")
+        if size != "1" and not under_torchrun():
+            raise ValueError(
+                f"this process is already one of {size} ranks (WORLD_SIZE), but torchrun did not start it: "
+                "start it with torchrun, or by itself; for slow links, use --link instead of `gradwire lab`"
+            )
+        check_positive("--seconds", self.seconds)
+        check_positive("--bucket-mb", self.bucket_mb)
+
+    def subject(self) -> Script | Benchmark:
+        """Return the script or the benchmark to measure. Raises ValueError if there is none."""
+        if not self.script_words:
+            return self._benchmark()
+        if self.model or self.bucket_mb or self.device:
+            raise ValueError(
+                "a script makes its own models, on its own devices: leave out --model, --bucket-mb and "
+                "--device"
+            )
+        return Script.of(self.script_words, is_module=False)
+
+    def rates(self) -> list[str | None]:
+        """Return the rates of the links to measure with; None is the network as it is."""
+        if self.link is None:
+            return [None]
+        if under_torchrun():
+            raise ValueError("--link makes hosts on this machine, so torchrun cannot: leave out one of them")
+        return [format_rate(parse_rate(rate)) for rate in self.link.split(",")]
+
+    def _benchmark(self) -> Benchmark:
+        usual_device = "cuda" if under_torchrun() and torch.cuda.is_available() else "cpu"
+        return Benchmark(
+            self.recipes,
+            self._workload(),
+            self.num_steps,
+            self.seconds,
+            self.bucket_mb,
+            small_bucket_mb=_SMALL_BUCKET_MB if self.bucket_mb is None else None,
+            device=self.device or usual_device,
+        )
+
+    def _workload(self) -> ModelFactory | Workload:
+        if self.model is not None:
+            return ModelFactory(self.model)
+        width, sequence = _DEFAULT_SIZES.get(self.workload, _DEFAULT_SIZES["transformer"])
+        return Workload(
+            self.workload, self.width or width, self.num_layers, self.batch, self.sequence or sequence
+        )

@@ -1,0 +1,133 @@
+"""The options of ``gradwire plan``, and the recipes, models and clusters that they describe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import gradwire
+from gradwire.cli.options import ALL_RECIPES, Model, Recipes, check_positive, check_writable
+from gradwire.headroom import ModelFactory
+from gradwire.lab import parse_rate
+from gradwire.planner import LAB_CASES, Cluster, LabCase, Shape, can_be_planned, shapes_of, typical_shapes
+
+# Above every model there is, and still counted in seconds.
+_MAX_PARAMETERS = 1e13
+_NODES = "2,8,64,512"
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options as the user gave them."""
+
+    num_parameters: Annotated[
+        float | None,
+        typer.Option(
+            "--parameters",
+            metavar="N",
+            help="Number of parameters, such as 19e6; stands for a transformer of that size.",
+            show_default=False,
+        ),
+    ] = None
+    model: Model = None
+    compute_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS",
+            help="Time of a step without communication: the row noop of `gradwire headroom`.",
+            show_default=False,
+        ),
+    ] = None
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...", help="Numbers of nodes.", show_default="2,8,64,512; --validate: 2,3,4,8"
+        ),
+    ] = None
+    num_workers: Annotated[
+        int, typer.Option("--workers", min=1, metavar="N", help="Workers on each node; they share its link.")
+    ] = 1
+    link: Annotated[str, typer.Option(metavar="RATE", help="Rate of each node's link.")] = "10gbit"
+    latency_us: Annotated[
+        float, typer.Option(min=0, metavar="US", help="Latency between nodes, one way.")
+    ] = 50.0
+    bucket_mb: Annotated[
+        float | None, typer.Option(metavar="MB", help="DDP's bucket_cap_mb.", show_default="25")
+    ] = None
+    recipe: Recipes = None
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File of kernel speeds. If there is none, they are measured here and written to it.",
+            show_default=False,
+        ),
+    ] = None
+    validate: Annotated[
+        bool,
+        typer.Option(
+            "--validate", help="Compare predictions with measurements in the lab; takes minutes, needs root."
+        ),
+    ] = False
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+
+    def check(self) -> None:
+        """Raise ValueError for sizes and files that cannot be used."""
+        check_positive("--bucket-mb", self.bucket_mb)
+        if self.calibration is not None and not self.calibration.exists():
+            check_writable("--calibration", self.calibration)
+
+    def recipes(self) -> list[str]:
+        """Return the names of the recipes that communicate, each once."""
+        chosen = [gradwire.recipe(spec) for spec in self.recipe or ALL_RECIPES]
+        for each in chosen:
+            if not can_be_planned(each):
+                raise ValueError(f"{each} is several recipes: plan each of them by itself")
+        return [str(each) for each in dict.fromkeys(chosen) if each.exchange.communicates]
+
+    def compute_s(self) -> float:
+        """Return the time of a step without communication."""
+        if self.compute_ms is None or not 0 < self.compute_ms < math.inf:
+            raise ValueError("--compute-ms must be given, above 0: the time of noop in `gradwire headroom`")
+        return self.compute_ms / 1e3
+
+    def shapes(self) -> list[Shape]:
+        """Return the shapes of the model's parameters."""
+        if self.model is not None and self.num_parameters is None:
+            shapes = shapes_of(ModelFactory(self.model).build().model)
+            if not shapes:
+                raise ValueError(f"the model of {self.model} has no parameters to train")
+            return shapes
+        if self.model is not None or self.num_parameters is None:
+            raise ValueError("give --parameters or --model, one of them")
+        if not 1 <= self.num_parameters <= _MAX_PARAMETERS:
+            raise ValueError(
+                f"--parameters must be from 1 to {_MAX_PARAMETERS:g}, not {self.num_parameters:g}"
+            )
+        return typical_shapes(int(self.num_parameters))
+
+    def clusters(self) -> list[Cluster]:
+        """Return a cluster for each number of nodes."""
+        bits_per_s, latency_s = parse_rate(self.link), self.latency_us * 1e-6
+        return [Cluster(n, self.num_workers, bits_per_s, latency_s) for n in _numbers(self.nodes or _NODES)]
+
+    def lab_cases(self) -> list[LabCase]:
+        """Return the cases to validate with: all, or those with the given numbers of hosts."""
+        if self.nodes is None:
+            return list(LAB_CASES)
+        numbers, known = _numbers(self.nodes), dict.fromkeys(case.num_hosts for case in LAB_CASES)
+        for number in numbers:
+            if number not in known:
+                raise ValueError(f"--validate measures {', '.join(map(str, known))} hosts, not {number}")
+        return [case for case in LAB_CASES if case.num_hosts in numbers]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--nodes takes numbers, such as 2,8,64, not {text!r}") from None

@@ -1,0 +1,77 @@
+"""Predictions and comparisons as tables and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from gradwire.planner import Cluster, Comparison, Prediction
+
+
+class PlannedRow(NamedTuple):
+    """A prediction for one recipe on one cluster."""
+
+    cluster: Cluster
+    recipe: str
+    prediction: Prediction
+
+
+def plan_json(rows: Sequence[PlannedRow]) -> str:
+    """Return predictions as a JSON list."""
+    fields = [
+        {
+            "workers": cluster.num_workers,
+            "nodes": cluster.num_nodes,
+            "recipe": recipe,
+            "step_ms": 1e3 * prediction.step_s,
+            "efficiency": prediction.efficiency,
+            "bytes_per_step": prediction.bytes_per_step,
+            "num_messages": prediction.num_messages,
+        }
+        for cluster, recipe, prediction in rows
+    ]
+    return json.dumps(fields, indent=2)
+
+
+def plan_table(title: str, rows: Sequence[PlannedRow]) -> Table:
+    """Return predictions as a table, with a section for each cluster."""
+    table = _table(title, ("workers", "recipe", "step ms", "efficiency", "a node sends", "messages"))
+    last_recipe = rows[-1].recipe
+    for cluster, recipe, prediction in rows:
+        table.add_row(
+            str(cluster.num_workers),
+            escape(recipe),
+            f"{1e3 * prediction.step_s:.1f}",
+            f"{prediction.efficiency:.0%}",
+            decimal(prediction.bytes_per_step),
+            str(prediction.num_messages),
+            end_section=recipe == last_recipe,
+        )
+    return table
+
+
+def comparison_json(comparisons: Sequence[Comparison]) -> str:
+    """Return comparisons with measurements as a JSON list."""
+    return json.dumps([{**c.__dict__, "error": c.error} for c in comparisons], indent=2)
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """Return comparisons with measurements as a table."""
+    table = _table("step time, ms", ("hosts", "link", "recipe", "measured", "predicted", "error"))
+    for c in comparisons:
+        figures = (f"{c.measured_ms:.1f}", f"{c.predicted_ms:.1f}", f"{c.error:+.0%}")
+        table.add_row(str(c.num_hosts), c.link, escape(c.recipe), *figures)
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "recipe" else "right")
+    return table

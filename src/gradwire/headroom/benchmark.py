@@ -1,0 +1,104 @@
+"""A benchmark, and the result of one of its ranks: values that go to ranks and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+import gradwire
+from gradwire.headroom.workloads import Buildable, Workload
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of steps (or runs) done, and their number in all."""
+
+
+def compared_recipes(recipes: Sequence[str | gradwire.Recipe]) -> tuple[gradwire.Recipe | None, ...]:
+    """Return everything to compare: plain DDP (None), each recipe once, and no communication.
+
+    Raises ValueError if there is no such recipe.
+    """
+    chosen = dict.fromkeys(map(gradwire.recipe, recipes))
+    chosen.pop(gradwire.noop(), None)
+    return None, *chosen, gradwire.noop()
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Recipes that train the same model side by side, with plain DDP and without communication.
+
+    Raises ValueError for unknown recipes, numbers out of range, and devices that are not there.
+    """
+
+    recipes: Sequence[str | gradwire.Recipe]
+    workload: Buildable = field(default_factory=Workload)
+    num_steps: int | None = None
+    """Timed steps per row; None for as many as `seconds` allows, from 8 to 24."""
+    seconds: float = 30.0
+    """Approximate time to measure; warming up comes on top."""
+    bucket_mb: float | None = None
+    """DDP's ``bucket_cap_mb``; None for DDP's own default."""
+    small_bucket_mb: float | None = None
+    """Bucket size to try with plain DDP and the best recipe as well; None to try no other."""
+    device: str = "cpu"
+    """``"cuda"`` runs the ranks on the machine's GPUs, over NCCL; ranks may share a GPU."""
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
+        for name in ("seconds", "bucket_mb", "small_bucket_mb"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, not {value:g}")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"the device must be cpu or cuda, not {self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("torch sees no CUDA device here: use the device cpu")
+        object.__setattr__(self, "recipes", tuple(map(gradwire.recipe, self.recipes)))
+
+    @property
+    def compared(self) -> tuple[gradwire.Recipe | None, ...]:
+        """The recipes that take turns, None for plain DDP: see `compared_recipes`."""
+        return compared_recipes(self.recipes)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train the workload: a recipe, and DDP's bucket size."""
+
+    recipe: gradwire.Recipe | None
+    """None for plain DDP."""
+    bucket_mb: float | None
+    """None for DDP's own default."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One rank's figures for one variant; None if unknown."""
+
+    variant: Variant
+    times_s: tuple[float, ...]
+    """Time of each step."""
+    bytes_per_step: int | None
+    """Bytes that the rank sends in a step."""
+    num_messages: int | None
+    """Messages that the rank sends in a step."""
+    wait_ms: float | None
+    """Time in a step that buckets wait for other ranks."""
+    work_ms: float | None
+    """Time in a step that buckets are encoded, summed and decoded."""
+    gradient_error: float | None
+    """Relative error of the first step's averaged gradient, in the 2-norm."""
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """One rank's figures for the whole benchmark."""
+
+    measurements: tuple[Measurement, ...]
+    num_threads: int
+    backend: str
+    device: str
+    num_parameters: int
+    gradient_bytes: int

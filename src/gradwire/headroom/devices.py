@@ -1,0 +1,55 @@
+"""The device and the process group of a rank."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from gradwire.processes import under_torchrun
+
+
+def local_gpu(rank: int, world_size: int) -> torch.device:
+    """Return the GPU of a rank, which other ranks may share. Call it before any NCCL group is made."""
+    index, num_sharing, num_devices = rank, world_size, torch.cuda.device_count()
+    if under_torchrun():  # this machine may be one of several
+        index, num_sharing = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if num_sharing > num_devices:
+        # NCCL accepts two ranks on one device only if they claim to be on different hosts.
+        os.environ.setdefault("NCCL_HOSTID", str(rank))
+        if num_sharing == world_size:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return torch.device("cuda", index % num_devices)
+
+
+def open_group(device: str) -> tuple[dist.ProcessGroup, torch.device]:
+    """Return the group to average over, the default one or a new NCCL one, and this rank's device."""
+    default = dist.group.WORLD
+    assert default is not None
+    if device == "cpu":
+        return default, torch.device("cpu")
+    gpu = local_gpu(dist.get_rank(), dist.get_world_size())
+    torch.cuda.set_device(gpu)
+    return default if dist.get_backend() == "nccl" else dist.new_group(backend="nccl"), gpu
+
+
+def join_torchrun(device: str) -> None:
+    """Make the default group of the ranks that torchrun started."""
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return
+    gpu = local_gpu(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl", device_id=gpu)
+
+
+def largest_of_ranks(figures: list[float]) -> list[float]:
+    """Return the largest value of each figure over all ranks.
+
+    A step ends with the slowest rank. And all ranks draw the same conclusions from the same figures.
+    """
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    largest = torch.tensor(figures, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()

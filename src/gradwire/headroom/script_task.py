@@ -1,0 +1,68 @@
+"""Values that go as JSON to the process of a script's rank, and come back from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from gradwire.scripts import Script
+
+
+@dataclass(frozen=True)
+class ScriptTask:
+    """The script that a rank runs, its recipe, and the number of steps after which it ends."""
+
+    script: Script
+    recipe: str | None
+    """None for plain DDP."""
+    num_steps: int
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ScriptTask:
+        """Read back what `to_json` wrote."""
+        fields = json.loads(text)
+        script = fields["script"]
+        name, arguments = script["name"], tuple(script["arguments"])
+        return cls(Script(name, arguments, script["is_module"]), fields["recipe"], fields["num_steps"])
+
+
+@dataclass(frozen=True)
+class WireTotals:
+    """The figures of all models of a script together; None if unknown."""
+
+    num_models: int
+    bytes_per_step: int | None
+    num_messages: int | None
+    wait_ms: float | None
+    work_ms: float | None
+    num_parameters: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class ScriptResult:
+    """One rank's figures for one run of a script."""
+
+    times_s: tuple[float, ...]
+    """Time of each step, from one call of an optimizer to the next."""
+    num_threads: int
+    backend: str
+    device: str
+    wires: WireTotals | None
+    """None with plain DDP, whose messages nobody counts."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ScriptResult:
+        """Read back what `to_json` wrote."""
+        fields = json.loads(text)
+        fields["times_s"] = tuple(fields["times_s"])
+        if fields["wires"] is not None:
+            fields["wires"] = WireTotals(**fields["wires"])
+        return cls(**fields)

@@ -1,0 +1,149 @@
+"""Models that are trained side by side, one per variant of a benchmark."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import statistics
+import time
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradwire
+from gradwire.ddp import wrap
+from gradwire.headroom.benchmark import Benchmark, Measurement, Variant
+from gradwire.headroom.devices import largest_of_ranks, open_group
+from gradwire.headroom.records import Row
+from gradwire.headroom.workloads import BuiltWorkload
+
+_Number = TypeVar("_Number", int, float)
+
+
+class TimedModel:
+    """A model that trains as its variant says, and the times of its steps.
+
+    Raises RuntimeError if gradwire is disabled, so that the recipe cannot be attached.
+    """
+
+    def __init__(
+        self, variant: Variant, built: BuiltWorkload, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.variant = variant
+        self.gradient_error: float | None = None
+        """Relative error of the first step's averaged gradient; None so far or if unknown."""
+        self.warm_up_s: list[float] = []
+        """Times of the steps before the measurement, each that of the slowest rank."""
+        self.times_s: list[float] = []
+        """Times of the measured steps on this rank."""
+        self.model = wrap(built.model, bucket_cap_mb=variant.bucket_mb, process_group=group)
+        self._wire = None if variant.recipe is None else gradwire.attach(self.model, variant.recipe)
+        if self._wire is not None and not self._wire.attached:
+            raise RuntimeError(
+                f"{variant.recipe} was not attached, so it cannot be measured: unset GRADWIRE_DISABLE"
+            )
+        self._built = built
+        self._device = device
+
+    def step(self) -> float:
+        """Run a step and return its time in seconds.
+
+        There is no optimizer: its time would be the same for all variants.
+        """
+        begin_s = time.perf_counter()
+        self.model.zero_grad()
+        self._built.step_loss(self.model).backward()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - begin_s
+
+    def row_so_far(self) -> Row:
+        """Return the row that the steps before the measurement would make; call it on every rank."""
+        num_bytes, _ = self._sent_per_step()
+        (largest,) = largest_of_ranks([float(num_bytes or 0)])
+        times_ms = tuple(1e3 * time_s for time_s in self.warm_up_s)
+        return Row(str(self.variant.recipe), times_ms, int(largest), gradient_error=self.gradient_error)
+
+    def finish(self) -> Measurement:
+        """Detach the recipe and return everything that was measured."""
+        num_bytes, num_messages = self._sent_per_step()
+        wait_ms = work_ms = None
+        if self._wire is not None:
+            # DDP makes its final buckets in the first two steps.
+            steps = self._wire.stats().steps[2:]
+            wait_ms = _median([_total([bucket.wait_ms for bucket in step.buckets]) for step in steps])
+            work_ms = _median([_total([bucket.work_ms for bucket in step.buckets]) for step in steps])
+            self._wire.detach()
+        return Measurement(
+            self.variant, tuple(self.times_s), num_bytes, num_messages, wait_ms, work_ms, self.gradient_error
+        )
+
+    def _sent_per_step(self) -> tuple[int | None, int | None]:
+        """Return the bytes and the messages that this rank sends in a step; None if unknown."""
+        if self._wire is None:
+            return None, None
+        # The mean of two steps: a recipe may send one thing in even steps and another in odd ones.
+        last = self._wire.stats().steps[-2:]
+        buckets = [bucket for step in last for bucket in step.buckets]
+        totals = _total([b.bytes_sent for b in buckets]), _total([b.num_messages for b in buckets])
+        num_bytes, num_messages = (None if total is None else total // len(last) for total in totals)
+        return num_bytes, num_messages
+
+
+class TimedModelFactory:
+    """Makes models that differ in nothing but their variants."""
+
+    def __init__(self, benchmark: Benchmark) -> None:
+        self._workload = benchmark.workload
+        self.group, self.device = open_group(benchmark.device)
+        # Each rank has its own batch. DDP gives all ranks the weights of rank 0.
+        torch.manual_seed(1 + dist.get_rank())
+        self._batch = self._build().batch
+
+    def make(self, variant: Variant) -> TimedModel:
+        """Make a model with the same weights and the same batch as all others."""
+        torch.manual_seed(0)
+        built = replace(self._build(), batch=self._batch)
+        return TimedModel(variant, built, self.group, self.device)
+
+    def _build(self) -> BuiltWorkload:
+        return self._workload.build().to(self.device)
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the size of the gradients that a step averages."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def relative_error(model: nn.Module, exact: nn.Module) -> float | None:
+    """Return the relative error of all gradients of ``model`` together, in the 2-norm; None if infinite."""
+    # One parameter at a time, as models may be large.
+    difference = whole = 0.0
+    for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        if ours.grad is not None and theirs.grad is not None:
+            difference += _sum_of_squares(ours.grad - theirs.grad)
+            whole += _sum_of_squares(theirs.grad)
+    return math.sqrt(difference / whole) if whole and math.isfinite(difference) else None
+
+
+def _sum_of_squares(gradient: torch.Tensor) -> float:
+    """Return the sum in fp64, without a copy of the gradient in fp64."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+def _total(figures: list[_Number | None]) -> _Number | None:
+    """Return the sum; None if there are no figures or one of them is unknown."""
+    known = [figure for figure in figures if figure is not None]
+    return functools.reduce(operator.add, known) if known and len(known) == len(figures) else None
+
+
+def _median(figures: list[float | None]) -> float | None:
+    """Return the median of the known figures; None if there are none."""
+    known = [figure for figure in figures if figure is not None]
+    return statistics.median(known) if known else None
