@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.ddp import attachment_of
 from gradwire.ddp.options import Options
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -176,7 +177,7 @@ def job_without_a_trace(rank, folder):
     """What `attach` does to model, state and disk, it does when all ranks agree, or not at all."""
     model, told = small_model(), []
     first = gradwire.attach(model, "bf16")
-    first.give_way(lambda: told.append("gave way"))
+    attachment_of(first).give_way(lambda: told.append("gave way"))
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
     path = folder / f"{rank}.jsonl"
     telemetry = gradwire.Telemetry(jsonl=str(folder / "{rank}.jsonl"))

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from gradwire.averaging.runners import completed
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.buckets.layout import BucketLayout, Layouts, NamedState, Slot, canonical_name
+from gradwire.lanes import completed
 from gradwire.testing import run_ranks
 
 
