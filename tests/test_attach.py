@@ -29,7 +29,7 @@ from gradwire.peers.agreement import agree
 from gradwire.peers.groups import ClosedGroup, gather
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.testing import run_ranks
-from tests.test_bridge import backward, gradients, small_model
+from tests.models import backward, gradients, small_model
 
 
 def mean_of(local, group=None):

@@ -10,10 +10,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp.user_hooks import hook_name
@@ -21,25 +19,7 @@ from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.errors import Place, locate
 from gradwire.testing import run_ranks
 from tests import annotated_hooks
-
-
-def small_model(**options):
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30), nn.Linear(30, 2)
-    )
-    return DistributedDataParallel(net, bucket_cap_mb=0.001, **options)
-
-
-def backward(model, seed=0):
-    model.zero_grad()
-    torch.manual_seed(100 * dist.get_rank() + seed)
-    model(torch.randn(4, 10)).square().mean().backward()
-
-
-def gradients(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
+from tests.models import backward, gradients, small_model
 
 # --- every form of hook ---
 

@@ -37,7 +37,7 @@ from gradwire.ddp_comm_hooks import (
     register_ddp_comm_hook,
 )
 from gradwire.testing import run_ranks
-from tests.test_bridge import backward, gradients, small_model
+from tests.models import backward, gradients, small_model
 
 THEIRS = {m.name for m in pkgutil.iter_modules(torch_package.__path__)}
 # Modules without __all__, and names that are private and yet used.

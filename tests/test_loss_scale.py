@@ -7,7 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 
 import gradwire
 from gradwire.testing import run_ranks
-from tests.test_bridge import small_model
+from tests.models import small_model
 
 # Every recipe with a memory.
 SPECS = [

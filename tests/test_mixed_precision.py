@@ -12,24 +12,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import gradwire
 from gradwire.ddp_comm_hooks import mixed_precision_hooks
 from gradwire.testing import run_ranks
+from tests.cpu_events import NoEvent
 
 
 def test_the_names_are_torchs_own_which_ddp_imports():
     for name in ("_AllreduceUpcastHookState", "_reducer_allreduce_and_upcast_hook"):
         assert getattr(mixed_precision_hooks, name) is getattr(torch_module, name)
-
-
-class Nothing:
-    """An event or a stream of a device whose work is done when its calls return, as a CPU's is."""
-
-    def record(self):
-        pass
-
-    def wait(self, stream=None):
-        pass
-
-    def wait_stream(self, stream):
-        pass
 
 
 def net_of():
@@ -77,8 +65,8 @@ def job_without_events(rank):
 
 
 def job_composes(rank):
-    torch.Event = Nothing
-    torch.accelerator.current_stream = Nothing
+    torch.Event = NoEvent
+    torch.accelerator.current_stream = NoEvent
     for view in (False, True):
         for reduce_dtype in (torch.float32, torch.bfloat16):
             options = {"reduce_dtype": reduce_dtype, "gradient_as_bucket_view": view}

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.testing import run_ranks
-from tests.test_bridge import small_model
+from tests.models import small_model
 
 
 def backward(model, step, is_bad):

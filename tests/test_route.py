@@ -11,8 +11,8 @@ from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.exchanges.selector import Selector
 from gradwire.recipes.plan import make_plan
 from gradwire.testing import run_ranks
-from tests.test_bridge import backward, small_model
-from tests.test_swap import check_law
+from tests.conservation import check_nothing_is_lost
+from tests.models import backward, small_model
 
 
 def job_route(rank):
@@ -70,7 +70,7 @@ def job_route(rank):
             wire.swap("route(ndim<=1=fp32)")
 
     with gradwire.attach(model, "int4") as wire:  # what int4 holds back goes its several ways
-        check_law(wire, model, {3: chosen, 5: "route(*.weight=fp32; *=schedule(0=fp32; 7=int4))"})
+        check_nothing_is_lost(wire, model, {3: chosen, 5: "route(*.weight=fp32; *=schedule(0=fp32; 7=int4))"})
 
 
 def test_parameters_go_by_their_routes_and_nothing_is_lost():

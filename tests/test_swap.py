@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
@@ -13,50 +12,25 @@ from gradwire.exchanges import Context, Scratch
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.peers.groups import Alone
 from gradwire.testing import run_ranks
-from tests.test_bridge import backward, small_model
-
-NUM_STEPS = 9
-
-
-def check_law(wire, model, sequence):
-    """The sum of all results and of what is held back at the end is the sum of all means."""
-    plain = small_model()
-    sent, wanted = {}, {}
-    for step in range(NUM_STEPS):
-        if step in sequence:
-            wire.swap(sequence[step])
-        backward(plain, step)
-        backward(model, step)
-        for totals, each in ((sent, model), (wanted, plain)):
-            for name, p in each.module.named_parameters():
-                totals[name] = totals.get(name, 0) + p.grad.double()
-    (memory,) = wire.state_dict()["memory"].values()
-    for name, total in wanted.items():
-        held = torch.zeros_like(total)
-        for key, tensors in memory.items():
-            if key.startswith("residual:") and name in tensors:
-                held += tensors[name].double()
-        dist.all_reduce(held)
-        error = (sent[name] + held / dist.get_world_size() - total).abs().max() / total.abs().max()
-        assert error < (0.02 if any("bf16" in str(each) for each in sequence.values()) else 1e-5), name
-    return memory
+from tests.conservation import check_nothing_is_lost
+from tests.models import backward, small_model
 
 
 def job_swaps(rank):
     model = small_model()
     wire = gradwire.attach(model, "int4")
-    memory = check_law(wire, model, {3: "fp32", 6: "sign:feedback=true"})
+    memory = check_nothing_is_lost(wire, model, {3: "fp32", 6: "sign:feedback=true"})
     assert set(memory) == {"residual:float32"}
     wire.detach()
 
     model = small_model()
     with gradwire.attach(model, "sign:feedback=true") as wire:
-        assert check_law(wire, model, {4: "fp32"}) == {}, "everything has been sent"
+        assert check_nothing_is_lost(wire, model, {4: "fp32"}) == {}, "everything has been sent"
         assert wire.recipe == gradwire.fp32()
 
     model = small_model()
     with gradwire.attach(model, "int4") as wire:
-        memory = check_law(wire, model, {4: "int4:residual=bf16"})
+        memory = check_nothing_is_lost(wire, model, {4: "int4:residual=bf16"})
         assert set(memory) == {"residual:bfloat16"}
 
     low_rank = "powersgd:rank=1,start=0"
@@ -64,12 +38,12 @@ def job_swaps(rank):
     for first, second in ((low_rank, "fp32"), ("int4", low_rank), (low_rank, "int4"), (low_rank, other_rank)):
         model = small_model()
         with gradwire.attach(model, first) as wire:
-            check_law(wire, model, {4: second})
+            check_nothing_is_lost(wire, model, {4: second})
 
     model = small_model()
     plan = gradwire.schedule({0: "int4", 3: "fp32", 5: "int8:feedback=true"})
     with gradwire.attach(model, plan) as wire:
-        check_law(wire, model, {})
+        check_nothing_is_lost(wire, model, {})
         assert "schedule(0=int4; 3=fp32; 5=int8:feedback=true)" in repr(wire)
 
     model = small_model()

@@ -11,7 +11,7 @@ from torch.profiler import profile
 
 import gradwire
 from gradwire.testing import run_ranks
-from tests.test_bridge import backward, small_model
+from tests.models import backward, small_model
 
 
 class Writer:

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 
 import gradwire
 from gradwire.testing import run_ranks
-from tests.gpu.trust import FAULTY_STEP, backward, gradients_of, group_of, model_of, raised_by
+from tests.gpu.models import FAULTY_STEP, backward, gradients_of, group_of, model_of, raised_by
 
 TIMEOUT_S = 10.0  # of the process group
 START_S = 60.0  # to import torch, make contexts and take the first steps

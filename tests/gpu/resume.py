@@ -9,7 +9,7 @@ import torch
 
 import gradwire
 from gradwire.testing import run_ranks
-from tests.gpu.trust import (
+from tests.gpu.models import (
     NUM_STEPS,
     WITH_MEMORY,
     assert_nothing_lost,
