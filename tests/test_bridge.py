@@ -73,24 +73,30 @@ FORMS = {
 }
 
 
-def job_forms(rank):
-    plain = small_model()
+def check_form(rank, form):
+    plain, model = small_model(), small_model()
     backward(plain)
-    for form, hook in FORMS.items():
-        model = small_model()
-        with gradwire.attach(model, hook, state=dist.group.WORLD):
-            backward(model)
-        assert torch.equal(gradients(model), gradients(plain)), form
-    # Torch's wrapper, too, casts whatever its hook makes of the 16-bit bucket.
-    model = small_model()
+    with gradwire.attach(model, FORMS[form], state=dist.group.WORLD):
+        backward(model)
+    assert torch.equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hook_of_any_form_can_be_attached(form, two_ranks):
+    two_ranks.run(check_form, form)
+
+
+def check_wrapped_hook_that_widens(rank):
+    plain, model = small_model(), small_model()
+    backward(plain)
     with gradwire.attach(model, default_hooks.fp16_compress_wrapper(of_fp32), state=dist.group.WORLD):
         backward(model)
     off = (gradients(model) - gradients(plain)).abs().max() / gradients(plain).abs().max()
     assert 0 < off < 1e-3
 
 
-def test_every_form_of_hook_can_be_attached():
-    run_ranks(job_forms, 2)
+def test_a_wrapper_casts_whatever_its_hook_returns_as_torchs_does(two_ranks):
+    two_ranks.run(check_wrapped_hook_that_widens)
 
 
 def test_a_hook_is_named_by_its_module_if_it_has_one():
@@ -265,18 +271,14 @@ def check_bad(rank, name, bad_ranks):
     wire.detach()
 
 
-def job_bad(rank, names, bad_ranks):
-    for name in names:
-        check_bad(rank, name, bad_ranks)
-
-
 @pytest.mark.parametrize("bad_ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-def test_a_bad_return_is_one_clear_error_on_every_rank(bad_ranks):
-    run_ranks(job_bad, 2, timeout=60, args=(list(BAD), bad_ranks))
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_return_is_one_clear_error_on_every_rank(name, bad_ranks, two_ranks):
+    two_ranks.run(check_bad, name, bad_ranks)
 
 
 def test_a_failure_reaches_ranks_that_are_not_neighbours():
-    run_ranks(job_bad, 4, timeout=30, args=(["an exception"], (2,)))
+    run_ranks(check_bad, 4, timeout=30, args=("an exception", (2,)))
 
 
 # --- errors inside a recipe's own exchange ---
