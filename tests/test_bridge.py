@@ -1,11 +1,13 @@
 """What a hook may be, what it may return, and how its errors reach the user."""
 
 import functools
+import gc
 import os
 import pickle
 import subprocess
 import sys
-import time
+import threading
+import weakref
 
 import pytest
 import torch
@@ -394,10 +396,6 @@ def test_a_failing_hook_in_join_raises_on_every_rank():
 
 
 def job_lifetime(rank):
-    import gc
-    import threading
-    import weakref
-
     class State:
         pass
 
@@ -422,10 +420,10 @@ def job_lifetime(rank):
     backward(model)
     del model
     gc.collect()
-    deadline = time.monotonic() + 10
-    while any(t.name.startswith("gradwire") for t in threading.enumerate()):
-        assert time.monotonic() < deadline, "a lane outlives its model"
-        time.sleep(0.05)
+    for thread in threading.enumerate():
+        if thread.name.startswith("gradwire"):
+            thread.join(timeout=10)
+            assert not thread.is_alive(), "a lane outlives its model"
 
 
 def test_hook_state_and_lane_end_with_the_model():
@@ -433,13 +431,12 @@ def test_hook_state_and_lane_end_with_the_model():
 
 
 def job_group_ends_with_the_model(rank):
-    import gc
-
-    set_result = Future.set_result
+    set_result, all_else_is_gone = Future.set_result, threading.Event()
 
     def linger(future, value):
         set_result(future, value)
-        time.sleep(0.3)  # the group's thread is still in our callback when all else is gone
+        # This thread of the group is still in our callback while the rest goes, unless that waits for it.
+        all_else_is_gone.wait(timeout=0.3)
 
     group = dist.new_group()
     model = small_model(process_group=group)
@@ -452,6 +449,7 @@ def job_group_ends_with_the_model(rank):
     dist.destroy_process_group(group)
     del model, wire, group
     gc.collect()
+    all_else_is_gone.set()
     dist.barrier()
 
 

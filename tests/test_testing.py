@@ -4,7 +4,7 @@ import functools
 import os
 import subprocess
 import sys
-import time
+import threading
 from dataclasses import replace
 
 import pytest
@@ -36,7 +36,7 @@ def test_results_come_back_in_rank_order_and_messages_arrive():
 def job_with_children(rank):
     forked = os.fork()
     if forked == 0:
-        time.sleep(1000)  # with the rank's end of the pipe open
+        threading.Event().wait()  # with the rank's end of the pipe open
     started = subprocess.Popen(["sleep", "1000"])
     loader = DataLoader(torch.arange(4.0), batch_size=4, num_workers=1)
     return next(iter(loader)).sum().item(), [forked, started.pid]
@@ -64,7 +64,7 @@ def test_an_exception_on_one_rank_is_raised_with_every_ranks_traceback():
 def job_hang(rank):
     if rank == 1:
         send_message(subprocess.Popen(["sleep", "1000"]).pid)
-        time.sleep(1000)
+        threading.Event().wait()
     return os.getpid()
 
 
@@ -159,7 +159,7 @@ if __name__ == "__main__":
 def job_tell_and_hang(rank):
     send_message(os.getpid())
     send_message(subprocess.Popen(["sleep", "1000"]).pid)
-    time.sleep(1000)
+    threading.Event().wait()
 
 
 def test_ranks_and_their_children_end_when_their_parent_is_killed(tmp_path):
