@@ -1,4 +1,4 @@
-"""One row per recipe: what the shared laws need to know about it."""
+"""One row per recipe, for the tests that all recipes share."""
 
 from __future__ import annotations
 

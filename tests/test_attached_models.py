@@ -227,7 +227,7 @@ def test_gradwire_disable_leaves_ddp_alone():
 
 
 def job_join_early(rank):
-    """A rank runs out of input while steps are still exchanged in the first buckets."""
+    """Run out of input on one rank while steps are still exchanged in the first buckets."""
     for num_batches in ((1, 3), (1, 2), (2, 4)):
         layers = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
         model = DistributedDataParallel(layers, bucket_cap_mb=0.005)

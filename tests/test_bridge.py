@@ -1,4 +1,4 @@
-"""What a hook may be, what it may return, and how its errors reach the user."""
+"""Users' hooks: their forms, their results, and their errors."""
 
 import functools
 import gc
@@ -56,7 +56,7 @@ def of_fp32(group, bucket):
 
 
 def made_by_exec():
-    """A function without a module, as those are that other code generates."""
+    """Return a function without a module, as generated code has."""
     names = {"average": torch_hooks.allreduce_hook}
     exec("def generated(state, bucket): return average(state, bucket)", names)
     return names["generated"]

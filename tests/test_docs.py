@@ -1,4 +1,4 @@
-"""Every page's example runs as it stands."""
+"""The examples of the documentation run as they are."""
 
 import re
 from pathlib import Path

@@ -53,7 +53,7 @@ def raised_by(act, kind=gradwire.WireError):
 
 
 class Deadly:
-    """An exchange in the middle of which ``action`` is called, when there is one."""
+    """An exchange that calls ``action`` in the middle, if there is one."""
 
     communicates = True
     kernels = gradwire.fp32().exchange.kernels
@@ -104,7 +104,7 @@ SIZE = 3
 
 
 def start_anew(case, rank, size):
-    """Leave the group that `run_ranks` made for one of this case alone, whose store rank 0 hosts."""
+    """Replace the group of `run_ranks` by one for this case alone. Rank 0 hosts its store."""
     parents = PrefixStore(case, dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     if rank == 0:
@@ -118,7 +118,7 @@ def start_anew(case, rank, size):
 
 
 def wait_for_all(store, name, size):
-    """Wait until as many ranks have come to the point of this name."""
+    """Wait until ``size`` ranks have called this with the same name."""
     if store.add(f"{name} count", 1) == size:
         store.set(f"{name} by all", "")
     store.wait([f"{name} by all"])

@@ -1,4 +1,4 @@
-"""Nothing is lost: what ranks put in equals what came out and what they hold back."""
+"""Error feedback loses nothing: results and residuals add up to the gradients."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ BF16_ROUNDING = 2.0**-5
 
 
 class Net(nn.Module):
-    """Several buckets, a transposed and a channels_last weight, and a layer that is not always used."""
+    """A model with a transposed and a channels_last weight and a layer that is not always used."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def held_back(wire):
-    """The mean over ranks of every parameter's residual."""
+    """Return the mean over ranks of every parameter's residual."""
     residuals = wire._bridge.runner.memory.named().get("residual", {})
     means = {}
     for name, residual in sorted(residuals.items()):
@@ -50,7 +50,7 @@ def held_back(wire):
 
 
 def largest_loss(spec, rank, *, find_unused):
-    """The largest part of any sum of gradients that has got lost over steps, over a rebuild of buckets."""
+    """Return the largest part of any sum of gradients that is lost over steps and a rebuild of buckets."""
     torch.manual_seed(0)
     net = Net()
     local = copy.deepcopy(net)
@@ -150,7 +150,7 @@ def test_two_levels_send_a_nodes_share_through_its_card():
 
 @contextlib.contextmanager
 def launched(sizes, local_ranks, names=("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
-    """What a launcher says to this rank, which may be nothing."""
+    """Set what a launcher tells this rank, if anything."""
     before = dict(os.environ)
     os.environ.pop("LOCAL_RANK")
     said = dict(zip(names, (sizes[dist.get_rank()], local_ranks[dist.get_rank()]), strict=True))
@@ -165,7 +165,7 @@ MPIRUN = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 def names_of_all(rank):
-    """What recipes become, by each way to a wire."""
+    """Return what recipes become, by each way to a wire."""
     model = DistributedDataParallel(nn.Linear(300, 3))
     specs = ("int8", "int8:local_size=1", "fp32", "route(bias=fp32; *=schedule(0=int8; 9=fp32))")
     names = []

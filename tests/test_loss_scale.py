@@ -1,4 +1,4 @@
-"""What is held back follows the scale of a loss."""
+"""Residuals follow the scale of a loss."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def make(spec, scaler):
 
 
 def unscaled_run(spec, scaler, bad_ranks, resume_at=None):
-    """Of each step the gradients, what this rank then holds back, and the scale; all but this unscaled."""
+    """Return for each step the gradients, what this rank holds back (both unscaled), and the scale."""
     model, optimizer, wire = make(spec, scaler)
     rank, gradients, held, scales = dist.get_rank(), [], [], []
     for step in range(NUM_STEPS):
@@ -60,7 +60,7 @@ def unscaled_run(spec, scaler, bad_ranks, resume_at=None):
 
 
 def means():
-    """What plain averaging gives in each step."""
+    """Return what plain averaging gives in each step."""
     model, found = small_model(), []
     for step in range(NUM_STEPS):
         model.zero_grad()
@@ -71,7 +71,7 @@ def means():
 
 
 def check_law(spec, steps, wanted, gradients, held, before):
-    """In these steps, what went in came out or is held back beyond what was held back before."""
+    """Check that in these steps gradients came out or are held back in addition to what was."""
     for name in wanted[0]:
         left = held[steps[-1]][name] - before[name]
         dist.all_reduce(left)

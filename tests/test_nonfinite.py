@@ -1,4 +1,4 @@
-"""What happens when a gradient is not finite."""
+"""Gradients that are not finite."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def job_raise(rank):
 
 
 class Odd(nn.Module):
-    """Parameters whose gradients are empty, larger than fp32 has numbers for, or each rank's own."""
+    """A model with gradients that are empty, beyond the range of fp32, or different by rank."""
 
     def __init__(self):
         super().__init__()

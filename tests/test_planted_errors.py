@@ -27,7 +27,7 @@ def doubled(result, previous):
 
 
 def stale(result, previous):
-    """Return the result of the step before; there is none in the first step, nor for a rebuilt bucket."""
+    """Return the result of the step before; the first step and a rebuilt bucket have none."""
     return result if previous is None or previous.shape != result.shape else previous
 
 
@@ -66,7 +66,7 @@ def check_planted(row, error, world_size):
 
 
 def runs():
-    """Every recipe on the fewest ranks; for `make test-full` also on the most, where bounds are widest."""
+    """Return every recipe on the fewest ranks; for `make test-full` also on the most: bounds are widest."""
     found = []
     for row in ROWS:
         fewest = min(row.world_sizes)

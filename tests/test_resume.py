@@ -1,4 +1,4 @@
-"""A resumed run is the run that was not stopped."""
+"""Resumed runs are, bit for bit, those that were not stopped."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ NUM_STEPS = 7
 
 
 class Net(nn.Module):
-    """Layers of several sizes, one of them with a memory order of its own."""
+    """A model of layers of several sizes, one of them with another memory order."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def flat(model):
 
 
 def run_whole(spec, **options):
-    """A run that is not stopped, and what was saved before each of its steps."""
+    """Return a run that is not stopped, and what was saved before each of its steps."""
     model, optimizer, wire = make(spec, **options)
     saved = []
     with wire:
@@ -119,7 +119,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped():
 
 
 def random_spec(choice, *, feedback=None):
-    """Any recipe with any options, alone, in a route or in a schedule; with or without a memory, if told."""
+    """Draw a recipe with any options, alone, in a route or in a schedule; with feedback or not, if told."""
     reduction = choice.choice(["mean", "mean", "sum"])
 
     def plain():
@@ -232,7 +232,7 @@ def job_dcp(rank, folder):
 
 
 def check_other_version(wire, state, folder):
-    """Its keys may be others, and what is wrong with it is its version."""
+    """Check that a state of another version, whose keys may differ, is refused for its version."""
     dcp.save({"wire": state}, checkpoint_id=folder)
     loaded = {"wire": wire.checkpoint_template(dcp.FileSystemReader(folder).read_metadata())}
     dcp.load(loaded, checkpoint_id=folder)
@@ -250,7 +250,7 @@ def job_dcp_elsewhere(rank, folder, residuals):
 
 
 def check_held_back(wire, residuals, reduction):
-    """What these ranks hold back from results together is what those that were saved did."""
+    """Check that these ranks hold back, together, what the saved ones did."""
     world_size = dist.get_world_size()
     (mine,) = wire.state_dict()["memory"].values()
     for name, tensor in mine["residual:float32"].items():
@@ -345,7 +345,7 @@ def test_so_does_what_any_recipe_holds_back(seed):
 
 
 def check_frozen_later():
-    """Parameters that are frozen when DDP has made its buckets stay in them, and in states."""
+    """Freeze parameters after DDP has made its buckets: they stay in them, and in states."""
     saved = None
     for _ in range(2):
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))

@@ -1,4 +1,4 @@
-"""What a wire tells about itself while it runs."""
+"""The figures and events of a wire while it runs."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from tests.models import backward, small_model
 
 
 class Writer:
-    """What TensorBoard's has."""
+    """A stand-in with the methods of TensorBoard's writer."""
 
     def __init__(self):
         self.scalars = {}

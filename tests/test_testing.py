@@ -188,7 +188,7 @@ def forgets_to_divide(state, bucket):
 
 
 def keyed_by_bucket_index(state, bucket):
-    """Remembers something of each bucket by its index, and stumbles when DDP rebuilds them."""
+    """Average, and keep a state of each bucket by its index, which breaks when DDP rebuilds them."""
     memory = state.setdefault(bucket.index(), torch.zeros_like(bucket.buffer()))
     memory.add_(bucket.buffer())
     return torch_hooks.allreduce_hook(None, bucket)

@@ -73,7 +73,7 @@ def check_kernel():
 
 
 def job_no_waiting(rank):
-    """A step in which the host waits for the device raises."""
+    """Train with synchronisation as an error: no step may wait for the device."""
     group, _ = groups_of_rank(False, device_of_rank("cuda"))
     for spec in (
         "powersgd",
@@ -100,7 +100,7 @@ def torch_state():
 
 
 def job_steps(rank):
-    """Medians in ms a step of 8 transformer layers of 1024, 101 M parameters, 2 NCCL ranks."""
+    """Return median step times in ms: 8 transformer layers of 1024, 101 M parameters, 2 NCCL ranks."""
     group, _ = groups_of_rank(False, device_of_rank("cuda"))
     batch = torch.randn(8, 128, 1024, device="cuda")
     figures = {}

@@ -45,7 +45,7 @@ def backward(model, step=0, factor=1.0):
 
 
 def raised_by(act, kind=gradwire.WireError):
-    """The text of the error."""
+    """Return the text of the error that ``act`` raises."""
     try:
         act()
     except kind as error:
@@ -58,7 +58,7 @@ def gradients_of(model):
 
 
 def held_back(wire, like):
-    """This rank's residuals in fp64 by parameter, zeros where there are none."""
+    """Return this rank's residuals in fp64 by parameter, zeros where there are none."""
     (memory,) = wire.state_dict()["memory"].values()
     held = {name: torch.zeros_like(value) for name, value in like.items()}
     for key, tensors in memory.items():
@@ -68,7 +68,7 @@ def held_back(wire, like):
 
 
 def assert_nothing_lost(what, wanted, sent, held):
-    """The sum of all results and of what the ranks still hold back is the sum of all means."""
+    """Check that all results and what ranks still hold back add up to all means."""
     for name in wanted[0]:
         left = held[name].cpu().clone()
         dist.all_reduce(left)

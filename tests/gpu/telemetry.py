@@ -1,4 +1,4 @@
-"""What docs/telemetry.md promises, on CUDA: figures, events, and ranges in a profiler's trace.
+"""The promises of docs/telemetry.md on CUDA: figures, events, and ranges in a profiler's trace.
 
 `CHECKS` is run by tests/gpu/run.py.
 """

@@ -1,4 +1,4 @@
-"""What docs/reliability.md promises, on CUDA: agreement, the same gradients, policies, no waiting.
+"""The promises of docs/reliability.md on CUDA: agreement, verification, policies, no waiting.
 
 `CHECKS` is run by tests/gpu/run.py. Jobs take the device, so that their logic can be tried on a CPU.
 """
@@ -31,7 +31,7 @@ def job_agreement(rank, device="cuda"):
     group = group_of(rank, device)
 
     def refused(**changes):
-        """What both ranks are told when rank 1 attaches something else."""
+        """Return what both ranks are told when rank 1 attaches something else."""
         options = {"recipe": "bf16", **(changes if rank == 1 else {})}
         text = raised_by(lambda: gradwire.attach(model_of(group, device), **options), ValueError)
         assert text.startswith(f"rank {rank}: ranks call gradwire.attach with different things: "), text
@@ -68,13 +68,13 @@ def job_agreement(rank, device="cuda"):
 
 
 def corrupt(flat, step, *, has_first):
-    """The last bit of the last value of the bucket that holds the first parameters, on rank 1."""
+    """Flip one bit on rank 1: the last of the bucket that holds the first parameters."""
     if dist.get_rank() == 1 and step >= FAULTY_STEP and has_first:
         flat.view(torch.int32)[-1] ^= 1
 
 
 class Corrupting:
-    """Averages as fp32 does, and then changes one value on one rank."""
+    """An exchange that averages as fp32 does, and then changes one value on one rank."""
 
     communicates = True
     kernels = gradwire.fp32().exchange.kernels
@@ -168,7 +168,7 @@ def job_nonfinite(rank, device="cuda"):
 
 
 def scaled_run(group, device, spec, scaler, bad_step=None):
-    """Of each step the gradients, what this rank then holds back, and the scale; all but this unscaled."""
+    """Return for each step the gradients, what this rank holds back (both unscaled), and the scale."""
     model = model_of(group, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     gradients, held, scales = [], [], []
@@ -217,11 +217,11 @@ def job_scaler(rank, device="cuda"):
         assert_nothing_lost(spec, wanted[5:], gradients[5:], since)
 
 
-# --- nobody waits ---
+# --- no waiting for the device ---
 
 
 def job_no_waiting(rank, specs, on_nonfinite="propagate", device="cuda"):
-    """A backward pass in which the host waits for the device raises."""
+    """Train with synchronisation as an error: no backward pass may wait for the device."""
     group = group_of(rank, device)
     for spec in specs:
         model = model_of(group, device)

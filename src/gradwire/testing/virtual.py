@@ -30,7 +30,7 @@ class VirtualRanks:
 
     Args:
         model: a model of parameters on one device, not wrapped.
-        recipe: the recipe, as for `gradwire.attach`. All ranks are on one node, unless it has ``local_size=``.
+        recipe: as for `gradwire.attach`. All ranks are on one node, unless it has ``local_size=``.
         world_size: number of workers.
         bucket_cap_mb: size of a bucket in MiB, as for ``DistributedDataParallel``.
         find_unused_parameters: as for ``DistributedDataParallel``: a parameter that no worker has used in a
@@ -146,7 +146,7 @@ class VirtualRanks:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`, or from the states of real ranks, merged; also of more or fewer ranks.
+        """Go on from `state_dict` or from the merged states of real ranks, also of more or fewer ranks.
 
         Raises ValueError, and changes nothing, when an entry is missing, unknown or of another shape.
         """
@@ -195,7 +195,7 @@ class VirtualRanks:
             self._views.append(self._views_of(own))
 
     def _views_of(self, buckets: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Make the views of gradients once: a model has hundreds, and every step needs them for every rank."""
+        """Make views of the gradients, to be kept: a model has hundreds, and every step uses them."""
         return {
             name: torch.view_as_complex(view) if self._parameters[name].is_complex() else view
             for layout, bucket in zip(self.layouts, buckets, strict=True)

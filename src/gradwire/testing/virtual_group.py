@@ -155,7 +155,7 @@ class _Mailbox:
             row.copy_(source)
 
     def wait(self, key: _Key, rank: int, peer: int) -> None:
-        """Let others run until this message has gone from one end to the other."""
+        """Let other ranks run until this message has been received."""
         while key in self._sent or key in self._awaited:
             if self.failure is not None:
                 raise ClosedGroup(peer, f"rank {self.failure[0]} has failed")
