@@ -104,33 +104,33 @@ def test_inputs_equal_outputs_and_residuals_over_rebuilds_and_with_unused_parame
     assert all(part <= FP32_ROUNDING for part in lost.values()), lost
 
 
-# --- bytes: what is said before is what is counted after ---
+# --- bytes: predicted and counted ---
 
 
-def job_bytes(rank, specs):
+def check_bytes(rank, spec):
     world_size = dist.get_world_size()
-    for spec in specs:
-        for numel in (1, 63, 1000, 70_001):
-            net = nn.Linear(numel, 1, bias=False)
-            model = DistributedDataParallel(net)
-            with gradwire.attach(model, spec) as wire:
-                for _ in range(2):
-                    model(torch.ones(1, numel)).sum().backward()
-                expected = wire.recipe.wire_bytes(numel, rank=rank, world_size=world_size)
-                counted = [sum(b.bytes_sent for b in step.buckets) for step in wire.stats().steps]
-                assert counted == [expected] * 2, (spec, numel)
-                bits = {"int8": 8, "int4": 4, "sign": 1}[spec.split(":")[0]]
-                within, across = wire.recipe.link_bytes(numel, rank=rank, world_size=world_size)
-                assert within + across == expected
-                if "local_size" not in spec:
-                    bound = 2 * (world_size - 1) / world_size * numel * bits / 8
-                    # A scale of two bytes per block, chunks in whole units of 64 values and even bytes.
-                    scales = 2 * (world_size - 1) * (2 * (numel / wire.recipe.exchange.codec.block + 1) + 66)
-                    assert expected <= bound + scales
+    for numel in (1, 63, 1000, 70_001):
+        net = nn.Linear(numel, 1, bias=False)
+        model = DistributedDataParallel(net)
+        with gradwire.attach(model, spec) as wire:
+            for _ in range(2):
+                model(torch.ones(1, numel)).sum().backward()
+            expected = wire.recipe.wire_bytes(numel, rank=rank, world_size=world_size)
+            counted = [sum(b.bytes_sent for b in step.buckets) for step in wire.stats().steps]
+            assert counted == [expected] * 2, numel
+            bits = {"int8": 8, "int4": 4, "sign": 1}[spec.split(":")[0]]
+            within, across = wire.recipe.link_bytes(numel, rank=rank, world_size=world_size)
+            assert within + across == expected
+            if "local_size" not in spec:
+                bound = 2 * (world_size - 1) / world_size * numel * bits / 8
+                # A scale of two bytes per block, chunks in whole units of 64 values and even bytes.
+                scales = 2 * (world_size - 1) * (2 * (numel / wire.recipe.exchange.codec.block + 1) + 66)
+                assert expected <= bound + scales
 
 
-def test_the_bytes_sent_are_those_announced():
-    run_ranks(job_bytes, 4, args=(["int8", "int4", "sign", "int8:local_size=2", "int4:local_size=2"],))
+@pytest.mark.parametrize("spec", ["int8", "int4", "sign", "int8:local_size=2", "int4:local_size=2"])
+def test_the_bytes_sent_are_those_announced(spec, four_ranks):
+    four_ranks.run(check_bytes, spec)
 
 
 def test_two_levels_send_a_nodes_share_through_its_card():
@@ -145,7 +145,7 @@ def test_two_levels_send_a_nodes_share_through_its_card():
     assert flat_bytes / through_the_card(deep, range(local_size)) == pytest.approx(local_size, rel=0.01)
 
 
-# --- nodes, as the launcher tells of them ---
+# --- nodes, as a launcher announces them ---
 
 
 @contextlib.contextmanager

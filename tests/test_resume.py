@@ -95,27 +95,32 @@ GRAPHS = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
 
 
 def job_resume(rank, specs, seed):
+    for number, spec in enumerate(specs):
+        check_resume(rank, spec, f"{seed} {number}")
+
+
+def check_resume(rank, spec, seed):
     choice = random.Random(seed)
-    for spec in specs:
-        options = GRAPHS[choice.randrange(len(GRAPHS))]
-        whole, saved = run_whole(spec, **options)
-        for stopped_at in choice.sample(range(NUM_STEPS), 4):
-            model, optimizer, wire = resume(spec, saved[stopped_at], **options)
-            # Stopped a second time, and resumed; not before it has seen what DDP rebuilds, if nobody had.
-            num_unseen = 2 if stopped_at <= 2 else 0
-            again = choice.choice([stopped_at, *range(stopped_at + num_unseen + 1, NUM_STEPS + 1)])
-            with wire:
-                train(model, optimizer, range(stopped_at, again))
-                second = snapshot(model, optimizer, wire)
-            assert wire.stats().num_steps == again - stopped_at
-            model, optimizer, wire = resume(spec, second, **options)
-            with wire:
-                train(model, optimizer, range(again, NUM_STEPS))
-            assert torch.equal(flat(model), whole), (spec, options, stopped_at, again)
+    options = GRAPHS[choice.randrange(len(GRAPHS))]
+    whole, saved = run_whole(spec, **options)
+    for stopped_at in choice.sample(range(NUM_STEPS), 4):
+        model, optimizer, wire = resume(spec, saved[stopped_at], **options)
+        # Stopped a second time, and resumed; not before it has seen what DDP rebuilds, if nobody had.
+        num_unseen = 2 if stopped_at <= 2 else 0
+        again = choice.choice([stopped_at, *range(stopped_at + num_unseen + 1, NUM_STEPS + 1)])
+        with wire:
+            train(model, optimizer, range(stopped_at, again))
+            second = snapshot(model, optimizer, wire)
+        assert wire.stats().num_steps == again - stopped_at
+        model, optimizer, wire = resume(spec, second, **options)
+        with wire:
+            train(model, optimizer, range(again, NUM_STEPS))
+        assert torch.equal(flat(model), whole), (spec, options, stopped_at, again)
 
 
-def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped():
-    run_ranks(job_resume, 2, timeout=120, args=(SPECS, 2))
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped(spec, two_ranks):
+    two_ranks.run(check_resume, spec, f"2 {spec}")
 
 
 def random_spec(choice, *, feedback=None):
