@@ -5,7 +5,7 @@ and with feedback also of what earlier steps have left out. The factor ``<h, x> 
 a result h comes closest to x. It is 1 if h is a projection of x, as low rank makes it, or the signs of x
 times their mean magnitude. It is near 1 if errors are small. It must lie in the octave from 1/sqrt(2) to
 sqrt(2). So of h, h/2 and 2h at most one passes, and 0 and -h never do. The relative error is then below 1,
-since ``|h - x|^2 = |x|^2 - (2 * factor - 1) * |h|^2``. On 2 to 8 ranks, recipes have factors of 0.92 to 1.24.
+since ``|h - x|^2 = |x|^2 - (2 * factor - 1) * |h|^2``. On 2 to 4 ranks, recipes have factors of 0.92 to 1.24.
 
 Note [Nothing is lost]: with feedback, a step sends what it does not hold back. What ranks held back before it
 and the mean of its gradients are, together, its result and what ranks hold back after it. This holds up to
