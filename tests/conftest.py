@@ -1,4 +1,4 @@
-"""Set before anything imports Triton or asks the resolver."""
+"""Settings that must stand before anything imports Triton or resolves a name, and fixtures."""
 
 import os
 
@@ -12,10 +12,26 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 @pytest.fixture
 def one_thread():
-    """Products of threads are added in another order, and threads that wait for each other take long."""
+    """Run torch in one thread: with more, sums are added in another order and threads wait for each other."""
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def kept(world_size):
+    """Make a fixture: ranks that all tests of a module share."""
+
+    @pytest.fixture(scope="module")
+    def ranks():
+        from tests.kept_ranks import kept_ranks
+
+        with kept_ranks(world_size) as found:
+            yield found
+
+    return ranks
+
+
+two_ranks, three_ranks, four_ranks = kept(2), kept(3), kept(4)

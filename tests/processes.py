@@ -1,9 +1,12 @@
-"""Whether processes are still there."""
+"""Processes that are not our children."""
 
+import os
+import select
 import time
 
 
 def is_alive(pid):
+    """Return True if a process is there and is no zombie."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
@@ -11,8 +14,18 @@ def is_alive(pid):
         return False
 
 
-def wait_until_gone(pids):
-    deadline, pids = time.monotonic() + 20, list(pids)
-    while left := list(filter(is_alive, pids)):
-        assert time.monotonic() < deadline, f"processes are left behind: {left}"
-        time.sleep(0.05)
+def wait_until_gone(pids, timeout_s=20.0):
+    """Wait until processes have ended. Raises AssertionError if they have not within the timeout."""
+    deadline, left = time.monotonic() + timeout_s, []
+    for pid in pids:
+        try:
+            ended = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            ready, _, _ = select.select([ended], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(ended)
+        if not ready:
+            left.append(pid)
+    assert not left, f"processes are left behind: {left}"

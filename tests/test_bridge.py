@@ -1,19 +1,19 @@
-"""What a hook may be, what it may return, and how its errors reach the user."""
+"""Users' hooks: their forms, their results, and their errors."""
 
 import functools
+import gc
 import os
 import pickle
 import subprocess
 import sys
-import time
+import threading
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp.user_hooks import hook_name
@@ -21,25 +21,7 @@ from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.errors import Place, locate
 from gradwire.testing import run_ranks
 from tests import annotated_hooks
-
-
-def small_model(**options):
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 30), nn.Linear(30, 2)
-    )
-    return DistributedDataParallel(net, bucket_cap_mb=0.001, **options)
-
-
-def backward(model, seed=0):
-    model.zero_grad()
-    torch.manual_seed(100 * dist.get_rank() + seed)
-    model(torch.randn(4, 10)).square().mean().backward()
-
-
-def gradients(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
+from tests.models import backward, gradients, small_model
 
 # --- every form of hook ---
 
@@ -74,7 +56,7 @@ def of_fp32(group, bucket):
 
 
 def made_by_exec():
-    """A function without a module, as those are that other code generates."""
+    """Return a function without a module, as generated code has."""
     names = {"average": torch_hooks.allreduce_hook}
     exec("def generated(state, bucket): return average(state, bucket)", names)
     return names["generated"]
@@ -93,24 +75,30 @@ FORMS = {
 }
 
 
-def job_forms(rank):
-    plain = small_model()
+def check_form(rank, form):
+    plain, model = small_model(), small_model()
     backward(plain)
-    for form, hook in FORMS.items():
-        model = small_model()
-        with gradwire.attach(model, hook, state=dist.group.WORLD):
-            backward(model)
-        assert torch.equal(gradients(model), gradients(plain)), form
-    # Torch's wrapper, too, casts whatever its hook makes of the 16-bit bucket.
-    model = small_model()
+    with gradwire.attach(model, FORMS[form], state=dist.group.WORLD):
+        backward(model)
+    assert torch.equal(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_hook_of_any_form_can_be_attached(form, two_ranks):
+    two_ranks.run(check_form, form)
+
+
+def check_wrapped_hook_that_widens(rank):
+    plain, model = small_model(), small_model()
+    backward(plain)
     with gradwire.attach(model, default_hooks.fp16_compress_wrapper(of_fp32), state=dist.group.WORLD):
         backward(model)
     off = (gradients(model) - gradients(plain)).abs().max() / gradients(plain).abs().max()
     assert 0 < off < 1e-3
 
 
-def test_every_form_of_hook_can_be_attached():
-    run_ranks(job_forms, 2)
+def test_a_wrapper_casts_whatever_its_hook_returns_as_torchs_does(two_ranks):
+    two_ranks.run(check_wrapped_hook_that_widens)
 
 
 def test_a_hook_is_named_by_its_module_if_it_has_one():
@@ -285,18 +273,14 @@ def check_bad(rank, name, bad_ranks):
     wire.detach()
 
 
-def job_bad(rank, names, bad_ranks):
-    for name in names:
-        check_bad(rank, name, bad_ranks)
-
-
 @pytest.mark.parametrize("bad_ranks", [(1,), (0, 1)], ids=["one rank", "all ranks"])
-def test_a_bad_return_is_one_clear_error_on_every_rank(bad_ranks):
-    run_ranks(job_bad, 2, timeout=60, args=(list(BAD), bad_ranks))
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_return_is_one_clear_error_on_every_rank(name, bad_ranks, two_ranks):
+    two_ranks.run(check_bad, name, bad_ranks)
 
 
 def test_a_failure_reaches_ranks_that_are_not_neighbours():
-    run_ranks(job_bad, 4, timeout=30, args=(["an exception"], (2,)))
+    run_ranks(check_bad, 4, timeout=30, args=("an exception", (2,)))
 
 
 # --- errors inside a recipe's own exchange ---
@@ -415,10 +399,6 @@ def test_a_failing_hook_in_join_raises_on_every_rank():
 
 
 def job_lifetime(rank):
-    import gc
-    import threading
-    import weakref
-
     class State:
         pass
 
@@ -443,10 +423,10 @@ def job_lifetime(rank):
     backward(model)
     del model
     gc.collect()
-    deadline = time.monotonic() + 10
-    while any(t.name.startswith("gradwire") for t in threading.enumerate()):
-        assert time.monotonic() < deadline, "a lane outlives its model"
-        time.sleep(0.05)
+    for thread in threading.enumerate():
+        if thread.name.startswith("gradwire"):
+            thread.join(timeout=10)
+            assert not thread.is_alive(), "a lane outlives its model"
 
 
 def test_hook_state_and_lane_end_with_the_model():
@@ -454,13 +434,12 @@ def test_hook_state_and_lane_end_with_the_model():
 
 
 def job_group_ends_with_the_model(rank):
-    import gc
-
-    set_result = Future.set_result
+    set_result, all_else_is_gone = Future.set_result, threading.Event()
 
     def linger(future, value):
         set_result(future, value)
-        time.sleep(0.3)  # the group's thread is still in our callback when all else is gone
+        # This thread of the group is still in our callback while the rest goes, unless that waits for it.
+        all_else_is_gone.wait(timeout=0.3)
 
     group = dist.new_group()
     model = small_model(process_group=group)
@@ -473,6 +452,7 @@ def job_group_ends_with_the_model(rank):
     dist.destroy_process_group(group)
     del model, wire, group
     gc.collect()
+    all_else_is_gone.set()
     dist.barrier()
 
 

@@ -24,7 +24,7 @@ TINY = ["--steps", "6", "--width", "32", "--layers", "1", "--length", "16", "--b
 
 @pytest.fixture(scope="module")
 def convergence():
-    """The benchmark's own module, which runs on one thread."""
+    """Return the benchmark's module, which runs on one thread."""
     num_threads, path = torch.get_num_threads(), list(sys.path)
     sys.path.insert(0, str(ROOT / "benchmarks"))
     yield importlib.import_module("convergence")
@@ -48,7 +48,7 @@ EXAMPLE = ROOT / "examples" / "train_lm.py"
 
 
 def job_example(rank, options):
-    """What the example prints, on a rank that has a process group already; every checkpoint is kept."""
+    """Run the example on a rank that has a process group; return what it prints. Keeps every checkpoint."""
     dist.init_process_group = dist.destroy_process_group = shutil.rmtree = lambda *args: None
     sys.argv, sys.path = [str(EXAMPLE), *options], [str(EXAMPLE.parent), *sys.path]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -64,7 +64,7 @@ def launch_example(options):
 
 
 def figures(printed):
-    """The held-out loss, the MB sent, and since which step."""
+    """Return the held-out loss, the MB sent, and the step since which they are counted."""
     found = re.search(r"held-out loss (\S+) nats a byte, (\S+) MB sent by a rank since step (\d+)", printed)
     return [float(figure) for figure in found.groups()]
 
@@ -95,7 +95,7 @@ def test_the_example_goes_on_from_its_checkpoint_as_if_it_had_not_been_ended(tmp
 
 
 def require_same(have, want):
-    """Every tensor and number the same."""
+    """Check that every tensor and number is the same."""
     if isinstance(want, dict):
         assert have.keys() == want.keys()
         for key in want:

@@ -1,6 +1,7 @@
 """The drop-in face: torch's names, arguments and meanings."""
 
 import copy
+import functools
 import gc
 import importlib
 import inspect
@@ -37,7 +38,7 @@ from gradwire.ddp_comm_hooks import (
     register_ddp_comm_hook,
 )
 from gradwire.testing import run_ranks
-from tests.test_bridge import backward, gradients, small_model
+from tests.models import backward, gradients, small_model
 
 THEIRS = {m.name for m in pkgutil.iter_modules(torch_package.__path__)}
 # Modules without __all__, and names that are private and yet used.
@@ -55,7 +56,7 @@ NAMES = {
 
 
 def own_public_names(module):
-    """The functions and classes that a module defines itself and does not hide."""
+    """Return the public functions and classes that a module defines itself."""
     kinds = (types.FunctionType, type)
     return {
         name
@@ -159,27 +160,38 @@ def upstream_gradient(rank, register):
     return model.module.p.grad
 
 
-def job_upstream(rank):
+UPSTREAM = {
+    DDPCommHookType.ALLREDUCE: {"rtol": 1e-5, "atol": 0},
+    DDPCommHookType.FP16_COMPRESS: {"rtol": 1e-5, "atol": 1e-4},
+    DDPCommHookType.BF16_COMPRESS: {"rtol": 1e-5, "atol": 1e-4},
+    DDPCommHookType.QUANTIZE_PER_TENSOR: {"rtol": 1e-5, "atol": 1e-4},
+    DDPCommHookType.QUANTIZE_PER_CHANNEL: {"rtol": 1e-5, "atol": 1e-4},
+}
+
+
+def check_upstream(rank, name):
+    kind = DDPCommHookType[name]
     plain = upstream_gradient(rank, lambda model: None)
-    bounds = {
-        DDPCommHookType.ALLREDUCE: {"rtol": 1e-5, "atol": 0},
-        DDPCommHookType.FP16_COMPRESS: {"rtol": 1e-5, "atol": 1e-4},
-        DDPCommHookType.BF16_COMPRESS: {"rtol": 1e-5, "atol": 1e-4},
-        DDPCommHookType.QUANTIZE_PER_TENSOR: {"rtol": 1e-5, "atol": 1e-4},
-        DDPCommHookType.QUANTIZE_PER_CHANNEL: {"rtol": 1e-5, "atol": 1e-4},
-    }
-    for kind, bound in bounds.items():
-        through_registry = upstream_gradient(rank, lambda m, k=kind: register_ddp_comm_hook(k, m))
-        torch.testing.assert_close(through_registry, plain, **bound)
-        with_group = upstream_gradient(rank, lambda m, k=kind: k.value(model=m, state=dist.group.WORLD))
-        torch.testing.assert_close(with_group, plain, **bound)
-    alone = upstream_gradient(rank, lambda m: register_ddp_comm_hook(DDPCommHookType.NOOP, m))
+    through_registry = upstream_gradient(rank, lambda model: register_ddp_comm_hook(kind, model))
+    torch.testing.assert_close(through_registry, plain, **UPSTREAM[kind])
+    with_group = upstream_gradient(rank, lambda model: kind.value(model=model, state=dist.group.WORLD))
+    torch.testing.assert_close(with_group, plain, **UPSTREAM[kind])
+
+
+@pytest.mark.parametrize("name", [kind.name for kind in UPSTREAM])
+def test_a_type_holds_upstreams_tolerances(name, two_ranks):
+    two_ranks.run(check_upstream, name)
+
+
+def check_upstream_noop(rank):
+    plain = upstream_gradient(rank, lambda model: None)
+    alone = upstream_gradient(rank, lambda model: register_ddp_comm_hook(DDPCommHookType.NOOP, model))
     dist.all_reduce(alone)
     torch.testing.assert_close(alone / 2, plain, rtol=1e-5, atol=0)
 
 
-def test_types_hold_upstreams_tolerances():
-    run_ranks(job_upstream, 2)
+def test_noop_leaves_each_rank_its_own_gradients(two_ranks):
+    two_ranks.run(check_upstream_noop)
 
 
 # --- the registry sees the model's group, a raw hook takes None for the world ---
@@ -198,71 +210,132 @@ class BadStep(torch.optim.SGD):
         self.step()
 
 
-def hooks_that_would_take_the_world():
-    """States without a group, and hooks around others; each would average over the world if left alone."""
+def stepping_hook():
     stepping = optimizer_overlap_hooks._OptimizerHookState(NoStep())
-    return [
-        (post_localSGD_hook.PostLocalSGDState(None, None, 100), post_localSGD_hook.post_localSGD_hook),
-        (torch_local_sgd.PostLocalSGDState(None, None, 100), torch_local_sgd.post_localSGD_hook),
-        (torch_power_sgd.PowerSGDState(None), torch_power_sgd.powerSGD_hook),
-        (powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook),
-        (None, optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, stepping)),
-    ]
+    return optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, stepping)
 
 
-def job_groups(rank):
-    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    plain = small_model(process_group=group)
+# States without a group, and a hook around another: each would average over the world if left alone.
+WITHOUT_A_GROUP = {
+    "post_localSGD_hook": lambda: (
+        post_localSGD_hook.PostLocalSGDState(None, None, 100),
+        post_localSGD_hook.post_localSGD_hook,
+    ),
+    "torch's post_localSGD_hook": lambda: (
+        torch_local_sgd.PostLocalSGDState(None, None, 100),
+        torch_local_sgd.post_localSGD_hook,
+    ),
+    "torch's powerSGD_hook": lambda: (torch_power_sgd.PowerSGDState(None), torch_power_sgd.powerSGD_hook),
+    "powerSGD_hook": lambda: (powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook),
+    "_hook_then_optimizer": lambda: (None, stepping_hook()),
+}
+
+
+@functools.cache  # ranks are kept
+def half_of_the_world():
+    """Return the group of this rank: the first two ranks or the last two."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return halves[dist.get_rank() // 2]
+
+
+def averaged_in_half():
+    plain = small_model(process_group=half_of_the_world())
     backward(plain)
+    return gradients(plain)
+
+
+def check_registry(rank):
+    group = half_of_the_world()
     model = small_model(process_group=group)
     register_ddp_comm_hook(DDPCommHookType.ALLREDUCE, model)
     backward(model)
-    assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=0)
+    assert torch.allclose(gradients(model), averaged_in_half(), rtol=1e-5, atol=0)
     with pytest.raises(ValueError, match="not the model's own"):
         register_ddp_comm_hook(DDPCommHookType.ALLREDUCE, small_model(process_group=group), dist.group.WORLD)
 
-    for state, hook in hooks_that_would_take_the_world():
-        model = small_model(process_group=group)
-        with gradwire.attach(model, hook, state=state):
-            backward(model)
-        assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=1e-7), hook
-    for state, hook in hooks_that_would_take_the_world():
-        if state is not None:
-            state.process_group = dist.group.WORLD
-            with pytest.raises(ValueError, match=r"State has a process group that is not the model's own"):
-                gradwire.attach(small_model(process_group=group), hook, state=state)
+
+def test_the_registry_takes_the_models_group(four_ranks):
+    four_ranks.run(check_registry)
+
+
+def check_without_a_group(rank, name):
+    state, hook = WITHOUT_A_GROUP[name]()
+    model = small_model(process_group=half_of_the_world())
+    with gradwire.attach(model, hook, state=state):
+        backward(model)
+    assert torch.allclose(gradients(model), averaged_in_half(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_GROUP)
+def test_a_hook_without_a_group_gets_the_models_own(name, four_ranks):
+    four_ranks.run(check_without_a_group, name)
+
+
+def check_another_group(rank, name):
+    state, hook = WITHOUT_A_GROUP[name]()
+    state.process_group = dist.group.WORLD
+    with pytest.raises(ValueError, match=r"State has a process group that is not the model's own"):
+        gradwire.attach(small_model(process_group=half_of_the_world()), hook, state=state)
+
+
+@pytest.mark.parametrize("name", [name for name in WITHOUT_A_GROUP if name != "_hook_then_optimizer"])
+def test_a_state_with_another_group_is_refused(name, four_ranks):
+    four_ranks.run(check_another_group, name)
+
+
+def check_zero_in_a_group(rank):
+    group = half_of_the_world()
     model = small_model(process_group=group)
     options = {"optimizer_class": torch.optim.SGD, "overlap_with_ddp": True, "lr": 0.0}
     zero = ZeroRedundancyOptimizer(model.parameters(), process_group=group, **options)
     gradwire.attach(model, ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, model, zero))
     backward(model)
-    assert torch.allclose(gradients(model), gradients(plain), rtol=1e-5, atol=1e-7)
+    assert torch.allclose(gradients(model), averaged_in_half(), rtol=1e-5, atol=1e-7)
 
-    # A place names the rank in the model's group, as it does with recipes.
-    stepping = optimizer_overlap_hooks._OptimizerHookState(BadStep(plain.parameters()))
-    for state in (group, SimpleNamespace(process_group=group)):
-        model = small_model(process_group=group)
-        hook = optimizer_overlap_hooks._hook_then_optimizer(debugging_hooks.noop_hook, stepping)
-        model.register_comm_hook(state, hook)
-        with pytest.raises(ArithmeticError, match=f"^rank {group.rank()}, step 0, bucket 0"):
-            backward(model)
+
+def test_a_hook_with_a_zero_step_gets_the_models_group(four_ranks):
+    four_ranks.run(check_zero_in_a_group)
+
+
+def check_place_in_a_group(rank, has_group):
+    group = half_of_the_world()
     model = small_model(process_group=group)
+    stepping = optimizer_overlap_hooks._OptimizerHookState(BadStep(model.parameters()))
+    hook = optimizer_overlap_hooks._hook_then_optimizer(debugging_hooks.noop_hook, stepping)
+    model.register_comm_hook(group if has_group else SimpleNamespace(process_group=group), hook)
+    with pytest.raises(ArithmeticError, match=f"^rank {group.rank()}, step 0, bucket 0"):
+        backward(model)
+
+
+@pytest.mark.parametrize("has_group", [True, False], ids=["a group", "an object with a group"])
+def test_an_error_names_the_rank_in_the_group_of_the_state(has_group, four_ranks):
+    four_ranks.run(check_place_in_a_group, has_group)
+
+
+def check_place_of_a_step_in_backward(rank):
+    model = small_model(process_group=half_of_the_world())
     _apply_optimizer_in_backward(BadStep, model.module.parameters(), {"lr": 0.1})
     hook = optimizer_overlap_hooks._apply_optim_in_backward_hook(gradient_is_bucket_view=False)
     gradwire.attach(model, hook, state=weakref.ref(model))
     with pytest.raises(gradwire.WireError, match="^rank [01], step 0, bucket 0.*no step today"):
         backward(model)
 
+
+def test_an_error_of_a_step_in_backward_names_the_rank_in_the_models_group(four_ranks):
+    four_ranks.run(check_place_of_a_step_in_backward)
+
+
+def check_raw_hook_without_a_state(rank):
     world = small_model()
     backward(world)
-    raw = small_model(process_group=group)
+    raw = small_model(process_group=half_of_the_world())
     raw.register_comm_hook(None, default_hooks.allreduce_hook)
     backward(raw)
     assert torch.allclose(gradients(raw), gradients(world), rtol=1e-5, atol=1e-7)
 
 
-def test_groups_mean_what_they_mean_upstream():
-    run_ranks(job_groups, 4)
+def test_a_raw_hook_without_a_state_averages_over_the_world_as_upstream(four_ranks):
+    four_ranks.run(check_raw_hook_without_a_state)
 
 
 def job_wrong_state(rank):
@@ -288,45 +361,46 @@ def test_a_wrapper_around_allreduce_is_the_compressing_hook():
     )
 
 
-def job_wrappers(rank):
-    seen = []
+WRAPPERS = {
+    torch.float16: default_hooks.fp16_compress_wrapper,
+    torch.bfloat16: default_hooks.bf16_compress_wrapper,
+}
+INNER_HOOKS = [
+    torch_hooks.allreduce_hook,
+    default_hooks.allreduce_hook,
+    default_hooks.bf16_compress_hook,
+    debugging_hooks.noop_hook,
+]
+
+
+def check_wrapper(rank, dtype, inner):
+    seen, results = set(), []
 
     def users_hook(state, bucket):
-        seen.append(bucket.buffer().dtype)
+        seen.add(bucket.buffer().dtype)
         return torch_hooks.allreduce_hook(state, bucket)
 
-    plain = small_model()
+    is_users = inner is torch_hooks.allreduce_hook
+    wrapped = WRAPPERS[dtype](users_hook if is_users else inner)
+
+    def spy(state, bucket):
+        results.append(wrapped(state, bucket))
+        return results[-1]
+
+    plain, model = small_model(), small_model()
     backward(plain)
-    wrappers = {
-        torch.float16: default_hooks.fp16_compress_wrapper,
-        torch.bfloat16: default_hooks.bf16_compress_wrapper,
-    }
-    for dtype, wrapper in wrappers.items():
-        for inner in (
-            users_hook,
-            default_hooks.allreduce_hook,
-            default_hooks.bf16_compress_hook,
-            debugging_hooks.noop_hook,
-        ):
-            results, wrapped = [], wrapper(inner)
-            model = small_model()
-
-            def spy(state, bucket, wrapped=wrapped, results=results):
-                future = wrapped(state, bucket)
-                results.append(future)
-                return future
-
-            model.register_comm_hook(None, spy)
-            backward(model)
-            assert all(future.value().dtype == torch.float32 for future in results), "the input's own dtype"
-            if inner is not debugging_hooks.noop_hook:
-                assert torch.allclose(gradients(model), gradients(plain), rtol=2**-6, atol=1e-3)
-        assert set(seen) == {dtype}
-        seen.clear()
+    model.register_comm_hook(None, spy)
+    backward(model)
+    assert all(future.value().dtype == torch.float32 for future in results), "the input's own dtype"
+    assert seen == ({dtype} if is_users else set())
+    if inner is not debugging_hooks.noop_hook:
+        assert torch.allclose(gradients(model), gradients(plain), rtol=2**-6, atol=1e-3)
 
 
-def test_wrappers_go_around_any_hook_and_give_back_the_inputs_dtype():
-    run_ranks(job_wrappers, 2)
+@pytest.mark.parametrize("inner", INNER_HOOKS, ids=["a user's", "allreduce", "bf16_compress", "noop"])
+@pytest.mark.parametrize("dtype", WRAPPERS, ids=str)
+def test_a_wrapper_goes_around_any_hook_and_returns_the_inputs_dtype(dtype, inner, two_ranks):
+    two_ranks.run(check_wrapper, dtype, inner)
 
 
 def job_raw_overflow(rank):
@@ -347,7 +421,7 @@ def test_80000_and_0_average_to_40000_in_fp16():
 
 @dataclass(frozen=True)
 class Careful:
-    """Averages plainly, and fails before anything is sent where something is not a number."""
+    """Average plainly, but fail before anything is sent if a value is not a number."""
 
     communicates = True
     kernels = frozenset()

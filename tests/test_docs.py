@@ -13,7 +13,7 @@ from torch import nn
 
 from gradwire.lab import Lab, LabUnavailable
 from gradwire.testing import run_ranks
-from tests.test_mixed_precision import Nothing
+from tests.cpu_events import NoEvent
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES_ON_RANKS = [
@@ -37,7 +37,7 @@ def job_example(rank, example, needs_accelerator):
     # The ranks have a process group already.
     dist.init_process_group = dist.destroy_process_group = lambda *args: None
     if needs_accelerator and not torch.accelerator.is_available():
-        torch.Event = torch.accelerator.current_stream = Nothing
+        torch.Event = torch.accelerator.current_stream = NoEvent
         torch.Tensor.cuda = nn.Module.cuda = lambda self: self
     names = {}
     exec(compile(example, "example", "exec"), names)

@@ -1,4 +1,4 @@
-"""torchrun starts a run again after a rank has died, and it ends as if nothing had happened."""
+"""Runs that torchrun restarts after a rank has died: they end as if nothing had happened."""
 
 import os
 import subprocess

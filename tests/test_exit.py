@@ -1,4 +1,4 @@
-"""A program that never detaches still ends as it should."""
+"""Programs that never detach still end as they should."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ WAYS = ["recipe", "hook", "raw", "destroy"]
 # Each way of ending has its own race with the interpreter, so `make test-full` tries more often.
 @pytest.fixture(scope="module", params=[0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 5))])
 def endings(request, tmp_path_factory):
-    """By way of ending, what each of two ranks has printed, and its exit code."""
+    """Return what each of two ranks has printed, and its exit code, for one way to end."""
     folder = tmp_path_factory.mktemp("endings")
     started = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(folder), *WAYS],
@@ -84,7 +84,7 @@ def test_importing_gradwire_imports_no_numba():
 
 
 def test_kernels_compile_where_no_cache_can_be_written(tmp_path):
-    """A read-only install: numba refuses to cache, the kernels work all the same."""
+    """Use the kernels of a read-only install, where numba cannot cache."""
     import shutil
     from pathlib import Path
 

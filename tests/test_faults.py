@@ -1,12 +1,11 @@
-"""What every rank sees when one of them is killed, stopped, raises, is wrong, or does something else."""
+"""Errors on every rank when one of them is killed, stopped, raises, or has other gradients."""
 
 import contextlib
 import os
 import re
 import signal
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -18,19 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.ddp import attachment_of
 from gradwire.ddp.verification import _hash as hash_of
 from gradwire.ddp.verification import check_interval
-from gradwire.errors import Place
-from gradwire.lanes.stream_progress import StreamMark, StreamProgress
-from gradwire.peers.agreement import differences
-from gradwire.peers.failure import Failure
-from gradwire.peers.failure_store import Standing
-from gradwire.peers.gloo import GlooGroup
-from gradwire.peers.groups import ClosedGroup, gather
-from gradwire.peers.main_thread import describe_main_thread
-from gradwire.peers.stall_watcher import Progress, StallWatcher
-from gradwire.recipes import fingerprint
 from gradwire.testing import RanksFailed, run_ranks, send_message
 
 TIMEOUT_S = 8.0  # no rank of a busy machine stands still for so long
@@ -53,7 +41,7 @@ def backward(model, step=0):
 
 
 def raised_by(act, kind=gradwire.WireError):
-    """The text of the error, which comes within the timeout of the group and some seconds more."""
+    """Return the text of an error that comes within the group's timeout and a few seconds more."""
     begin = time.monotonic()
     with pytest.raises(kind) as caught:
         act()
@@ -65,7 +53,7 @@ def raised_by(act, kind=gradwire.WireError):
 
 
 class Deadly:
-    """An exchange in the middle of which ``action`` is called, when there is one."""
+    """An exchange that calls ``action`` in the middle, if there is one."""
 
     communicates = True
     kernels = gradwire.fp32().exchange.kernels
@@ -89,7 +77,7 @@ class Deadly:
 def end_me(how):
     """Kill or stop this process; what is stopped is killed in the end by `run_ranks`."""
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
-    time.sleep(60)
+    threading.Event().wait()
 
 
 # name: (how, the faulty rank, where, what is attached). Rank 0 of each case hosts its store.
@@ -119,7 +107,7 @@ SIZE = 3
 
 
 def start_anew(case, rank, size):
-    """Leave the group that `run_ranks` made for one of this case alone, whose store rank 0 hosts."""
+    """Replace the group of `run_ranks` by one for this case alone. Rank 0 hosts its store."""
     parents = PrefixStore(case, dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     if rank == 0:
@@ -132,11 +120,11 @@ def start_anew(case, rank, size):
     return parents
 
 
-def join_rendezvous(store, size):
-    """Wait until all cases have come this far: a machine that still starts ranks is slow."""
-    store.add("ready", 1)
-    while store.add("ready", 0) < size:
-        time.sleep(0.05)
+def wait_for_all(store, name, size):
+    """Wait until ``size`` ranks have called this with the same name."""
+    if store.add(f"{name} count", 1) == size:
+        store.set(f"{name} by all", "")
+    store.wait([f"{name} by all"])
 
 
 def job_fault(world_rank, names):
@@ -148,7 +136,8 @@ def job_fault(world_rank, names):
     gradwire.attach(model, attached.get(what, what))
     for step in range(FAULTY_STEP):
         backward(model, step)
-    join_rendezvous(parents.underlying_store, len(names) * SIZE)
+    # A machine that still starts the ranks of other cases is slow.
+    wait_for_all(parents.underlying_store, "ready", len(names) * SIZE)
     if rank == faulty:
         parents.set("pid", str(os.getpid()))
         if how == "busy":
@@ -167,9 +156,7 @@ def job_fault(world_rank, names):
     assert again == text, "a failed wire stays failed"
     send_message(text)
     if rank != faulty:
-        parents.add("raised", 1)
-        while parents.add("raised", 0) < SIZE - 1:
-            time.sleep(0.05)
+        wait_for_all(parents, "raised", SIZE - 1)
         parents.set("over", "")
         if how == "stop":
             with contextlib.suppress(ProcessLookupError):
@@ -177,7 +164,7 @@ def job_fault(world_rank, names):
 
 
 def texts_of(faults):
-    """By case, what the ranks that are left have raised."""
+    """Return what the ranks that are left have raised, by case."""
     names, told = list(faults), {name: [] for name in faults}
 
     def note(rank, text):
@@ -232,130 +219,11 @@ def test_when_the_timeout_strikes_the_rank_furthest_behind_is_named(faults):
                 )
 
 
-class Events:
-    """A stand-in for a CUDA event that is reached, or not."""
-
-    def __init__(self, *, reached):
-        self.query = lambda: reached
-
-
-class Posted:
-    """A stand-in for the board of a rank 0 of three."""
-
-    rank, size, answers = 0, 3, True
-
-    def __init__(self, others):
-        self.standings = dict(others)
-        self.text = None
-
-    def failure(self):
-        return self.text
-
-    def standing(self, rank):
-        return self.standings.get(rank)
-
-    def post_standing(self, standing):
-        self.standings[0] = standing
-
-    def withdraw_standing(self):
-        self.standings.pop(0, None)
-
-
-def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(caplog):
-    failure = Failure(None, "")
-    failure.store = board = Posted({1: Standing(6, 2, is_done=True)})
-    watch = StallWatcher(failure, 1000, lambda: None, "test")
-    watch.end()
-    place, now = Place(0, 7, 1, "int8"), time.monotonic()
-    try:
-        watch._act(Progress(place, False, now - 400))
-        assert 0 not in board.standings, "nothing is posted while all goes well"
-        watch._act(Progress(place, False, now - 600, waits_for=1))
-        assert board.standings[0] == Standing(7, 1, waits_for=1)
-        assert not caplog.records
-        for _ in range(2):
-            watch._act(Progress(place, False, now - 800, waits_for=1))
-        (record,) = caplog.records  # once
-        assert record.getMessage() == (
-            "rank 0, step 7, bucket 1, hook int8: no progress for 800 s. Rank 1 has averaged step 6, bucket "
-            "2 and brought no bucket since. Furthest behind is rank 1; see what it does there. Raise the "
-            "timeout of init_process_group if it is only slow"
-        )
-        watch._act(Progress(place, True, now))
-        assert 0 not in board.standings, "what is not true any more is withdrawn"
-        watch._act(Progress(place, True, now - 900))
-        assert board.standings[0].doing.startswith("its main thread is at ")
-        assert len(caplog.records) == 1, "a rank may rest as long as it likes"
-        board.text = "rank 1, step 7, bucket 1, hook int8: KeyError: 'lost'"
-        watch._act(Progress(place, False, now - 800))
-        assert caplog.records[1].getMessage().endswith("no progress for 800 s. " + board.text)
-    finally:
-        watch.end()
-
-
-def test_advice_about_the_timeout_is_for_those_who_have_waited_that_long():
-    failure, place = Failure(None, ""), Place(0, 7, 1, "int8")
-    late = "Timed out waiting 8000ms for recv operation to complete"
-
-    def explained(reason, others):
-        failure.store = Posted(others)
-        return str(failure.explain(place, ClosedGroup(1, reason), lambda: None))
-
-    is_slow = ". Raise the timeout of init_process_group if it is only slow"
-    gone = "Furthest behind is rank 1, which says nothing: it left or died; its own output says why"
-    assert (
-        explained("Connection closed by peer", {})
-        == f"{place}: no message from rank 1: Connection closed by peer. {gone}"
-    )
-    assert explained(late, {}).endswith(
-        f"it left, died, is stopped or stuck; its own output says why{is_slow}"
-    )
-    busy = Standing(6, 2, is_done=True)
-    assert explained(late, {1: busy}).endswith(f"Furthest behind is rank 1; see what it does there{is_slow}")
-    # A rank that has waited long enough closes, and others see that alone.
-    waited = Standing(7, 1, waits_for=2, timed_out=True)
-    assert explained("Connection closed by peer", {1: waited}).endswith(is_slow)
-
-
-def test_a_rank_between_buckets_says_which_line_of_the_users_code_it_is_at():
-    def seen_by_another_thread():
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(describe_main_thread).result()
-
-    here = rf"{re.escape(__file__)}:\d+ in seen_by_another_thread"
-    assert re.fullmatch(f"its main thread is at {here}", seen_by_another_thread())
-    try:
-        raise ValueError("an odd batch\nof many lines")
-    except ValueError:
-        said = seen_by_another_thread()
-    assert re.fullmatch(f"its main thread handles ValueError: an odd batch, at {here}", said)
-
-
-def test_the_oldest_bucket_that_the_device_has_not_finished_is_the_one_that_is_told(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-
-    def told(num_marks, since=-100.0, running=None):
-        marks = StreamProgress(patience_s=1.0)
-        for bucket in range(num_marks):
-            place = Place(0, 3, bucket, "int8")
-            marks.add(StreamMark(place, Events(reached=bucket < 2), None, time.monotonic() + since + bucket))
-        marks.running = running
-        progress = marks.look()
-        return None if progress.place is None else progress.place.bucket, progress.is_done
-
-    assert told(0) == (None, True)
-    assert told(4) == (2, False)
-    assert told(2) == (1, True)
-    # A bucket that the host is at, and one that came a moment ago, when the device is not asked.
-    assert told(2, running=(Place(0, 3, 2, "int8"), 0.0)) == (2, False)
-    assert told(4, since=-3.5) == (3, True)
-
-
 # --- ranks that raise ---
 
 
 class Raising:
-    """Averages as fp32 does, until a rank raises."""
+    """An exchange that averages as fp32 does, until a rank raises."""
 
     communicates = True
     kernels = gradwire.fp32().exchange.kernels
@@ -390,37 +258,41 @@ def raising_hook(where):
     return hook
 
 
-def job_raise(rank):
-    cases = {
-        "overflow": (gradwire.Recipe("raising", Raising()), FloatingPointError),
-        "in the hook": (raising_hook("call"), KeyError),
-        "in its callback": (raising_hook("callback"), KeyError),
-    }
-    for name, (what, kind) in cases.items():
-        group = dist.new_group()  # an allreduce that some ranks never join must not meet the next case's
-        model = model_of(group)
-        gradwire.attach(model, what, state=group)
-
-        def train(model=model):
-            for step in range(FAULTY_STEP + 2):  # one whose own gradients had come learns of it a step later
-                backward(model, step)
-
-        with pytest.raises(gradwire.WireError) as caught:
-            train()
-        assert str(caught.value).startswith(f"rank 1, step {FAULTY_STEP}, bucket 1, hook "), name
-        assert kind.__name__ in str(caught.value)
-        assert isinstance(caught.value, kind if rank == 1 else gradwire.PeerError)
+# What is attached, made in the rank, and the type of the error.
+RAISING = {
+    "in an exchange": (lambda: gradwire.Recipe("raising", Raising()), FloatingPointError),
+    "in a hook": (lambda: raising_hook("call"), KeyError),
+    "in a hook's callback": (lambda: raising_hook("callback"), KeyError),
+}
 
 
-def test_an_error_on_one_rank_is_raised_on_all_with_its_place_and_text():
-    run_ranks(job_raise, 3, timeout=30)
+def check_raising(rank, where):
+    make, kind = RAISING[where]
+    group = dist.new_group()  # an allreduce that some ranks never join must not meet the next scenario's
+    model = model_of(group)
+    gradwire.attach(model, make(), state=group)
+
+    def train():
+        for step in range(FAULTY_STEP + 2):  # a rank whose own gradients had come learns of it a step later
+            backward(model, step)
+
+    with pytest.raises(gradwire.WireError) as caught:
+        train()
+    assert str(caught.value).startswith(f"rank 1, step {FAULTY_STEP}, bucket 1, hook ")
+    assert kind.__name__ in str(caught.value)
+    assert isinstance(caught.value, kind if rank == 1 else gradwire.PeerError)
+
+
+@pytest.mark.parametrize("where", RAISING)
+def test_an_error_on_one_rank_is_raised_on_all_with_its_place_and_text(where, three_ranks):
+    three_ranks.run(check_raising, where)
 
 
 # --- ranks whose gradients are wrong ---
 
 
 class Corrupting:
-    """Averages as fp32 does, and then changes one value on one rank."""
+    """An exchange that averages as fp32 does, and then changes one value on one rank."""
 
     communicates = True
     kernels = gradwire.fp32().exchange.kernels
@@ -437,7 +309,7 @@ class Corrupting:
 
 
 def corrupt(flat, step, names):
-    """The last bit of the last value."""
+    """Flip the last bit of the last value."""
     if dist.get_rank() == 1 and step >= FAULTY_STEP and "0.weight" in names:
         flat.view(torch.int32)[-1] ^= 1
 
@@ -459,35 +331,51 @@ def corrupting_hook():
     return hook
 
 
-def job_corrupt(rank):
-    for what in (gradwire.Recipe("corrupting", Corrupting()), corrupting_hook()):
-        model = model_of()
-        with gradwire.attach(model, what, verify_every=2):
-            for step in range(FAULTY_STEP + 1):  # it is not looked at in step 3
+CORRUPTING = {
+    "a recipe": lambda: gradwire.Recipe("corrupting", Corrupting()),
+    "a hook": corrupting_hook,
+}
+
+
+def check_corrupted(rank, name):
+    model = model_of()
+    with gradwire.attach(model, CORRUPTING[name](), verify_every=2):
+        for step in range(FAULTY_STEP + 1):  # step 3 is not verified
+            backward(model, step)
+        text = raised_by(lambda: backward(model, FAULTY_STEP + 1))
+    # The last bucket holds the first parameters, and the weight lies behind the bias.
+    assert text.startswith(f"rank {rank}, step {FAULTY_STEP + 1}: the averaged gradient of 0."), text
+    assert "is not the same on every rank: one on rank(s) 0, 2, another on rank(s) 1." in text
+
+
+@pytest.mark.parametrize("name", CORRUPTING)
+def test_a_gradient_that_differs_is_an_error_on_all_ranks_with_its_name(name, three_ranks):
+    three_ranks.run(check_corrupted, name)
+
+
+# What is attached, and whether DDP looks for unused parameters.
+SOUND = {
+    "bf16": ("bf16", False),
+    "a sum, with unused parameters": ("fp32:reduction=sum", True),
+    "a hook": (torch_hooks.allreduce_hook, False),
+}
+
+
+def check_verified(rank, name):
+    what, finds_unused = SOUND[name]
+    model = model_of(find_unused_parameters=finds_unused)
+    with gradwire.attach(model, what, verify_every=1), model.join():
+        for step in range(2 + rank):
+            if step == 1:
+                model.module[4].weight.register_hook(lambda grad: grad * torch.inf)
+            with model.no_sync():
                 backward(model, step)
-            text = raised_by(lambda model=model: backward(model, FAULTY_STEP + 1))
-        # The last bucket holds the first parameters, and the weight lies behind the bias.
-        assert text.startswith(f"rank {rank}, step {FAULTY_STEP + 1}: the averaged gradient of 0."), text
-        assert "is not the same on every rank: one on rank(s) 0, 2, another on rank(s) 1." in text
-
-    # What is the same is left alone, whatever it is.
-    for recipe, unused in (
-        ("bf16", False),
-        ("fp32:reduction=sum", True),
-        (torch_hooks.allreduce_hook, False),
-    ):
-        model = model_of(find_unused_parameters=unused)
-        with gradwire.attach(model, recipe, verify_every=1), model.join():
-            for step in range(2 + rank):
-                if step == 1:
-                    model.module[4].weight.register_hook(lambda grad: grad * torch.inf)
-                with model.no_sync():
-                    backward(model, step)
-                backward(model, step)
+            backward(model, step)
 
 
-def test_a_gradient_that_differs_is_an_error_on_all_ranks_with_its_name():
-    run_ranks(job_corrupt, 3, timeout=30)
+@pytest.mark.parametrize("name", SOUND)
+def test_gradients_that_are_the_same_pass_even_if_they_are_infinite(name, three_ranks):
+    three_ranks.run(check_verified, name)
 
 
 def test_verify_every_is_a_number_of_steps():
@@ -508,97 +396,3 @@ def test_a_hash_depends_on_every_bit_of_every_value(dtype):
             hashes.add(hash_of(changed.view(dtype)).item())
     assert len(hashes) == 1 + 8 * bits.numel()
     assert hash_of(values.flip(0)) not in hashes
-
-
-# --- ranks that disagree ---
-
-
-def job_disagree(rank):
-    def refused(**changes):
-        """What all ranks are told when rank 1 attaches something else."""
-        options = {"recipe": "bf16", **(changes if rank == 1 else {})}
-        with pytest.raises(ValueError, match="ranks call gradwire.attach with different things: ") as caught:
-            gradwire.attach(model_of(), **options)
-        return str(caught.value).partition("things: ")[2]
-
-    assert refused(recipe="fp16") == "recipe is fp16 on rank(s) 1, bf16 on rank(s) 0, 2"
-    told = "recipe is bf16:reduction=sum on rank(s) 1, bf16 on rank(s) 0, 2"
-    assert refused(recipe="bf16:reduction=sum") == told
-    assert refused(on_nonfinite="skip") == "on_nonfinite is skip on rank(s) 1, propagate on rank(s) 0, 2"
-    assert refused(verify_every=5) == "verify_every is 5 on rank(s) 1, 0 on rank(s) 0, 2"
-
-    version = fingerprint.__version__
-    fingerprint.__version__ = "0.2" if rank == 1 else "0.1"
-    assert refused() == "gradwire is 0.2 on rank(s) 1, 0.1 on rank(s) 0, 2"
-    fingerprint.__version__ = version
-
-    names = ["a", "b"] if rank != 1 else ["b", "a"]
-    layers = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
-    with pytest.raises(
-        ValueError, match=r"parameter 0 is b\.weight, shape \(4, 4\), float32 on rank\(s\) 1, a"
-    ):
-        gradwire.attach(DistributedDataParallel(layers), "fp32")
-    # Recipes of one name, but not the same.
-    exchange = replace(gradwire.bf16().exchange, seed=7 if rank == 1 else 0)
-    with pytest.raises(ValueError, match=r"recipe\.exchange\.seed is 7 on rank\(s\) 1, 0 on rank\(s\) 0, 2"):
-        gradwire.attach(model_of(), gradwire.Recipe("mine", exchange))
-
-    model = model_of()
-    wire = gradwire.attach(model, "fp32")
-    with pytest.raises(ValueError, match=r"call Wire.swap with .*recipe is fp16 on rank\(s\) 1, bf16 on"):
-        wire.swap("fp16" if rank == 1 else "bf16")
-
-
-def test_ranks_that_attach_different_things_are_told_who_differs_in_what():
-    run_ranks(job_disagree, 3, timeout=30)
-
-
-def job_other_buckets(rank):
-    """Without a rebuild, DDP leaves each rank the buckets that it was told to make."""
-    for what in ("fp32", torch_hooks.allreduce_hook):
-        group = dist.new_group()
-        cap = 25 if rank == 1 else 0.001
-        model = DistributedDataParallel(
-            net(), bucket_cap_mb=cap, find_unused_parameters=True, process_group=group
-        )
-        gradwire.attach(model, what)
-        text = raised_by(lambda model=model: backward(model))
-        assert text.startswith(f"rank {rank}, step 0, bucket 0, hook "), text
-        assert "ValueError: ranks do not agree: bucket 0 is shape (1322,), float32 of 6" in text
-        assert " parameters on rank(s) 1, shape (92,), float32 of 3 parameters on rank(s) 0, 2; " in text, (
-            text
-        )
-
-    # Ranks that disagree without knowing it do not end the process, as Gloo would.
-    group = GlooGroup(dist.group.WORLD.get_group_store(), "sizes", rank, 3, timedelta(seconds=1))
-    rows = [torch.zeros(100 if rank == 1 else 8, dtype=torch.uint8) for _ in range(3)]
-    with pytest.raises(ClosedGroup, match="no message from rank"):
-        gather(rows, group)
-    group.close()
-
-    # Once all have agreed, nothing is sent but gradients.
-    model = model_of()
-    with gradwire.attach(model, "fp32") as wire:
-        workers = attachment_of(wire).engine._lane._pool.workers
-        sent, before = [], 0
-        for step in range(5):
-            backward(model, step)
-            so_far = sum(worker.group.traffic.num_messages for worker in workers)
-            sent.append(so_far - before)
-            before = so_far
-        expected = [sum(b.num_messages for b in step.buckets) for step in wire.stats().steps]
-    assert sent[-2:] == expected[-2:]
-    assert sent[0] == expected[0] + 2, "one message to each other rank, for one bucket"
-
-
-def test_ranks_with_different_buckets_are_told_so_before_anything_is_sent():
-    run_ranks(job_other_buckets, 3, timeout=30)
-
-
-def test_what_differs_is_told_briefly():
-    claims = [{"a": "1", "a.b": "2", "c": "3"}, {"a": "1", "a.b": "2", "c": "3"}]
-    claims.append({"a": "4", "a.b": "5"})
-    expected = "a is 4 on rank(s) 2, 1 on rank(s) 0, 1; c is absent on rank(s) 2, 3 on rank(s) 0, 1"
-    assert differences(claims) == expected
-    many = [{str(n): str(rank) for n in range(10)} for rank in range(2)]
-    assert differences(many).endswith("; and 7 more")

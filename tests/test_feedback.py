@@ -1,4 +1,4 @@
-"""Nothing is lost: what ranks put in equals what came out and what they hold back."""
+"""Error feedback loses nothing: results and residuals add up to the gradients."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ BF16_ROUNDING = 2.0**-5
 
 
 class Net(nn.Module):
-    """Several buckets, a transposed and a channels_last weight, and a layer that is not always used."""
+    """A model with a transposed and a channels_last weight and a layer that is not always used."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def held_back(wire):
-    """The mean over ranks of every parameter's residual."""
+    """Return the mean over ranks of every parameter's residual."""
     residuals = attachment_of(wire).state.memory.named().get("residual", {})
     means = {}
     for name, residual in sorted(residuals.items()):
@@ -51,7 +51,7 @@ def held_back(wire):
 
 
 def largest_loss(spec, rank, *, find_unused):
-    """The largest part of any sum of gradients that has got lost over steps, over a rebuild of buckets."""
+    """Return the largest part of any sum of gradients that is lost over steps and a rebuild of buckets."""
     torch.manual_seed(0)
     net = Net()
     local = copy.deepcopy(net)
@@ -105,33 +105,33 @@ def test_inputs_equal_outputs_and_residuals_over_rebuilds_and_with_unused_parame
     assert all(part <= FP32_ROUNDING for part in lost.values()), lost
 
 
-# --- bytes: what is said before is what is counted after ---
+# --- bytes: predicted and counted ---
 
 
-def job_bytes(rank, specs):
+def check_bytes(rank, spec):
     world_size = dist.get_world_size()
-    for spec in specs:
-        for numel in (1, 63, 1000, 70_001):
-            net = nn.Linear(numel, 1, bias=False)
-            model = DistributedDataParallel(net)
-            with gradwire.attach(model, spec) as wire:
-                for _ in range(2):
-                    model(torch.ones(1, numel)).sum().backward()
-                expected = wire.recipe.wire_bytes(numel, rank=rank, world_size=world_size)
-                counted = [sum(b.bytes_sent for b in step.buckets) for step in wire.stats().steps]
-                assert counted == [expected] * 2, (spec, numel)
-                bits = {"int8": 8, "int4": 4, "sign": 1}[spec.split(":")[0]]
-                within, across = wire.recipe.link_bytes(numel, rank=rank, world_size=world_size)
-                assert within + across == expected
-                if "local_size" not in spec:
-                    bound = 2 * (world_size - 1) / world_size * numel * bits / 8
-                    # A scale of two bytes per block, chunks in whole units of 64 values and even bytes.
-                    scales = 2 * (world_size - 1) * (2 * (numel / wire.recipe.exchange.codec.block + 1) + 66)
-                    assert expected <= bound + scales
+    for numel in (1, 63, 1000, 70_001):
+        net = nn.Linear(numel, 1, bias=False)
+        model = DistributedDataParallel(net)
+        with gradwire.attach(model, spec) as wire:
+            for _ in range(2):
+                model(torch.ones(1, numel)).sum().backward()
+            expected = wire.recipe.wire_bytes(numel, rank=rank, world_size=world_size)
+            counted = [sum(b.bytes_sent for b in step.buckets) for step in wire.stats().steps]
+            assert counted == [expected] * 2, numel
+            bits = {"int8": 8, "int4": 4, "sign": 1}[spec.split(":")[0]]
+            within, across = wire.recipe.link_bytes(numel, rank=rank, world_size=world_size)
+            assert within + across == expected
+            if "local_size" not in spec:
+                bound = 2 * (world_size - 1) / world_size * numel * bits / 8
+                # A scale of two bytes per block, chunks in whole units of 64 values and even bytes.
+                scales = 2 * (world_size - 1) * (2 * (numel / wire.recipe.exchange.codec.block + 1) + 66)
+                assert expected <= bound + scales
 
 
-def test_the_bytes_sent_are_those_announced():
-    run_ranks(job_bytes, 4, args=(["int8", "int4", "sign", "int8:local_size=2", "int4:local_size=2"],))
+@pytest.mark.parametrize("spec", ["int8", "int4", "sign", "int8:local_size=2", "int4:local_size=2"])
+def test_the_bytes_sent_are_those_announced(spec, four_ranks):
+    four_ranks.run(check_bytes, spec)
 
 
 def test_two_levels_send_a_nodes_share_through_its_card():
@@ -146,12 +146,12 @@ def test_two_levels_send_a_nodes_share_through_its_card():
     assert flat_bytes / through_the_card(deep, range(local_size)) == pytest.approx(local_size, rel=0.01)
 
 
-# --- nodes, as the launcher tells of them ---
+# --- nodes, as a launcher announces them ---
 
 
 @contextlib.contextmanager
 def launched(sizes, local_ranks, names=("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
-    """What a launcher says to this rank, which may be nothing."""
+    """Set what a launcher tells this rank, if anything."""
     before = dict(os.environ)
     os.environ.pop("LOCAL_RANK")
     said = dict(zip(names, (sizes[dist.get_rank()], local_ranks[dist.get_rank()]), strict=True))
@@ -166,7 +166,7 @@ MPIRUN = ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 def names_of_all(rank):
-    """What recipes become, by each way to a wire."""
+    """Return what recipes become, by each way to a wire."""
     model = DistributedDataParallel(nn.Linear(300, 3))
     specs = ("int8", "int8:local_size=1", "fp32", "route(bias=fp32; *=schedule(0=int8; 9=fp32))")
     names = []

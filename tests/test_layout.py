@@ -1,4 +1,4 @@
-"""Which parameter lies where in a bucket."""
+"""The layout of buckets: which parameter lies where."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from gradwire.testing import run_ranks
 
 
 class Odd(nn.Module):
-    """Parameters in every order in memory that DDP meets."""
+    """A model with parameters in every memory order that DDP meets."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is said before of bytes and messages is what is counted after, for every exchange and any bucket."""
+"""Predicted bytes and messages are those that are sent, for every exchange and any bucket."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def layout_of(shapes, dtype):
 
 
 def noted(group):
-    """Every message that a group sends from here on, as its peer and its bytes."""
+    """Record every message that a group sends from here on: its peer and its bytes."""
     sent, post = [], group.post
 
     def post_noted(rows):
@@ -62,7 +62,7 @@ def noted(group):
 
 
 def count(exchange, layout, world_size):
-    """What each rank sends in each step, as its messages."""
+    """Return the messages that each rank sends in each step."""
 
     def job(group):
         memory, scratch, steps = Memory(), Scratch(), []

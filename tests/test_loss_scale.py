@@ -1,4 +1,4 @@
-"""What is held back follows the scale of a loss."""
+"""Residuals follow the scale of a loss."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 import gradwire
-from gradwire.testing import run_ranks
-from tests.test_bridge import small_model
+from tests.models import small_model
 
 # Every recipe with a memory.
 SPECS = [
@@ -31,7 +30,7 @@ def make(spec, scaler):
 
 
 def unscaled_run(spec, scaler, bad_ranks, resume_at=None):
-    """Of each step the gradients, what this rank then holds back, and the scale; all but this unscaled."""
+    """Return for each step the gradients, what this rank holds back (both unscaled), and the scale."""
     model, optimizer, wire = make(spec, scaler)
     rank, gradients, held, scales = dist.get_rank(), [], [], []
     for step in range(NUM_STEPS):
@@ -60,7 +59,7 @@ def unscaled_run(spec, scaler, bad_ranks, resume_at=None):
 
 
 def means():
-    """What plain averaging gives in each step."""
+    """Return what plain averaging gives in each step."""
     model, found = small_model(), []
     for step in range(NUM_STEPS):
         model.zero_grad()
@@ -71,7 +70,7 @@ def means():
 
 
 def check_law(spec, steps, wanted, gradients, held, before):
-    """In these steps, what went in came out or is held back beyond what was held back before."""
+    """Check that in these steps gradients came out or are held back in addition to what was."""
     for name in wanted[0]:
         left = held[steps[-1]][name] - before[name]
         dist.all_reduce(left)
@@ -80,32 +79,49 @@ def check_law(spec, steps, wanted, gradients, held, before):
         assert error < (0.02 if "bf16" in spec else 1e-5), (spec, steps, name, error)
 
 
-def job_scales(rank):
-    wanted, first, last = means(), list(range(BAD_STEP)), list(range(BAD_STEP + 1, NUM_STEPS))
-    for spec in SPECS:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-        gradients, held, scales = unscaled_run(spec, scaler, bad_ranks=[1])
-        assert len(set(scales)) >= 3, "it has grown"
-        assert scales[BAD_STEP + 1] == scales[BAD_STEP] / 2, "and shrunk"
-        nothing = {name: torch.zeros_like(value) for name, value in wanted[0].items()}
-        check_law(spec, first, wanted, gradients, held, nothing)
-        check_law(spec, last, wanted, gradients, held, held[BAD_STEP])
-
-        # Scales are powers of two, so a run with them is one without, bit for bit.
-        off = torch.amp.GradScaler("cpu", enabled=False)
-        plain_gradients, plain_held, _ = unscaled_run(spec, off, bad_ranks=[1])
-        for step in range(NUM_STEPS):
-            for name, value in plain_held[step].items():
-                assert torch.equal(held[step][name], value), (spec, step, name)
-                assert step == BAD_STEP or torch.equal(gradients[step][name], plain_gradients[step][name])
-
-        # Resumed at another scale than before; and a step that is infinite everywhere leaves no trace.
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
-        gradients, held, _ = unscaled_run(spec, scaler, bad_ranks=[0, 1], resume_at=BAD_STEP + 1)
-        check_law(spec, first + last, wanted, gradients, held, nothing)
+def fresh_scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
 
 
-def job_refusals(rank):
+BEFORE, AFTER = list(range(BAD_STEP)), list(range(BAD_STEP + 1, NUM_STEPS))
+
+
+def check_scales(rank, spec):
+    wanted = means()
+    nothing = {name: torch.zeros_like(value) for name, value in wanted[0].items()}
+    gradients, held, scales = unscaled_run(spec, fresh_scaler(), bad_ranks=[1])
+    assert len(set(scales)) >= 3, "it has grown"
+    assert scales[BAD_STEP + 1] == scales[BAD_STEP] / 2, "and shrunk"
+    check_law(spec, BEFORE, wanted, gradients, held, nothing)
+    check_law(spec, AFTER, wanted, gradients, held, held[BAD_STEP])
+
+    # Scales are powers of two, so a run with them is one without, bit for bit.
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    plain_gradients, plain_held, _ = unscaled_run(spec, off, bad_ranks=[1])
+    for step in range(NUM_STEPS):
+        for name, value in plain_held[step].items():
+            assert torch.equal(held[step][name], value), (step, name)
+            assert step == BAD_STEP or torch.equal(gradients[step][name], plain_gradients[step][name])
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_nothing_is_lost_when_the_scale_of_the_loss_changes(spec, two_ranks):
+    two_ranks.run(check_scales, spec)
+
+
+def check_resumed(rank, spec):
+    wanted = means()
+    nothing = {name: torch.zeros_like(value) for name, value in wanted[0].items()}
+    gradients, held, _ = unscaled_run(spec, fresh_scaler(), bad_ranks=[0, 1], resume_at=BAD_STEP + 1)
+    check_law(spec, BEFORE + AFTER, wanted, gradients, held, nothing)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_nothing_is_lost_by_resuming_at_another_scale_after_a_step_that_is_infinite(spec, two_ranks):
+    two_ranks.run(check_resumed, spec)
+
+
+def check_refusals(rank):
     model = small_model()
     with pytest.raises(TypeError, match="must be a torch.amp.GradScaler, not float"):
         gradwire.attach(model, "int4", grad_scaler=2.0)
@@ -117,10 +133,17 @@ def job_refusals(rank):
     with pytest.raises(ValueError, match="grad_scaler is not given on rank\\(s\\) 0, given"):
         gradwire.attach(model, "int4", grad_scaler=scaler if rank else None)
 
+
+def test_a_scaler_that_cannot_work_is_refused(two_ranks):
+    two_ranks.run(check_refusals)
+
+
+def check_state_without_a_scaler(rank):
     def held(wire):
         (memory,) = wire.state_dict()["memory"].values()
         return memory["residual:float32"]["0.weight"]
 
+    model, scaler = small_model(), torch.amp.GradScaler("cpu", init_scale=4.0)
     with gradwire.attach(model, "int4", grad_scaler=scaler) as wire:
         scaler.scale(model(torch.randn(4, 10)).square().mean()).backward()
         saved, before = wire.state_dict(), held(wire)
@@ -131,10 +154,5 @@ def job_refusals(rank):
         assert wire.state_dict()["loss_scale"] is None
 
 
-def job_all(rank):
-    job_scales(rank)
-    job_refusals(rank)
-
-
-def test_nothing_is_lost_when_the_scale_of_the_loss_changes_or_a_step_is_infinite():
-    run_ranks(job_all, 2)
+def test_a_state_is_unscaled_for_a_wire_without_a_scaler(two_ranks):
+    two_ranks.run(check_state_without_a_scaler)

@@ -12,24 +12,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import gradwire
 from gradwire.ddp_comm_hooks import mixed_precision_hooks
 from gradwire.testing import run_ranks
+from tests.cpu_events import NoEvent
 
 
 def test_the_names_are_torchs_own_which_ddp_imports():
     for name in ("_AllreduceUpcastHookState", "_reducer_allreduce_and_upcast_hook"):
         assert getattr(mixed_precision_hooks, name) is getattr(torch_module, name)
-
-
-class Nothing:
-    """An event or a stream of a device whose work is done when its calls return, as a CPU's is."""
-
-    def record(self):
-        pass
-
-    def wait(self, stream=None):
-        pass
-
-    def wait_stream(self, stream):
-        pass
 
 
 def net_of():
@@ -49,7 +37,7 @@ def batch(rank, step):
 
 
 def expected_gradients(rank, step):
-    """The mean of what each rank computes in bf16, found without DDP."""
+    """Return the mean of what each rank computes in bf16, found without DDP."""
     net = net_of().bfloat16()
     net(batch(rank, step).bfloat16()).float().square().mean().backward()
     total = torch.cat([p.grad.float().flatten() for p in net.parameters() if p.requires_grad])
@@ -67,7 +55,7 @@ def gradients_of(model, rank, step):
 
 
 def fresh_tensor(state, bucket):
-    """A hook whose result is not the bucket's own memory."""
+    """Average into memory that is not the bucket's own."""
     return torch_hooks.allreduce_hook(state, bucket).then(lambda done: done.value().clone())
 
 
@@ -76,37 +64,61 @@ def job_without_events(rank):
         gradwire.attach(model_of(), "bf16")
 
 
-def job_composes(rank):
-    torch.Event = Nothing
-    torch.accelerator.current_stream = Nothing
-    for view in (False, True):
-        for reduce_dtype in (torch.float32, torch.bfloat16):
-            options = {"reduce_dtype": reduce_dtype, "gradient_as_bucket_view": view}
-            for recipe in ("fp32", "bf16", fresh_tensor):
-                model = model_of(**options)
-                wire = gradwire.attach(model, recipe)
-                for step in range(4):
-                    if step == 3:
-                        wire.detach()  # DDP's own way again
-                    ours, expected = gradients_of(model, rank, step), expected_gradients(rank, step)
-                    largest = (ours - expected).abs().max() / expected.abs().max()
-                    exact = reduce_dtype == torch.float32 and recipe != "bf16"
-                    assert largest <= (1e-6 if exact else 2.0**-7), (view, reduce_dtype, recipe, step)
-                    everyone = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
-                    dist.all_gather(everyone, ours)
-                    assert all(torch.equal(ours, other) for other in everyone)
-                if recipe == "bf16":
-                    assert wire.stats().bytes_sent == 3 * 2 * ours.numel(), "3 steps, 2 bytes a value"
+def test_without_an_accelerator_it_is_refused_with_the_reason():
+    run_ranks(job_without_events, 1)
 
-    def fails(state, bucket):
-        raise LookupError("nothing here")
 
+def with_stand_ins():
+    torch.Event = NoEvent
+    torch.accelerator.current_stream = NoEvent
+
+
+def check_composition(rank, recipe, reduce_dtype, as_view):
+    with_stand_ins()
+    model = model_of(reduce_dtype=reduce_dtype, gradient_as_bucket_view=as_view)
+    wire = gradwire.attach(model, recipe)
+    for step in range(4):
+        if step == 3:
+            wire.detach()  # DDP's own way again
+        ours, expected = gradients_of(model, rank, step), expected_gradients(rank, step)
+        largest = (ours - expected).abs().max() / expected.abs().max()
+        exact = reduce_dtype == torch.float32 and recipe != "bf16"
+        assert largest <= (1e-6 if exact else 2.0**-7), step
+        everyone = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, ours)
+        assert all(torch.equal(ours, other) for other in everyone)
+    if recipe == "bf16":
+        assert wire.stats().bytes_sent == 3 * 2 * ours.numel(), "3 steps, 2 bytes a value"
+
+
+@pytest.mark.parametrize("as_view", [False, True], ids=["own gradients", "gradients as views"])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", fresh_tensor])
+def test_a_recipe_and_mixed_precision_compose(recipe, reduce_dtype, as_view, two_ranks):
+    two_ranks.run(check_composition, recipe, reduce_dtype, as_view)
+
+
+def raising(state, bucket):
+    raise LookupError("nothing here")
+
+
+def check_failure(rank):
+    with_stand_ins()
     model = model_of()
-    with gradwire.attach(model, fails), pytest.raises(LookupError, match="bucket 0, hook .*fails"):
+    with gradwire.attach(model, raising), pytest.raises(LookupError, match="bucket 0, hook .*raising"):
         gradients_of(model, rank, 0)
     torch.testing.assert_close(
         gradients_of(model, rank, 0), expected_gradients(rank, 0), rtol=1e-5, atol=1e-7
     )
+
+
+def test_a_model_goes_on_after_a_hook_has_failed(two_ranks):
+    two_ranks.run(check_failure)
+
+
+def check_overlap(rank):
+    with_stand_ins()
+    model = model_of()
     with (
         gradwire.attach(model, "fp32") as wire,
         pytest.raises(ValueError, match="made with mixed_precision="),
@@ -114,9 +126,5 @@ def job_composes(rank):
         gradwire.overlap_optimizer(wire, lambda params: torch.optim.SGD(params, lr=0.1))
 
 
-def test_without_an_accelerator_it_is_refused_with_the_reason():
-    run_ranks(job_without_events, 1)
-
-
-def test_a_recipe_and_mixed_precision_compose():
-    run_ranks(job_composes, 2)
+def test_an_optimizer_that_overlaps_is_refused(two_ranks):
+    two_ranks.run(check_overlap)

@@ -1,4 +1,4 @@
-"""What happens when a gradient is not finite."""
+"""Gradients that are not finite."""
 
 import pytest
 import torch
@@ -8,8 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.testing import run_ranks
-from tests.test_bridge import small_model
+from tests.models import small_model
 
 
 def backward(model, step, is_bad):
@@ -18,7 +17,7 @@ def backward(model, step, is_bad):
     (model(torch.randn(4, 10)).square().mean() * (float("nan") if is_bad else 1.0)).backward()
 
 
-def job_skip(rank, attached):
+def check_skipping(rank, attached):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = dist.group.WORLD if callable(attached) else None
@@ -37,7 +36,12 @@ def job_skip(rank, attached):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def job_raise(rank):
+@pytest.mark.parametrize("attached", ["int4", "fp32", torch_hooks.allreduce_hook])
+def test_a_step_that_is_not_finite_is_skipped_on_every_rank(attached, two_ranks):
+    two_ranks.run(check_skipping, attached)
+
+
+def check_raising(rank):
     model = small_model()
     with gradwire.attach(model, "int4", on_nonfinite="raise") as wire:
         backward(model, 0, False)
@@ -48,6 +52,13 @@ def job_raise(rank):
         backward(model, 2, False)  # the wire itself has not failed
         assert wire.failure is None
 
+
+def test_a_step_that_is_not_finite_is_raised_for_on_every_rank(two_ranks):
+    two_ranks.run(check_raising)
+
+
+def check_refusals(rank):
+    model = small_model()
     with pytest.raises(ValueError, match="'propagate', 'skip' or 'raise', not 'ignore'"):
         gradwire.attach(model, "int4", on_nonfinite="ignore")
     with pytest.raises(ValueError, match="ranks would not skip together"):
@@ -56,8 +67,12 @@ def job_raise(rank):
         gradwire.attach(model, "int4", on_nonfinite="skip" if rank else "propagate")
 
 
+def test_a_policy_that_cannot_work_is_refused(two_ranks):
+    two_ranks.run(check_refusals)
+
+
 class Odd(nn.Module):
-    """Parameters whose gradients are empty, larger than fp32 has numbers for, or each rank's own."""
+    """A model with gradients that are empty, beyond the range of fp32, or different by rank."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +84,7 @@ class Odd(nn.Module):
         return self.empty.sum() + 1e60 * self.large.sum() + own_factor * self.own.sum()
 
 
-def job_odd(rank):
+def check_odd(rank):
     module = Odd()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["own"])
     model = DistributedDataParallel(module)
@@ -82,12 +97,5 @@ def job_odd(rank):
         assert all(p.grad is None for p in model.parameters())
 
 
-def job_all(rank):
-    job_odd(rank)
-    for attached in ("int4", "fp32", torch_hooks.allreduce_hook):
-        job_skip(rank, attached)
-    job_raise(rank)
-
-
-def test_a_step_that_is_not_finite_is_skipped_or_raised_for_on_every_rank():
-    run_ranks(job_all, 2)
+def test_gradients_that_are_odd_but_finite_are_not_skipped(two_ranks):
+    two_ranks.run(check_odd)

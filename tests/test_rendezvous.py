@@ -1,4 +1,4 @@
-"""Ranks find each other in a store, also in one where ranks of an earlier run have left something."""
+"""Ranks that find each other in a store, also in one with entries of an earlier run."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.05)
 
 @dataclass(eq=False)
 class Member:
-    """What a process group is to those who meet; one of these is one process's."""
+    """The part of a process group that a rendezvous needs, as one process has it."""
 
     number: int
     num_ranks: int
@@ -33,7 +33,7 @@ class Member:
 
 
 class Noticing(dist.Store):
-    """A store that says when a rank other than 0 has answered somebody, and else is the one behind it."""
+    """A store that also tells when a rank other than 0 has answered."""
 
     def __init__(self, store):
         super().__init__()
@@ -52,7 +52,7 @@ def store():
 
 
 def together(work, members):
-    """Each member's result of ``work``, which all do at the same time."""
+    """Run ``work`` for all members at the same time, and return each one's result."""
     with ThreadPoolExecutor(len(members)) as threads:
         return list(threads.map(work, members))
 

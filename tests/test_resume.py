@@ -1,4 +1,4 @@
-"""A resumed run is the run that was not stopped."""
+"""Resumed runs are, bit for bit, those that were not stopped."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ NUM_STEPS = 7
 
 
 class Net(nn.Module):
-    """Layers of several sizes, one of them with a memory order of its own."""
+    """A model of layers of several sizes, one of them with another memory order."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def flat(model):
 
 
 def run_whole(spec, **options):
-    """A run that is not stopped, and what was saved before each of its steps."""
+    """Return a run that is not stopped, and what was saved before each of its steps."""
     model, optimizer, wire = make(spec, **options)
     saved = []
     with wire:
@@ -95,31 +95,36 @@ GRAPHS = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
 
 
 def job_resume(rank, specs, seed):
+    for number, spec in enumerate(specs):
+        check_resume(rank, spec, f"{seed} {number}")
+
+
+def check_resume(rank, spec, seed):
     choice = random.Random(seed)
-    for spec in specs:
-        options = GRAPHS[choice.randrange(len(GRAPHS))]
-        whole, saved = run_whole(spec, **options)
-        for stopped_at in choice.sample(range(NUM_STEPS), 4):
-            model, optimizer, wire = resume(spec, saved[stopped_at], **options)
-            # Stopped a second time, and resumed; not before it has seen what DDP rebuilds, if nobody had.
-            num_unseen = 2 if stopped_at <= 2 else 0
-            again = choice.choice([stopped_at, *range(stopped_at + num_unseen + 1, NUM_STEPS + 1)])
-            with wire:
-                train(model, optimizer, range(stopped_at, again))
-                second = snapshot(model, optimizer, wire)
-            assert wire.stats().num_steps == again - stopped_at
-            model, optimizer, wire = resume(spec, second, **options)
-            with wire:
-                train(model, optimizer, range(again, NUM_STEPS))
-            assert torch.equal(flat(model), whole), (spec, options, stopped_at, again)
+    options = GRAPHS[choice.randrange(len(GRAPHS))]
+    whole, saved = run_whole(spec, **options)
+    for stopped_at in choice.sample(range(NUM_STEPS), 4):
+        model, optimizer, wire = resume(spec, saved[stopped_at], **options)
+        # Stopped a second time, and resumed; not before it has seen what DDP rebuilds, if nobody had.
+        num_unseen = 2 if stopped_at <= 2 else 0
+        again = choice.choice([stopped_at, *range(stopped_at + num_unseen + 1, NUM_STEPS + 1)])
+        with wire:
+            train(model, optimizer, range(stopped_at, again))
+            second = snapshot(model, optimizer, wire)
+        assert wire.stats().num_steps == again - stopped_at
+        model, optimizer, wire = resume(spec, second, **options)
+        with wire:
+            train(model, optimizer, range(again, NUM_STEPS))
+        assert torch.equal(flat(model), whole), (spec, options, stopped_at, again)
 
 
-def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped():
-    run_ranks(job_resume, 2, timeout=120, args=(SPECS, 2))
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped(spec, two_ranks):
+    two_ranks.run(check_resume, spec, f"2 {spec}")
 
 
 def random_spec(choice, *, feedback=None):
-    """Any recipe with any options, alone, in a route or in a schedule; with or without a memory, if told."""
+    """Draw a recipe with any options, alone, in a route or in a schedule; with feedback or not, if told."""
     reduction = choice.choice(["mean", "mean", "sum"])
 
     def plain():
@@ -232,7 +237,7 @@ def job_dcp(rank, folder):
 
 
 def check_other_version(wire, state, folder):
-    """Its keys may be others, and what is wrong with it is its version."""
+    """Check that a state of another version, whose keys may differ, is refused for its version."""
     dcp.save({"wire": state}, checkpoint_id=folder)
     loaded = {"wire": wire.checkpoint_template(dcp.FileSystemReader(folder).read_metadata())}
     dcp.load(loaded, checkpoint_id=folder)
@@ -250,7 +255,7 @@ def job_dcp_elsewhere(rank, folder, residuals):
 
 
 def check_held_back(wire, residuals, reduction):
-    """What these ranks hold back from results together is what those that were saved did."""
+    """Check that these ranks hold back, together, what the saved ones did."""
     world_size = dist.get_world_size()
     (mine,) = wire.state_dict()["memory"].values()
     for name, tensor in mine["residual:float32"].items():
@@ -345,7 +350,7 @@ def test_so_does_what_any_recipe_holds_back(seed):
 
 
 def check_frozen_later():
-    """Parameters that are frozen when DDP has made its buckets stay in them, and in states."""
+    """Freeze parameters after DDP has made its buckets: they stay in them, and in states."""
     saved = None
     for _ in range(2):
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))

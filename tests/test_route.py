@@ -10,19 +10,15 @@ import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.exchanges.selector import Selector
 from gradwire.recipes.plan import make_plan
-from gradwire.testing import run_ranks
-from tests.test_bridge import backward, small_model
-from tests.test_swap import check_law
+from tests.conservation import check_nothing_is_lost
+from tests.models import backward, small_model
+
+CHOSEN = gradwire.route({"*.bias": "fp32", "2.*": "bf16", "*": "int4"})
 
 
-def job_route(rank):
+def check_results(rank):
     plain, model = small_model(), small_model()
-    chosen = gradwire.route({"*.bias": "fp32", "2.*": "bf16", "*": "int4"})
-    with gradwire.attach(model, chosen) as wire:
-        before = wire.plan()
-        assert [route.recipe for route in before.routes] == ["*.bias=fp32", "2.*=bf16", "*=int4"]
-        assert before.routes[1].parameters == ("2.weight",)
-        assert str(before.routes[0].bytes_sent) in str(before), "it prints"
+    with gradwire.attach(model, CHOSEN) as wire:
         for step in range(4):
             backward(plain, step)
             backward(model, step)
@@ -36,17 +32,33 @@ def job_route(rank):
         assert any(
             (p.grad - q.grad).any() for p, q in zip(model.parameters(), plain.parameters(), strict=True)
         )
-        sent = sum(bucket.bytes_sent for bucket in wire.stats().steps[-1].buckets)
-        assert wire.plan().bytes_sent == sent, "exact once the buckets are known"
-        assert abs(before.bytes_sent - sent) <= 8 * 64
         (memory,) = wire.state_dict()["memory"].values()
         assert set(memory["residual:float32"]) == {"0.weight", "4.weight", "5.weight"}
 
-        with pytest.raises(ValueError, match="no parameter goes by the route 'norm"):
-            wire.swap(gradwire.route({"norm*": "fp32", "*": "int4"}))
-        with pytest.raises(ValueError, match="no route fits parameter"):
-            wire.swap("route(*.bias=fp32)")
 
+def test_parameters_go_by_their_routes(two_ranks):
+    two_ranks.run(check_results)
+
+
+def check_plan(rank):
+    model = small_model()
+    with gradwire.attach(model, CHOSEN) as wire:
+        before = wire.plan()
+        assert [route.recipe for route in before.routes] == ["*.bias=fp32", "2.*=bf16", "*=int4"]
+        assert before.routes[1].parameters == ("2.weight",)
+        assert str(before.routes[0].bytes_sent) in str(before), "it prints"
+        for step in range(4):
+            backward(model, step)
+        sent = sum(bucket.bytes_sent for bucket in wire.stats().steps[-1].buckets)
+        assert wire.plan().bytes_sent == sent, "exact once the buckets are known"
+        assert abs(before.bytes_sent - sent) <= 8 * 64
+
+
+def test_a_plan_tells_routes_and_bytes(two_ranks):
+    two_ranks.run(check_plan)
+
+
+def check_plan_of_low_rank(rank):
     model = small_model()
     with gradwire.attach(model, "route(*.bias=fp32; *=powersgd:rank=1,start=0)") as wire:
         for step in range(4):
@@ -54,8 +66,14 @@ def job_route(rank):
         sent = sum(bucket.bytes_sent for bucket in wire.stats().steps[-1].buckets)
         assert wire.plan().bytes_sent == sent
 
-    model = small_model()
+
+def test_a_plan_tells_the_bytes_of_low_rank(two_ranks):
+    two_ranks.run(check_plan_of_low_rank)
+
+
+def check_selectors(rank):
     by_size = {"ndim<2": "fp32", "(*, 30) & numel>=900": "int4", "numel<=60": "bf16", "0.*": "int8"}
+    model = small_model()
     with gradwire.attach(model, gradwire.route(by_size)) as wire:
         planned = {route.recipe: route.parameters for route in wire.plan().routes}
         assert planned == {
@@ -64,17 +82,42 @@ def job_route(rank):
             "numel<=60=bf16": ("5.weight",),
             "0.*=int8": ("0.weight",),
         }
-        with pytest.raises(ValueError, match="no parameter goes by the route 'numel>900'"):
-            wire.swap("route(numel>900=int8; *=fp32)")
-        with pytest.raises(ValueError, match=r"no route fits parameter '0.weight' of shape \(30, 10\)"):
-            wire.swap("route(ndim<=1=fp32)")
-
-    with gradwire.attach(model, "int4") as wire:  # what int4 holds back goes its several ways
-        check_law(wire, model, {3: chosen, 5: "route(*.weight=fp32; *=schedule(0=fp32; 7=int4))"})
 
 
-def test_parameters_go_by_their_routes_and_nothing_is_lost():
-    run_ranks(job_route, 2)
+def test_routes_select_by_size_and_shape(two_ranks):
+    two_ranks.run(check_selectors)
+
+
+UNFIT = {
+    "route(norm*=fp32; *=int4)": "no parameter goes by the route 'norm",
+    "route(*.bias=fp32)": "no route fits parameter",
+    "route(numel>900=int8; *=fp32)": "no parameter goes by the route 'numel>900'",
+    "route(ndim<=1=fp32)": r"no route fits parameter '0.weight' of shape \(30, 10\)",
+}
+
+
+def check_unfit(rank, spec):
+    model = small_model()
+    with gradwire.attach(model, "fp32") as wire:
+        with pytest.raises(ValueError, match=UNFIT[spec]):
+            wire.swap(spec)
+        backward(model)
+
+
+@pytest.mark.parametrize("spec", UNFIT)
+def test_a_route_that_does_not_fit_the_model_is_refused(spec, two_ranks):
+    two_ranks.run(check_unfit, spec)
+
+
+def check_handover(rank):
+    model = small_model()
+    with gradwire.attach(model, "int4") as wire:  # what it holds back goes several ways
+        swaps = {3: CHOSEN, 5: "route(*.weight=fp32; *=schedule(0=fp32; 7=int4))"}
+        check_nothing_is_lost(wire, model, swaps)
+
+
+def test_nothing_is_lost_when_routes_take_over(two_ranks):
+    two_ranks.run(check_handover)
 
 
 def test_a_route_is_a_recipe_like_any_other():
@@ -140,7 +183,7 @@ def test_a_plan_is_of_one_stage_of_all_schedules():
     int4, sign = planned("int4")[0], planned("sign")[0]
     assert planned("schedule(0=sign; 5=int4)") == planned("schedule(0=sign; 5=int4)", 5) == [int4]
     assert planned("schedule(0=sign; 5=int4)", 4) == [sign]
-    # Of low rank, by shapes and not as if it were a vector.
+    # That of low rank is by shapes, not as of one vector.
     assert planned("schedule(0=sign; 5=powersgd:rank=1)") == [sign]
     assert planned("schedule(0=sign; 5=powersgd:rank=1)", 5) == planned("powersgd:rank=1") != [sign]
     whole, packed = planned("route(a=fp32; b=int4)")

@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
@@ -12,72 +11,55 @@ from gradwire.buckets.memory import Memory
 from gradwire.exchanges import Context, Scratch, average
 from gradwire.exchanges.handover import take_over_residuals
 from gradwire.peers.groups import Alone
-from gradwire.testing import run_ranks
-from tests.test_bridge import backward, small_model
+from tests.conservation import check_nothing_is_lost
+from tests.models import backward, small_model
 
-NUM_STEPS = 9
-
-
-def check_law(wire, model, sequence):
-    """The sum of all results and of what is held back at the end is the sum of all means."""
-    plain = small_model()
-    sent, wanted = {}, {}
-    for step in range(NUM_STEPS):
-        if step in sequence:
-            wire.swap(sequence[step])
-        backward(plain, step)
-        backward(model, step)
-        for totals, each in ((sent, model), (wanted, plain)):
-            for name, p in each.module.named_parameters():
-                totals[name] = totals.get(name, 0) + p.grad.double()
-    (memory,) = wire.state_dict()["memory"].values()
-    for name, total in wanted.items():
-        held = torch.zeros_like(total)
-        for key, tensors in memory.items():
-            if key.startswith("residual:") and name in tensors:
-                held += tensors[name].double()
-        dist.all_reduce(held)
-        error = (sent[name] + held / dist.get_world_size() - total).abs().max() / total.abs().max()
-        assert error < (0.02 if any("bf16" in str(each) for each in sequence.values()) else 1e-5), name
-    return memory
+LOW_RANK = "powersgd:rank=1,start=0"
+# The first recipe, those that take over by step, and the states that are left at the end, if that is known.
+SWAPS = {
+    "feedback, none, feedback": ("int4", {3: "fp32", 6: "sign:feedback=true"}, {"residual:float32"}),
+    "to none": ("sign:feedback=true", {4: "fp32"}, set()),
+    "to residuals of bf16": ("int4", {4: "int4:residual=bf16"}, {"residual:bfloat16"}),
+    "from low rank": (LOW_RANK, {4: "fp32"}, None),
+    "to low rank": ("int4", {4: LOW_RANK}, None),
+    "from low rank to blocks": (LOW_RANK, {4: "int4"}, None),
+    "to another rank": (LOW_RANK, {4: "powersgd:rank=2,start=0"}, None),
+    "by schedule": ("schedule(0=int4; 3=fp32; 5=int8:feedback=true)", {}, None),
+}
 
 
-def job_swaps(rank):
+def check_swaps(rank, name):
+    first, swaps, left = SWAPS[name]
     model = small_model()
-    wire = gradwire.attach(model, "int4")
-    memory = check_law(wire, model, {3: "fp32", 6: "sign:feedback=true"})
-    assert set(memory) == {"residual:float32"}
-    wire.detach()
+    with gradwire.attach(model, first) as wire:
+        memory = check_nothing_is_lost(wire, model, swaps)
+        assert left is None or set(memory) == left
+        last = gradwire.recipe([first, *swaps.values()][-1])
+        assert wire.recipe == last
+        assert str(last) in repr(wire)
 
-    model = small_model()
-    with gradwire.attach(model, "sign:feedback=true") as wire:
-        assert check_law(wire, model, {4: "fp32"}) == {}, "everything has been sent"
-        assert wire.recipe == gradwire.fp32()
 
-    model = small_model()
-    with gradwire.attach(model, "int4") as wire:
-        memory = check_law(wire, model, {4: "int4:residual=bf16"})
-        assert set(memory) == {"residual:bfloat16"}
+@pytest.mark.parametrize("name", SWAPS)
+def test_nothing_is_lost_when_a_recipe_takes_over_from_another(name, two_ranks):
+    two_ranks.run(check_swaps, name)
 
-    low_rank = "powersgd:rank=1,start=0"
-    other_rank = "powersgd:rank=2,start=0"
-    for first, second in ((low_rank, "fp32"), ("int4", low_rank), (low_rank, "int4"), (low_rank, other_rank)):
-        model = small_model()
-        with gradwire.attach(model, first) as wire:
-            check_law(wire, model, {4: second})
 
-    model = small_model()
-    plan = gradwire.schedule({0: "int4", 3: "fp32", 5: "int8:feedback=true"})
-    with gradwire.attach(model, plan) as wire:
-        check_law(wire, model, {})
-        assert "schedule(0=int4; 3=fp32; 5=int8:feedback=true)" in repr(wire)
-
+def check_swap_from_noop(rank):
     model = small_model()
     with gradwire.attach(model, "noop") as wire:  # has no lane yet
         backward(model)
         wire.swap("fp32")
         backward(model)
         assert wire.stats().bytes_sent > 0
+
+
+def test_a_recipe_that_communicates_takes_over_from_one_that_does_not(two_ranks):
+    two_ranks.run(check_swap_from_noop)
+
+
+def check_refused_swap(rank):
+    model = small_model()
+    with gradwire.attach(model, "fp32") as wire:
         before = wire.recipe
         with pytest.raises(ValueError, match="ranks call Wire.swap with different things"):
             wire.swap("int8" if rank else "int4")
@@ -89,8 +71,8 @@ def job_swaps(rank):
         wire.swap("int8")
 
 
-def test_nothing_is_lost_when_a_recipe_takes_over_from_another():
-    run_ranks(job_swaps, 2)
+def test_a_swap_that_is_refused_changes_nothing(two_ranks):
+    two_ranks.run(check_refused_swap)
 
 
 def test_what_is_held_back_from_complex_parameters_is_handed_over_once():

@@ -15,7 +15,7 @@ from gradwire.testing import VirtualRanks, run_ranks
 
 
 class Words(nn.Module):
-    """Guesses a word from another; most rows of its tables have no gradient in one step."""
+    """A model that guesses a word from another; most rows of its tables get no gradient in a step."""
 
     def __init__(self, *, tied=False, sparse=False):
         super().__init__()
@@ -43,7 +43,7 @@ def test_tables_are_embeddings_and_the_layers_that_predict_what_they_stand_for()
 
 
 class Decoder(nn.Module):
-    """The shapes of GPT-2: words and places, blocks of one size, and a head that may be the words' own."""
+    """The shapes of GPT-2: words and positions, equal blocks, and a head that may share the words' weight."""
 
     def __init__(self, num_words, length, width, *, tied=False, layer=nn.TransformerEncoderLayer):
         super().__init__()
@@ -55,7 +55,7 @@ class Decoder(nn.Module):
 
 
 class Fused(nn.Module):
-    """A block whose first layers make queries, keys and values, and gates and values, at once."""
+    """A block with fused layers: one for queries, keys and values, one for gates and values."""
 
     def __init__(self, width, _num_heads, hidden):
         super().__init__()
@@ -68,7 +68,7 @@ EMBEDDINGS, HEAD = ["words.weight", "places.weight"], ["head.weight", "head.bias
 
 @pytest.mark.parametrize("length", [10, 16, 48, 64, 128])
 def test_layers_as_large_as_a_table_of_places_are_no_tables(length):
-    """As many places as a block's layers have inputs or outputs: 1, 3, 4 or 8 times the width."""
+    """Have as many positions as a block's layers have inputs or outputs: 1, 3, 4 or 8 times the width."""
     for layer in (nn.TransformerEncoderLayer, Fused):
         assert tables_of(Decoder(60, length, 16, layer=layer)) == EMBEDDINGS + HEAD
         assert tables_of(Decoder(60, length, 16, layer=layer, tied=True)) == EMBEDDINGS + HEAD[1:]
@@ -165,7 +165,7 @@ def job_apart(rank):
 
 
 def exact(step):
-    """The mean over two ranks."""
+    """Return the mean over two ranks."""
     net = Words()
     for rank in range(2):
         (net(words(step, rank)) / 2).backward()

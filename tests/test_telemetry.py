@@ -1,4 +1,4 @@
-"""What a wire tells about itself while it runs."""
+"""The figures and events of a wire while it runs."""
 
 import json
 import math
@@ -10,12 +10,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.profiler import profile
 
 import gradwire
-from gradwire.testing import run_ranks
-from tests.test_bridge import backward, small_model
+from tests.models import backward, small_model
 
 
 class Writer:
-    """What TensorBoard's has."""
+    """A stand-in with the methods of TensorBoard's writer."""
 
     def __init__(self):
         self.scalars = {}
@@ -39,7 +38,7 @@ def events_of(path):
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def job_figures(rank, folder):
+def check_figures(rank, folder):
     plain, model, writer = small_model(), small_model(), Writer() if rank == 0 else None
     telemetry = gradwire.Telemetry(every=3, jsonl=folder / "wire.jsonl", writer=writer)
     unobserved = small_model()
@@ -90,7 +89,11 @@ def job_figures(rank, folder):
         assert last["residual_norm"] == pytest.approx(total)
 
 
-def job_events(rank, folder):
+def test_figures_are_those_of_the_gradients(two_ranks, tmp_path):
+    two_ranks.run(check_figures, tmp_path)
+
+
+def check_events(rank, folder):
     model = small_model()
     every_rank = gradwire.Telemetry(every=2, jsonl=f"{folder}/rank{{rank}}.jsonl", errors=False)
     with gradwire.attach(model, "int4", telemetry=every_rank, on_nonfinite="skip") as wire:
@@ -105,34 +108,61 @@ def job_events(rank, folder):
     assert all(event["rank"] == rank for event in told)
     assert told[3]["num_skipped"] == 1
 
-    def failing(state, bucket):
-        raise KeyError("broken")
 
-    broken = small_model()
-    with gradwire.attach(broken, failing, telemetry=every_rank):
+def test_events_are_those_that_happened(two_ranks, tmp_path):
+    two_ranks.run(check_events, tmp_path)
+
+
+def failing(state, bucket):
+    raise KeyError("broken")
+
+
+def check_failure(rank, folder):
+    model = small_model()
+    every_rank = gradwire.Telemetry(every=2, jsonl=f"{folder}/rank{{rank}}.jsonl", errors=False)
+    with gradwire.attach(model, failing, telemetry=every_rank):
         for _ in range(2):
             with pytest.raises(gradwire.WireError, match="broken"):
-                backward(broken)
-    told = events_of(folder / f"rank{rank}.jsonl")[6:]
+                backward(model)
+    told = events_of(folder / f"rank{rank}.jsonl")
     assert [event["event"] for event in told] == ["attach", "failure", "detach"], "once"
     assert ", step 0, bucket 0, hook" in told[1]["text"]
 
-    # A gradient that is not finite has figures that are not known, and no NaN in the file.
+
+def test_a_failure_is_told_once(two_ranks, tmp_path):
+    two_ranks.run(check_failure, tmp_path)
+
+
+def check_nan(rank, folder):
+    model = small_model()
     with gradwire.attach(model, "int4", telemetry=gradwire.Telemetry(jsonl=folder / "nan.jsonl")) as wire:
         (model(torch.randn(4, 10)).sum() * float("nan")).backward()
         assert all(each.relative_error is None for each in wire.stats().parameters)
     if rank == 0:
         assert events_of(folder / "nan.jsonl")[1]["parameters"]["0.weight"]["cosine"] is None
 
-    # A disk that is full ends the telling, on one rank, and not the run.
-    for jsonl, writer in (("/dev/full", None), (None, BrokenWriter())):
-        telemetry = gradwire.Telemetry(every=1, jsonl=jsonl, writer=writer if rank == 0 else None)
-        with gradwire.attach(model, "int4", telemetry=telemetry) as wire:
-            for step in range(3):
-                backward(model, step)
-            assert wire.failure is None
-        assert writer is None or writer.num_calls == (rank == 0), "once is enough"
 
+def test_figures_of_a_gradient_that_is_not_finite_are_unknown_and_no_nan_is_written(two_ranks, tmp_path):
+    two_ranks.run(check_nan, tmp_path)
+
+
+def check_full_disk(rank, jsonl):
+    model, writer = small_model(), None if jsonl else BrokenWriter()
+    telemetry = gradwire.Telemetry(every=1, jsonl=jsonl, writer=writer if rank == 0 else None)
+    with gradwire.attach(model, "int4", telemetry=telemetry) as wire:
+        for step in range(3):
+            backward(model, step)
+        assert wire.failure is None
+    assert writer is None or writer.num_calls == (rank == 0), "once is enough"
+
+
+@pytest.mark.parametrize("jsonl", ["/dev/full", None], ids=["a file", "a writer"])
+def test_a_full_disk_ends_telemetry_and_not_the_run(jsonl, two_ranks):
+    two_ranks.run(check_full_disk, jsonl)
+
+
+def check_refusals(rank, folder):
+    model = small_model()
     with pytest.raises((OSError, RuntimeError), match="No such file"):
         gradwire.attach(model, "int4", telemetry=gradwire.Telemetry(jsonl=folder / "nowhere" / "a"))
     with pytest.raises(ValueError, match="telemetry of errors is .*every 5 steps on rank"):
@@ -141,31 +171,36 @@ def job_events(rank, folder):
         gradwire.attach(model, "int4", telemetry="wire.jsonl")
 
 
-def job_profile(rank):
-    for spec in ("int4", "powersgd:rank=1"):
-        model = small_model()
-        with gradwire.attach(model, spec) as wire:
-            backward(model, 0)
-            for _ in range(5):  # each ends right after its last bucket
-                with profile() as seen:
-                    backward(model, 1)
-                    backward(model, 2)
-            names = [event.name for event in seen.events() if event.name.startswith("gradwire::")]
-            assert sorted(names) == sorted(2 * [f"gradwire::{spec} bucket {b.index}" for b in wire.layout()])
+def test_telemetry_that_cannot_work_on_all_ranks_is_refused(two_ranks, tmp_path):
+    two_ranks.run(check_refusals, tmp_path)
+
+
+def check_profile(rank, spec):
+    model = small_model()
+    with gradwire.attach(model, spec) as wire:
+        backward(model, 0)
+        for _ in range(5):  # each ends right after its last bucket
+            with profile() as seen:
+                backward(model, 1)
+                backward(model, 2)
+        names = [event.name for event in seen.events() if event.name.startswith("gradwire::")]
+        assert sorted(names) == sorted(2 * [f"gradwire::{spec} bucket {b.index}" for b in wire.layout()])
+
+
+@pytest.mark.parametrize("spec", ["int4", "powersgd:rank=1"])
+def test_a_profile_has_a_range_for_each_bucket(spec, two_ranks):
+    two_ranks.run(check_profile, spec)
+
+
+def check_profile_of_a_hook(rank):
     model, hook = small_model(), torch_hooks.allreduce_hook
     with gradwire.attach(model, hook, state=dist.group.WORLD), profile() as seen:
         backward(model, 0)
     assert any(event.name.endswith("allreduce_hook bucket 0") for event in seen.events())
 
 
-def job_all(rank, folder):
-    job_figures(rank, folder)
-    job_events(rank, folder)
-    job_profile(rank)
-
-
-def test_figures_are_those_of_the_gradients_and_events_those_that_happened(tmp_path):
-    run_ranks(job_all, 2, args=(tmp_path,))
+def test_a_profile_has_a_range_for_a_hook(two_ranks):
+    two_ranks.run(check_profile_of_a_hook)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import functools
 import os
 import subprocess
 import sys
-import time
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import gradwire
 from gradwire.testing import Case, RanksFailed, cases, check_hook, run_ranks, send_message
-from gradwire.testing.promises import Promise, promise_of
+from gradwire.testing.expectations import Expectation, expectation_of
 from tests.processes import is_alive, wait_until_gone
 
 
@@ -36,7 +36,7 @@ def test_results_come_back_in_rank_order_and_messages_arrive():
 def job_with_children(rank):
     forked = os.fork()
     if forked == 0:
-        time.sleep(1000)  # with the rank's end of the pipe open
+        threading.Event().wait()  # with the rank's end of the pipe open
     started = subprocess.Popen(["sleep", "1000"])
     loader = DataLoader(torch.arange(4.0), batch_size=4, num_workers=1)
     return next(iter(loader)).sum().item(), [forked, started.pid]
@@ -64,7 +64,7 @@ def test_an_exception_on_one_rank_is_raised_with_every_ranks_traceback():
 def job_hang(rank):
     if rank == 1:
         send_message(subprocess.Popen(["sleep", "1000"]).pid)
-        time.sleep(1000)
+        threading.Event().wait()
     return os.getpid()
 
 
@@ -159,7 +159,7 @@ if __name__ == "__main__":
 def job_tell_and_hang(rank):
     send_message(os.getpid())
     send_message(subprocess.Popen(["sleep", "1000"]).pid)
-    time.sleep(1000)
+    threading.Event().wait()
 
 
 def test_ranks_and_their_children_end_when_their_parent_is_killed(tmp_path):
@@ -188,7 +188,7 @@ def forgets_to_divide(state, bucket):
 
 
 def keyed_by_bucket_index(state, bucket):
-    """Remembers something of each bucket by its index, and stumbles when DDP rebuilds them."""
+    """Average, and keep a state of each bucket by its index, which breaks when DDP rebuilds them."""
     memory = state.setdefault(bucket.index(), torch.zeros_like(bucket.buffer()))
     memory.add_(bucket.buffer())
     return torch_hooks.allreduce_hook(None, bucket)
@@ -251,29 +251,30 @@ def test_the_matrix_finds_a_broken_hook(hook):
 
 
 @pytest.mark.parametrize(
-    ("spec", "promise"),
+    ("spec", "expectation"),
     [
-        ("noop", Promise(1e-6, 0.01, False, "local")),
-        ("fp32:reduction=sum", Promise(1e-6, 0.01, False, "sum")),
+        ("noop", Expectation(1e-6, 0.01, False, "local")),
+        ("fp32:reduction=sum", Expectation(1e-6, 0.01, False, "sum")),
         # Half a last place of each of two ranks and of their sum.
-        ("bf16", Promise(2**-8 * 3, 0.01)),
-        ("int8", Promise(3 / 254, 1.0)),
-        ("int8:rounding=stochastic,local_size=2", Promise(3 / 127, 1.0)),
-        ("int4", Promise(3 / 13, 1.0, feedback=True)),
-        ("route(ndim<2=fp32; *=int4)", Promise(3 / 13, 1.0, feedback=True)),
-        ("schedule(0=bf16; 9=int8)", Promise(3 / 254, 1.0)),
-        # Steps are right with one of them, sums with the other.
-        ("route(ndim<2=int8; *=int4)", Promise(None, 1.0, feedback=True)),
-        ("sign", Promise(5.0, 1.0)),
-        ("sign:feedback=true", Promise(None, 1.0, feedback=True)),
-        ("powersgd", Promise(None, 1.0, feedback=True)),
+        ("bf16", Expectation(2**-8 * 3, 0.01)),
+        ("int8", Expectation(3 / 254, 1.0)),
+        ("int8:rounding=stochastic,local_size=2", Expectation(3 / 127, 1.0)),
+        ("int4", Expectation(3 / 13, 1.0, True, residual_unit=2**-24)),
+        ("int4:residual=bf16", Expectation(3 / 13, 1.0, True, residual_unit=2**-8)),
+        ("route(ndim<2=fp32; *=int4)", Expectation(3 / 13, 1.0, True, residual_unit=2**-24)),
+        ("schedule(0=bf16; 9=int8)", Expectation(3 / 254, 1.0)),
+        # Steps are right with one of them, sums over steps with the other.
+        ("route(ndim<2=int8; *=int4)", Expectation(None, 1.0, True)),
+        ("sign", Expectation(5.0, 1.0)),
+        ("sign:feedback=true", Expectation(None, 1.0, True, residual_unit=2**-24)),
+        ("powersgd", Expectation(None, 1.0, True, residual_unit=2**-24)),
     ],
 )
-def test_a_recipe_says_itself_how_far_off_it_may_be(spec, promise):
-    found = promise_of(gradwire.recipe(spec), world_size=2)
-    # But for errors of errors, and for scales, which are rounded up.
-    tolerance = None if promise.tolerance is None else pytest.approx(promise.tolerance, rel=0.1)
-    assert found == replace(promise, tolerance=tolerance)
+def test_a_recipe_says_itself_how_far_off_it_may_be(spec, expectation):
+    found = expectation_of(gradwire.recipe(spec), world_size=2)
+    # Errors of errors, and scales that are rounded up, come on top.
+    tolerance = None if expectation.tolerance is None else pytest.approx(expectation.tolerance, rel=0.1)
+    assert found == replace(expectation, tolerance=tolerance)
 
 
 def test_a_hook_or_choice_that_cannot_be_checked_is_refused():

@@ -18,7 +18,7 @@ LIMIT = timedelta(seconds=10)
 
 
 class Meeting(torch.autograd.Function):
-    """All ranks meet here in the backward pass, in a group of the user's own."""
+    """A collective in the backward pass, in a group of the user's own."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -32,7 +32,10 @@ class Meeting(torch.autograd.Function):
 
 
 class Uneven(nn.Module):
-    """The first bucket holds `head` and a bias of `some`: where that is not used, before the meeting."""
+    """A model whose first bucket is ready before the collective where `some` is not used.
+
+    It holds `head` and a bias of `some`.
+    """
 
     def __init__(self):
         super().__init__()

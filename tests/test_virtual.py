@@ -36,7 +36,7 @@ def layouts():
 
 
 def averages(group, specs):
-    """What each recipe makes of three buckets in three steps, and what it leaves in memory."""
+    """Return the results of each recipe for three buckets in three steps, and its states."""
     found = {}
     for spec in specs:
         recipe, memory, scratch = gradwire.recipe(spec), Memory(), Scratch()
@@ -91,7 +91,7 @@ def batch(step, rank):
 
 
 class Odd(nn.Module):
-    """What hooks stumble over: tied, frozen, unused, empty, 0-d, 16-bit and complex parameters."""
+    """A model that hooks stumble over: tied, frozen, unused, empty, 0-d, 16-bit and complex parameters."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def loss_of(model, step, rank):
 
 
 class Whole(Odd):
-    """The same, with every parameter used in every step."""
+    """The same model with every parameter used in every step."""
 
     def forward(self, words, use_all):
         return super().forward(words, True) + self.never.weight.sum() * self.never.bias.sum()
@@ -140,7 +140,7 @@ FORMS = [  # small buckets, so that there are several
 
 
 def go_on(model, backward, wire, steps, start):
-    """Train from a state, or from the beginning; the state that is reached."""
+    """Train from a state or from the beginning, and return the state that is reached."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if start is not None:
         for one, state in zip((model, optimizer, wire), start.values(), strict=True):
@@ -178,13 +178,13 @@ EARLY, LATE = range(3), range(3, 5)
 
 
 def job_train(rank, path):
-    """Each form from the beginning, and on from where virtual ranks were."""
+    """Run each form from the beginning, and on from the state of virtual ranks."""
     starts = zip(FORMS, torch.load(path), strict=True)
     return [(train_really(rank, form, EARLY), train_really(rank, form, LATE, at)) for form, at in starts]
 
 
 def require_same(have, want, where):
-    """Every tensor and number the same."""
+    """Check that every tensor and number is the same."""
     if isinstance(want, dict):
         assert have.keys() == want.keys(), where
         for key in want:

@@ -1,4 +1,4 @@
-"""The rest of the drop-in face on CUDA: local SGD, optimizer and ZeRO overlap, mixed precision.
+"""The other drop-in hooks on CUDA: local SGD, optimizer and ZeRO overlap, mixed precision.
 
 `CHECKS` is run by tests/gpu/run.py.
 """
@@ -230,7 +230,7 @@ def job_mixed_precision(rank):
 
 
 def job_copies(rank):
-    """A model with a recipe and mixed precision is copied without what stands behind its hook."""
+    """Copy a model with a recipe and mixed precision: the copy does not share its hook."""
     group = nccl_group(rank)
     model = model_of(group)
     with gradwire.attach(model, "bf16") as wire:

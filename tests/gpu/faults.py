@@ -1,7 +1,7 @@
-"""What docs/reliability.md promises when a rank raises, stands still or is killed, on NCCL.
+"""Ranks that raise, stand still or are killed, on NCCL: the promises of docs/reliability.md.
 
-There an exchange waits on the device, and torch may end the process that waits: those ranks are processes
-of their own here, and their last words are read. `CHECKS` is run by tests/gpu/run.py.
+On NCCL an exchange waits on the device, and torch may end the process that waits. So these ranks are
+processes of their own, and their output is read. `CHECKS` is run by tests/gpu/run.py.
 """
 
 import concurrent.futures
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 
 import gradwire
 from gradwire.testing import run_ranks
-from tests.gpu.trust import FAULTY_STEP, backward, gradients_of, group_of, model_of, raised_by
+from tests.gpu.models import FAULTY_STEP, backward, gradients_of, group_of, model_of, raised_by
 
 TIMEOUT_S = 10.0  # of the process group
 START_S = 60.0  # to import torch, make contexts and take the first steps
@@ -33,7 +34,7 @@ END_S = 20.0  # for torch to end a process after the timeout
 
 
 class Raising:
-    """Averages as fp32 does, until one rank raises: in its first bucket, or after its last was averaged."""
+    """An exchange that averages as fp32 does, until one rank raises: before or after it averages."""
 
     communicates = True
     kernels = gradwire.fp32().exchange.kernels
@@ -58,7 +59,7 @@ class Raising:
 
 
 def raising_hook(group, where):
-    """Torch's own, until one rank raises: when all have averaged the last bucket, so that nobody waits."""
+    """Return torch's hook, except that one rank raises once all have averaged the last bucket."""
     num_steps = 0
 
     def fail(done=None):
@@ -77,7 +78,7 @@ def raising_hook(group, where):
 
 
 def job_raise(rank, device="cuda"):
-    """An error on one rank, in an exchange or a hook, is raised there; after detach the model goes on."""
+    """Raise on one rank, in an exchange or a hook; after detach the model goes on."""
     group = group_of(rank, device)
     cases = {
         "exchange": (gradwire.Recipe("raising", Raising("after")), FloatingPointError),
@@ -116,14 +117,14 @@ def job_raise(rank, device="cuda"):
 
 
 def fall(case):
-    """What rank 1 does instead of its next step."""
+    """End, stop or hang, as rank 1 does instead of its next step."""
     if case in ("killed", "stopped"):
         os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[case])
-    time.sleep(START_S)  # stuck in code of its own, until `check_fault` ends it
+    threading.Event().wait()  # stuck in code of its own, until `check_fault` ends it
 
 
 def live(case, rank, port, device):
-    """One rank of a case: three good steps, and one that rank 1 does not take."""
+    """Run one rank of a case: three good steps, and one that rank 1 does not take."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.basicConfig(format="%(name)s: %(message)s")
     torch.set_num_threads(1)
@@ -178,7 +179,7 @@ def wait_until(holds, limit_s, otherwise):
 
 
 def last_words(case, device):
-    """What the rank that is left writes before torch ends it; and what the other one printed."""
+    """Return what the remaining rank writes before torch ends it, and what the other one printed."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
 
@@ -205,7 +206,7 @@ def last_words(case, device):
 
 
 def _told(text):
-    """The lines that say where a rank stands."""
+    """Return the lines that say where a rank stands."""
     place = rf"rank \d, step {FAULTY_STEP}, bucket \d, hook \S+: "
     return [line for line in text.splitlines() if re.search(place, line)]
 
@@ -232,7 +233,7 @@ def check_fault(case, device="cuda"):
 
 
 def check_faults(cases, device="cuda"):
-    """Several at once: each takes as long as the timeout."""
+    """Check several cases at once: each takes as long as the timeout."""
     with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
         return list(pool.map(lambda case: check_fault(case, device), cases))
 

@@ -14,7 +14,7 @@ from gradwire.ops.batches import Batch, Batches, Matrix
 from gradwire.ops.cuda import low_rank as cuda
 from gradwire.ops.reference import low_rank as reference
 from gradwire.testing import check_hook, run_ranks
-from gradwire.testing.invariants import _device, _groups
+from gradwire.testing.invariants import device_of_rank, groups_of_rank
 
 NUM_STEPS = 10
 
@@ -73,8 +73,8 @@ def check_kernel():
 
 
 def job_no_waiting(rank):
-    """A step in which the host waits for the device raises."""
-    group, _ = _groups(False, _device("cuda"))
+    """Train with synchronisation as an error: no step may wait for the device."""
+    group, _ = groups_of_rank(False, device_of_rank("cuda"))
     for spec in (
         "powersgd",
         "powersgd:rank=4",
@@ -100,8 +100,8 @@ def torch_state():
 
 
 def job_steps(rank):
-    """Medians in ms a step of 8 transformer layers of 1024, 101 M parameters, 2 NCCL ranks."""
-    group, _ = _groups(False, _device("cuda"))
+    """Return median step times in ms: 8 transformer layers of 1024, 101 M parameters, 2 NCCL ranks."""
+    group, _ = groups_of_rank(False, device_of_rank("cuda"))
     batch = torch.randn(8, 128, 1024, device="cuda")
     figures = {}
     ours = ("powersgd:rank=4", "acp:rank=4", "powersgd:rank=4,whole=true", "powersgd", "acp")

@@ -1,4 +1,4 @@
-"""A resumed run is the run that was not stopped, and a swap loses nothing, on CUDA.
+"""Resumed runs and swaps on CUDA: bits stay the same, and nothing is lost.
 
 `CHECKS` is run by tests/gpu/run.py.
 """
@@ -9,7 +9,7 @@ import torch
 
 import gradwire
 from gradwire.testing import run_ranks
-from tests.gpu.trust import (
+from tests.gpu.models import (
     NUM_STEPS,
     WITH_MEMORY,
     assert_nothing_lost,
@@ -38,7 +38,7 @@ def weights_of(model):
 
 
 def job_resume(rank, device="cuda"):
-    """As it goes on through a file; stopped early the buckets are not yet rebuilt, later they are."""
+    """Stop a run and go on through a file, before and after DDP rebuilds its buckets."""
     group = group_of(rank, device)
     for spec in (*WITH_MEMORY, "schedule(0=int4:rounding=stochastic; 2=bf16; 4=sign:feedback=true)"):
         model, optimizer, wire = make(group, device, spec)

@@ -1,7 +1,7 @@
-"""The CUDA tests: two NCCL ranks, on one GPU if there is but one. Skips nothing.
+"""The CUDA tests: two NCCL ranks, which share a GPU if there is only one. Skips nothing.
 
-A plain script, so that it needs nothing but torch: python -m tests.gpu.run, or only some of it:
-python -m tests.gpu.run kernels "matrix int4"
+A plain script that needs nothing but torch: python -m tests.gpu.run. To run only some checks, give the
+beginnings of their names: python -m tests.gpu.run kernels "matrix int4"
 """
 
 import copy
@@ -42,7 +42,7 @@ def mean_of(local):
 
 
 def job_streams(rank):
-    """Gradients that are still being computed when the hook is called, and read at once afterwards."""
+    """Average gradients that the device still computes when the hook is called, and read them at once."""
     group = nccl_group(rank)
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(6))).cuda()
@@ -145,7 +145,7 @@ def job_sparse_and_raw(rank):
 
 
 def job_gloo_on_cuda(rank):
-    """A CUDA model over a Gloo group goes through host memory."""
+    """Average a CUDA model over a Gloo group, through host memory."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.manual_seed(0)
     net = nn.Linear(300, 300).cuda()
@@ -163,7 +163,7 @@ def job_gloo_on_cuda(rank):
 
 
 def check_kernels():
-    """The Triton kernels against the reference, both on the GPU: equal, but for the means of `sign`."""
+    """Compare the Triton kernels with the reference on the GPU: equal, except the means of `sign`."""
     seed = Seed(5, 0x9E3779B9)
     worst = 0.0
     for kind, block, stochastic, kept in itertools.product(
@@ -202,7 +202,7 @@ def check_kernels():
 def main():
     assert torch.cuda.is_available(), "these tests need a CUDA device"
     num_failed = num_passed = 0
-    only = tuple(sys.argv[1:])  # how the names of checks begin
+    only = tuple(sys.argv[1:])  # beginnings of names
     checks = {
         **{
             f"matrix {row.spec}": lambda row=row: check_hook(

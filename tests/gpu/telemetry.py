@@ -1,4 +1,4 @@
-"""What docs/telemetry.md promises, on CUDA: figures, events, and ranges in a profiler's trace.
+"""The promises of docs/telemetry.md on CUDA: figures, events, and ranges in a profiler's trace.
 
 `CHECKS` is run by tests/gpu/run.py.
 """
@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gradwire
 from gradwire.testing import run_ranks
-from tests.gpu.trust import backward, gradients_of, group_of, held_back, model_of
+from tests.gpu.models import backward, gradients_of, group_of, held_back, model_of
 
 
 def is_near(found, expected, relative=1e-4, absolute=1e-6):

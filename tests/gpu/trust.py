@@ -1,86 +1,28 @@
-"""What docs/reliability.md promises, on CUDA: agreement, the same gradients, policies, no waiting.
+"""The promises of docs/reliability.md on CUDA: agreement, verification, policies, no waiting.
 
 `CHECKS` is run by tests/gpu/run.py. Jobs take the device, so that their logic can be tried on a CPU.
 """
 
 import math
-import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.testing import run_ranks
-
-NUM_STEPS = 7
-FAULTY_STEP = 3  # DDP has rebuilt its buckets, and every step is exchanged as it arrives
-WITH_MEMORY = ("int4", "sign:feedback=true", "powersgd:rank=1")
-
-
-def group_of(rank, device, timeout_s=60.0):
-    timeout = timedelta(seconds=timeout_s)
-    if device == "cpu":
-        return dist.new_group(backend="gloo", timeout=timeout)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # runs are compared bit for bit
-    os.environ["NCCL_HOSTID"] = str(rank)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    return dist.new_group(backend="nccl", timeout=timeout)
-
-
-def model_of(group, device, **options):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2))
-    options = {"bucket_cap_mb": 0.001, **options}
-    return DistributedDataParallel(net.to(device), process_group=group, **options)
-
-
-def loss_of(model, step):
-    generator = torch.Generator().manual_seed(100 * dist.get_rank() + step)
-    batch = torch.randn(4, 10, generator=generator)
-    return model(batch.to(next(model.parameters()).device)).square().mean()
-
-
-def backward(model, step=0, factor=1.0):
-    model.zero_grad()
-    (loss_of(model, step) * factor).backward()
-
-
-def raised_by(act, kind=gradwire.WireError):
-    """The text of the error."""
-    try:
-        act()
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind.__name__} was raised")
-
-
-def gradients_of(model):
-    return {name: p.grad.double() for name, p in model.module.named_parameters()}
-
-
-def held_back(wire, like):
-    """This rank's residuals in fp64 by parameter, zeros where there are none."""
-    (memory,) = wire.state_dict()["memory"].values()
-    held = {name: torch.zeros_like(value) for name, value in like.items()}
-    for key, tensors in memory.items():
-        if key.startswith("residual:"):
-            held.update((name, tensor.double().to(held[name].device)) for name, tensor in tensors.items())
-    return held
-
-
-def assert_nothing_lost(what, wanted, sent, held):
-    """The sum of all results and of what the ranks still hold back is the sum of all means."""
-    for name in wanted[0]:
-        left = held[name].cpu().clone()
-        dist.all_reduce(left)
-        total, came = (sum(each[name].cpu() for each in steps) for steps in (wanted, sent))
-        error = (came + left / dist.get_world_size() - total).abs().max() / total.abs().max()
-        assert error < 1e-5, (what, name, float(error))
-
+from tests.gpu.models import (
+    FAULTY_STEP,
+    NUM_STEPS,
+    WITH_MEMORY,
+    assert_nothing_lost,
+    backward,
+    gradients_of,
+    group_of,
+    held_back,
+    loss_of,
+    model_of,
+    raised_by,
+)
 
 # --- agreement ---
 
@@ -89,7 +31,7 @@ def job_agreement(rank, device="cuda"):
     group = group_of(rank, device)
 
     def refused(**changes):
-        """What both ranks are told when rank 1 attaches something else."""
+        """Return what both ranks are told when rank 1 attaches something else."""
         options = {"recipe": "bf16", **(changes if rank == 1 else {})}
         text = raised_by(lambda: gradwire.attach(model_of(group, device), **options), ValueError)
         assert text.startswith(f"rank {rank}: ranks call gradwire.attach with different things: "), text
@@ -126,13 +68,13 @@ def job_agreement(rank, device="cuda"):
 
 
 def corrupt(flat, step, *, has_first):
-    """The last bit of the last value of the bucket that holds the first parameters, on rank 1."""
+    """Flip one bit on rank 1: the last of the bucket that holds the first parameters."""
     if dist.get_rank() == 1 and step >= FAULTY_STEP and has_first:
         flat.view(torch.int32)[-1] ^= 1
 
 
 class Corrupting:
-    """Averages as fp32 does, and then changes one value on one rank."""
+    """An exchange that averages as fp32 does, and then changes one value on one rank."""
 
     communicates = True
     kernels = gradwire.fp32().exchange.kernels
@@ -229,7 +171,7 @@ def job_nonfinite(rank, device="cuda"):
 
 
 def scaled_run(group, device, spec, scaler, bad_step=None):
-    """Of each step the gradients, what this rank then holds back, and the scale; all but this unscaled."""
+    """Return for each step the gradients, what this rank holds back (both unscaled), and the scale."""
     model = model_of(group, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     gradients, held, scales = [], [], []
@@ -278,11 +220,11 @@ def job_scaler(rank, device="cuda"):
         assert_nothing_lost(spec, wanted[5:], gradients[5:], since)
 
 
-# --- nobody waits ---
+# --- no waiting for the device ---
 
 
 def job_no_waiting(rank, specs, on_nonfinite="propagate", device="cuda"):
-    """A backward pass in which the host waits for the device raises."""
+    """Train with synchronisation as an error: no backward pass may wait for the device."""
     group = group_of(rank, device)
     for spec in specs:
         model = model_of(group, device)

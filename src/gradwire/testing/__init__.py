@@ -1,5 +1,7 @@
 """Test distributed code, and any DDP communication hook, on real or virtual ranks of one machine.
 
+The ranks themselves are started by `ranks`; tests of gradwire's own parts do not belong here.
+
 Example, as a pytest test::
 
     from gradwire.testing import check_hook, run_ranks

@@ -1,4 +1,4 @@
-"""Which parameters ``DistributedDataParallel`` puts into which bucket."""
+"""The buckets of ``DistributedDataParallel``: which parameters go into which."""
 
 from __future__ import annotations
 
@@ -20,30 +20,36 @@ _DEFAULT_CAP_MB = 25.0
 
 
 class DDPBuckets:
-    """The buckets that a model would get, by torch's own function: at first, and once they are rebuilt."""
+    """The buckets that DDP would give to a model, at first and once they are rebuilt.
+
+    They come from the function of torch that DDP itself calls.
+    """
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], bucket_cap_mb: float | None
     ) -> None:
-        """Of these ``parameters``, in the order in which the model has them."""
+        """Take ``parameters`` in the order in which the model has them."""
         self._model = model
         self._parameters = parameters
         cap = int((_DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
-        # By default the first one is small, so that something is sent early.
+        # By default the first bucket is small, so that something is sent early.
         self._limits = [_DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
 
     def one(self) -> tuple[BucketLayout, ...]:
-        """Those of the first step: one for each dtype."""
+        """Return the buckets of the first step: one for each dtype."""
         found, _ = _compute_bucket_assignment_by_size(list(self._parameters), [sys.maxsize])
         return self._layouts(found[::-1])
 
     def declared(self) -> tuple[BucketLayout, ...]:
-        """Those that are never rebuilt, since parameters may be unused."""
+        """Return the buckets of a model with unused parameters, which are never rebuilt."""
         found, _ = _compute_bucket_assignment_by_size(list(self._parameters), self._limits)
         return self._layouts(found[::-1])
 
     def rebuilt(self, arrived: Iterable[nn.Parameter]) -> tuple[BucketLayout, ...]:
-        """Those of all later steps, when gradients have come in this order; what has not come is last."""
+        """Return the buckets of later steps, after gradients have arrived in this order.
+
+        Parameters whose gradients have not arrived come last.
+        """
         number = {id(p): i for i, p in enumerate(self._parameters)}
         order = list(dict.fromkeys([*(number[id(p)] for p in arrived), *reversed(number.values())]))
         tensors: list[Tensor] = [self._parameters[i] for i in order]
@@ -58,7 +64,7 @@ class DDPBuckets:
 
 
 class _Named:
-    """Parameters of one bucket, in the form in which a reducer hands buckets out."""
+    """The parameters of one bucket, with the methods of a ``GradBucket``."""
 
     def __init__(self, index: int, parameters: list[nn.Parameter]) -> None:
         self._index, self._parameters = index, parameters
@@ -70,7 +76,7 @@ class _Named:
         return self._parameters
 
     def buffer(self) -> Tensor:
-        """A tensor of the bucket's dtype; complex gradients lie in it as pairs."""
+        """Return a tensor of the bucket's dtype; complex gradients lie in it as pairs."""
         dtype = self._parameters[0].dtype
         return torch.empty(0, dtype=dtype.to_real() if dtype.is_complex else dtype)
 

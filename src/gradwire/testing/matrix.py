@@ -13,13 +13,14 @@ import torch.distributed as dist
 from gradwire.ranks import RanksFailed, run_ranks, send_message, time_limit
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
+from gradwire.testing.accuracy import Bounds
+from gradwire.testing.expectations import Expect, Expectation, expectation_of
 from gradwire.testing.invariants import Subject, check_invariants
-from gradwire.testing.promises import Expect, Promise, promise_of
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to use DDP. The default is the base; each other value is a step along one axis."""
+    """One way to use DDP. The defaults are the base case; any other value is a step along one axis."""
 
     buckets: Literal["many", "one"] = "many"
     gradient_as_bucket_view: bool = False
@@ -39,7 +40,10 @@ class Case:
 
 
 def cases(*, full: bool = False) -> list[Case]:
-    """The base and each axis on its own; with ``full``, the product of the axes that DDP can combine."""
+    """Return the base case and each axis on its own; with ``full``, the product of the axes.
+
+    The product leaves out what DDP cannot combine.
+    """
     base = Case()
     alone = [
         replace(base, dtype="float64"),
@@ -74,18 +78,18 @@ def cases(*, full: bool = False) -> list[Case]:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """How one case went."""
+    """The outcome of one case."""
 
     case: Case
     error: str | None
-    """What was broken, on which rank; None if nothing was."""
+    """The errors by rank; None if there were none."""
     deviation: float | None
-    """The largest error of any parameter's gradient, relative to its largest; None if it failed."""
+    """The largest error of a parameter's gradient, in the units of ``tolerance``; None if the case failed."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """How all cases went; ``print`` it."""
+    """The outcomes of all cases; ``print`` it."""
 
     hook: str
     world_size: int
@@ -108,7 +112,7 @@ class Report:
 
 
 def the_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The default state factory: a hook's state is the model's process group."""
+    """Return the model's process group: the state of a hook by default."""
     return group
 
 
@@ -121,6 +125,7 @@ def check_hook(
     floor: float | None = None,
     feedback: bool | None = None,
     expect: Expect | None = None,
+    num_roundings: int | None = None,
     via: Literal["ddp", "attach"] = "ddp",
     device: Literal["cpu", "cuda"] = "cpu",
     cases: Sequence[Case] | None = None,
@@ -128,30 +133,38 @@ def check_hook(
 ) -> Report:
     """Run a hook through every case of the contract, and report case by case.
 
-    After each step of each case every rank's gradients must be finite, within ``tolerance`` of what the
-    ranks' own gradients average to, and the same on all ranks bit for bit; parameters without gradients
-    must have none; the global random generator must be where it was. A step with an infinite gradient
-    must show that on all ranks, and the next step must be right again.
+    After each step of each case, these must hold on every rank:
+
+    - Gradients are finite, and within ``tolerance`` of the exact average of the ranks' own gradients.
+    - They are the same on all ranks bit for bit. A parameter that no rank has used has none.
+    - Recipes and hooks with feedback: the whole result is neither too large nor too small. The factor that
+      brings it closest to what the step has to send is between 0.71 and 1.41.
+    - Recipes with feedback: what is sent and what is held back add up to what was there.
+    - The global random generator is where it was.
+
+    A step with an infinite gradient must show that on all ranks. The next step must be right again.
 
     Args:
         hook: a hook function that can be imported, or a recipe of gradwire's.
         state_factory: makes the hook's state from the model's process group; an importable function.
-        tolerance: largest error of a parameter's gradient, relative to its largest value, or to
-            ``floor`` times the model's largest, where that is more. By default 1e-5; for a recipe what
-            follows from its encoding.
+        tolerance: the largest error of a parameter's gradient, relative to its largest value, or to ``floor``
+            times the model's largest if that is more. The default is 1e-5; for a recipe, it follows from the
+            encoding. Roundings are allowed on top of it.
         world_size: number of ranks.
-        floor: a hundredth by default; 1 for encodings that share a scale among parameters, as recipes do.
-        feedback: for hooks that send later what they leave out: compare sums over all steps so far, not
-            single steps, with errors relative to ``floor`` times the largest gradient of any step. By
-            default False; for a recipe what it does.
-        expect: what the hook should make of the ranks' gradients, ``"mean"`` by default, ``"sum"``, or
-            ``"local"`` for hooks that do not communicate; a recipe says so itself.
+        floor: 0.01 by default; 1 for encodings that share a scale among parameters, as recipes do.
+        feedback: True for hooks that send later what they leave out. Sums over all steps so far are then
+            compared, not single steps, with errors relative to ``floor`` times the largest gradient of any
+            step. The default is False; a recipe knows it.
+        expect: what the hook should make of the ranks' gradients: ``"mean"`` by default, ``"sum"``, or
+            ``"local"`` for hooks that do not communicate. A recipe knows it.
+        num_roundings: how many times a result is rounded to the gradients' dtype. The default is
+            ``world_size``, for a division and a sum in that dtype. It is 1 for recipes, which sum in fp32.
         via: register a hook with DDP itself, or through `gradwire.attach`. Recipes are always attached.
-        device: ``"cuda"`` runs the model on the GPUs of this machine, over NCCL; ranks may share one.
-        cases: which cases; by default `cases()`.
+        device: ``"cuda"`` runs the model on the GPUs of this machine, over NCCL. Ranks may share one.
+        cases: the cases to run; by default `cases()`.
         case_timeout: seconds after which a case counts as hung.
 
-    Raises ValueError if there is no such recipe or choice, for a hook that cannot be imported, and without a
+    Raises ValueError for an unknown recipe or choice, and for a hook that cannot be imported. Also without a
     tolerance for a recipe whose errors depend on the gradients (low rank, ``sign`` with feedback).
 
     Example::
@@ -161,27 +174,29 @@ def check_hook(
     """
     if isinstance(hook, str):
         hook = parse_recipe(hook)
-    promise = promise_of(hook, world_size) if isinstance(hook, Recipe) else Promise()
-    tolerance = promise.tolerance if tolerance is None else tolerance
+    own = expectation_of(hook, world_size) if isinstance(hook, Recipe) else Expectation()
+    tolerance = own.tolerance if tolerance is None else tolerance
     if tolerance is None:
         raise ValueError(
-            f"what {hook} leaves out depends on the gradients, so that no tolerance follows from it: give "
-            "one, tolerance=...; docs/testing.md has those that gradwire's own tests take"
+            f"what {hook} leaves out depends on the gradients, so no tolerance follows from it: give one, "
+            "tolerance=...; docs/testing.md has those of gradwire's own tests"
         )
-    expect = promise.expect if expect is None else expect
+    expect = own.expect if expect is None else expect
     _require_choice("expect", expect, get_args(Expect))
     _require_choice("via", via, ("ddp", "attach"))
     _require_choice("device", device, ("cpu", "cuda"))
-    subject = Subject(
-        hook,
-        state_factory,
-        tolerance,
-        expect,
-        via,
-        device,
-        promise.floor if floor is None else floor,
-        promise.feedback if feedback is None else feedback,
+    feedback = own.feedback if feedback is None else feedback
+    if num_roundings is None:
+        num_roundings = 1 if isinstance(hook, Recipe) else world_size
+    bounds = Bounds(
+        tolerance=tolerance,
+        floor=own.floor if floor is None else floor,
+        feedback=feedback,
+        num_roundings=num_roundings,
+        residual_unit=own.residual_unit,
+        keeps_size=feedback or isinstance(hook, Recipe),
     )
+    subject = Subject(hook, state_factory, expect, via, device, bounds)
     todo = list(_default_cases() if cases is None else cases)
     results: list[CaseResult] = []
     while len(results) < len(todo):
@@ -235,14 +250,14 @@ def _run_until_broken(
 
 
 def _advice(subject: Subject, crash: str) -> str:
-    """What to do about a crash that says nothing of its reason."""
+    """Return advice on a crash that does not give its reason."""
     if subject.via == "ddp" and "signal SIG" in crash:
-        return "\nDDP itself crashes on what is no Future; via='attach' says what the hook returned"
+        return "\nDDP itself crashes if a hook returns no Future; via='attach' says what the hook returned"
     return ""
 
 
 def _run_cases(rank: int, subject: Subject, todo: list[Case], case_timeout: float) -> None:
-    """Inside a rank: run cases and report each, until one breaks on any rank."""
+    """Run cases inside a rank and report each, until one breaks on any rank."""
     store = dist.distributed_c10d._get_default_store()
     for index, case in enumerate(todo):
         outcome: str | float

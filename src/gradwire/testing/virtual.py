@@ -1,4 +1,4 @@
-"""Many data-parallel workers with one copy of the model."""
+"""Many data-parallel workers that share one copy of the model."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ from gradwire.testing.virtual_group import run_virtual_ranks
 class VirtualRanks:
     """Data-parallel workers that share one model in one process, with a recipe between them.
 
-    What differs from worker to worker is kept for each: gradients, residuals and whatever else a recipe
-    remembers. The rest is the same on all workers, since all step with the same bits, and is there once.
-    Gradients lie in the buckets that ``DistributedDataParallel`` would make, in the first steps and later;
-    the averaging is the code that real ranks run, and ends with the same bits.
+    Each worker has its own gradients, residuals and other states of the recipe. All else is the same on all
+    workers, since all step with the same bits, and exists once. Gradients lie in the buckets that
+    ``DistributedDataParallel`` would make, in the first steps and later. The averaging is the code that real
+    ranks run, and ends with the same bits.
 
     Args:
         model: a model of parameters on one device, not wrapped.
-        recipe: what goes over the wire, as for `gradwire.attach`. All ranks are on one node, unless it has
-            ``local_size=``.
-        world_size: how many workers.
-        bucket_cap_mb: how many MiB fill a bucket, as for ``DistributedDataParallel``.
+        recipe: as for `gradwire.attach`. All ranks are on one node, unless it has ``local_size=``.
+        world_size: number of workers.
+        bucket_cap_mb: size of a bucket in MiB, as for ``DistributedDataParallel``.
         find_unused_parameters: as for ``DistributedDataParallel``: a parameter that no worker has used in a
             step has no gradient. Without it, its gradient is zero.
-        arrival: the names of parameters in the order in which gradients come, to have the same buckets from
-            the first step on. By default it is seen in the first backward pass, which a CUDA graph hides.
+        arrival: the names of parameters in the order in which gradients arrive, to have the same buckets from
+            the first step on. By default it is observed in the first backward pass; a CUDA graph hides it.
 
     Raises ValueError for a recipe that does not average or does not fit, for gradients that are sparse, or
     if there is nothing to average; TypeError for a model that is wrapped.
@@ -80,9 +79,9 @@ class VirtualRanks:
         self._arrived: list[nn.Parameter] = []
         self._timeline = Timeline(num_transient=0 if self._is_fixed else 1)
         self.memories = [Memory() for _ in range(world_size)]
-        """What the recipe remembers, by rank: ``memories[3].named()["residual"]["fc.weight"]``."""
+        """The recipe's states by rank: ``memories[3].named()["residual"]["fc.weight"]``."""
         self.traffic = [Traffic() for _ in range(world_size)]
-        """What each rank has sent."""
+        """The bytes and messages that each rank has sent."""
         self.num_steps = 0
         self._scratches = [Scratch() for _ in range(world_size)]
         self._ready: set[int] = set()
@@ -91,7 +90,7 @@ class VirtualRanks:
 
     @contextmanager
     def backward_of(self, rank: int) -> Iterator[None]:
-        """Inside, backward passes add to the gradients of ``rank``, which start at zero."""
+        """Add the gradients of backward passes inside to those of ``rank``, which start at zero."""
         if not self._ready:
             self._used.clear()
             grouping = self._timeline.at(self.num_steps)
@@ -131,11 +130,11 @@ class VirtualRanks:
             parameter.grad = self._views[0][name] if name in self._used else None
 
     def gradients(self, rank: int) -> dict[str, Tensor]:
-        """The gradients of ``rank`` by parameter, as views; after `average`, their mean."""
+        """Return the gradients of ``rank`` by parameter, as views; after `average`, the mean."""
         return dict(self._views[rank])
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks need to go on bit for bit, between steps; `load_state_dict` takes it back.
+        """Return the state of all ranks between steps, for `load_state_dict` to go on from bit for bit.
 
         It is what `gradwire.merge_state_dicts` makes of the states of as many real ranks, and
         `Wire.load_state_dict` takes it.
@@ -147,7 +146,7 @@ class VirtualRanks:
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`, or from the states of real ranks, merged; also of more or fewer ranks.
+        """Go on from `state_dict` or from the merged states of real ranks, also of more or fewer ranks.
 
         Raises ValueError, and changes nothing, when an entry is missing, unknown or of another shape.
         """
@@ -173,7 +172,7 @@ class VirtualRanks:
 
     @torch.no_grad()
     def _collect(self, rank: int) -> None:
-        """Take what was put in the place of our views, as ``zero_grad`` and ``create_graph`` make it be."""
+        """Copy gradients that have replaced our views, as after ``zero_grad`` or with ``create_graph``."""
         for name, parameter in self._parameters.items():
             view, gradient = self._views[rank][name], parameter.grad
             if gradient is not None or not self._finds_unused:
@@ -182,13 +181,13 @@ class VirtualRanks:
                 view.copy_(gradient)
 
     def _lay_out(self, layouts: tuple[BucketLayout, ...]) -> None:
-        """Have gradients in these buckets from now on."""
+        """Lay gradients out in these buckets from now on."""
         if layouts == getattr(self, "layouts", None):
             return
         self.layouts = layouts
-        """Which parameter lies where in each bucket of this step."""
+        """The layout of each bucket in this step."""
         device = next(iter(self._parameters.values())).device
-        self._buckets: list[list[Tensor]] = []  # first of all, without the ones before
+        self._buckets: list[list[Tensor]] = []  # frees the old ones first
         self._views: list[dict[str, Tensor]] = []
         for _ in range(self.world_size):
             own = [torch.zeros(layout.numel, dtype=layout.dtype, device=device) for layout in layouts]
@@ -196,7 +195,7 @@ class VirtualRanks:
             self._views.append(self._views_of(own))
 
     def _views_of(self, buckets: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Made once: a model has hundreds, to be shown again for every rank in every step."""
+        """Make views of the gradients, to be kept: a model has hundreds, and every step uses them."""
         return {
             name: torch.view_as_complex(view) if self._parameters[name].is_complex() else view
             for layout, bucket in zip(self.layouts, buckets, strict=True)
@@ -212,7 +211,7 @@ class VirtualRanks:
 
 
 def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters whose gradients workers would average, by name; raises if that cannot be done here."""
+    """Return the parameters whose gradients are averaged, by name. Raises if that cannot be done here."""
     if is_ddp(model):
         raise TypeError("virtual ranks take a model that is not wrapped; give them its .module")
     found = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}

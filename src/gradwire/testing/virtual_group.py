@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, of which one runs at a time."""
+"""Ranks that are threads of this process. One of them runs at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def run_virtual_ranks(fn: Callable[[Group], T], world_size: int) -> list[T]:
     """Run ``fn(group)`` on ranks that are threads of this process, and return what each returns.
 
     Args:
-        fn: what a rank does; it may be any callable. Exchanges take the ``group`` as they take a real one,
-            and end with the same bits. On CUDA all ranks use the current stream of the caller.
-        world_size: how many ranks. A rank runs until it has to wait for another, so they need no more
-            cores than one, and the order in which they run is always the same.
+        fn: any callable. Exchanges take the ``group`` as they take a real one, and end with the same bits. On
+            CUDA all ranks use the current stream of the caller.
+        world_size: number of ranks. A rank runs until it has to wait for another. So one core is enough, and
+            the order in which ranks run is always the same.
 
     Raises `RanksFailed` when a rank raises, or when every rank waits for another.
 
@@ -37,20 +37,20 @@ def run_virtual_ranks(fn: Callable[[Group], T], world_size: int) -> list[T]:
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
-    room = _Room(world_size)
+    shared = _Mailbox(world_size)
     results: dict[int, T] = {}
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def serve(rank: int) -> None:
-        room.turns[rank].acquire()
+        shared.turns[rank].acquire()
         try:
-            # Both are a thread's own.
+            # Grad mode and stream are per thread.
             with torch.no_grad(), torch.cuda.stream(stream):
-                results[rank] = fn(VirtualGroup(room, rank))
+                results[rank] = fn(VirtualGroup(shared, rank))
         except BaseException as error:
-            room.fail(rank, error)
+            shared.fail(rank, error)
         finally:
-            room.leave(rank)
+            shared.leave(rank)
 
     threads = [
         threading.Thread(target=serve, args=(rank,), name=f"virtual-rank-{rank}", daemon=True)
@@ -58,11 +58,11 @@ def run_virtual_ranks(fn: Callable[[Group], T], world_size: int) -> list[T]:
     ]
     for thread in threads:
         thread.start()
-    room.turns[0].release()
+    shared.turns[0].release()
     for thread in threads:
         thread.join()
-    if room.failure is not None:
-        rank, error = room.failure
+    if shared.failure is not None:
+        rank, error = shared.failure
         text = "".join(traceback.format_exception(error))
         raise RanksFailed(f"a virtual rank failed\n\nrank {rank}: {text}", {rank: text}) from error
     return [results[rank] for rank in range(world_size)]
@@ -73,60 +73,60 @@ class VirtualGroup:
 
     native_sum = None
 
-    def __init__(self, room: _Room, rank: int) -> None:
+    def __init__(self, shared: _Mailbox, rank: int) -> None:
         self.rank = rank
-        self.size = room.size
+        self.size = shared.size
         self.traffic = Traffic()
-        self._room = room
+        self._shared = shared
         self._round = 0
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
         self._round += 1
-        return _VirtualMessages(self, self._room, self._round, rows)
+        return _VirtualMessages(self, self._shared, self._round, rows)
 
     def close(self) -> None:
-        """Nothing to do: a rank that ends or fails is known to all."""
+        """Do nothing: all ranks know of one that ends or fails."""
 
 
 class _VirtualMessages:
-    def __init__(self, owner: VirtualGroup, room: _Room, number: int, rows: Sequence[Tensor]) -> None:
+    def __init__(self, owner: VirtualGroup, shared: _Mailbox, number: int, rows: Sequence[Tensor]) -> None:
         self._owner = owner
-        self._room = room
+        self._shared = shared
         self._number = number
         peers = [peer for peer in range(owner.size) if peer != owner.rank]
         self._receives = {(peer, owner.rank, number) for peer in peers if rows[peer].numel()}
         self._sends: set[_Key] = set()
         for key in self._receives:
-            room.receive(key, rows[key[0]])
+            shared.receive(key, rows[key[0]])
 
     def send(self, peer: int, row: Tensor) -> None:
         if row.numel() == 0:
             return
         key = (self._owner.rank, peer, self._number)
         self._sends.add(key)
-        self._room.send(key, row)
+        self._shared.send(key, row)
         self._owner.traffic.bytes_sent += row.numel() * row.element_size()
         self._owner.traffic.num_messages += 1
 
     def wait(self, peer: int) -> None:
         key = (peer, self._owner.rank, self._number)
         if key in self._receives:
-            self._room.wait(key, self._owner.rank, peer)
+            self._shared.wait(key, self._owner.rank, peer)
             self._receives.remove(key)
 
     def finish(self) -> None:
         for key in sorted(self._receives):
             self.wait(key[0])
         for key in sorted(self._sends):
-            self._room.wait(key, self._owner.rank, key[1])
+            self._shared.wait(key, self._owner.rank, key[1])
         self._sends.clear()
 
 
 _Key = tuple[int, int, int]  # sender, receiver, number of the round
 
 
-class _Room:
-    """Where messages lie, and whose turn it is. Only the rank whose turn it is touches it."""
+class _Mailbox:
+    """The messages of all ranks, and the turns they take. Only the rank whose turn it is touches it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -135,7 +135,7 @@ class _Room:
         self._present = list(range(size))
         self._sent: dict[_Key, Tensor] = {}
         self._awaited: dict[_Key, Tensor] = {}
-        # Turns since the last message; when everybody has had one, nobody can go on.
+        # Turns since the last message. When every rank has had one, none can go on.
         self._num_idle_turns = 0
 
     def send(self, key: _Key, row: Tensor) -> None:
@@ -155,7 +155,7 @@ class _Room:
             row.copy_(source)
 
     def wait(self, key: _Key, rank: int, peer: int) -> None:
-        """Let others run until this message has gone from one end to the other."""
+        """Let other ranks run until this message has been received."""
         while key in self._sent or key in self._awaited:
             if self.failure is not None:
                 raise ClosedGroup(peer, f"rank {self.failure[0]} has failed")
