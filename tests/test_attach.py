@@ -26,7 +26,7 @@ from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from gradwire.lanes import lane as execution
 from gradwire.peers.agreement import agree
-from gradwire.peers.groups import ClosedGroup, gather
+from gradwire.peers.groups import PeerUnreachable, gather
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.testing import run_ranks
 from tests.test_bridge import backward, gradients, small_model
@@ -240,7 +240,7 @@ def job_half_open(rank):
     with pytest.raises(RuntimeError, match="no more sockets"):
         gradwire.attach(small_model(), "bf16")
     (group,) = opened
-    with pytest.raises(ClosedGroup, match="this rank has closed the group"):
+    with pytest.raises(PeerUnreachable, match="this rank has closed the group"):
         gather([torch.zeros(1), torch.zeros(1)], group)
 
 
@@ -289,7 +289,7 @@ def job_meetings(rank):
     dist.all_gather_object(everyone, names)
     assert everyone == [names] * dist.get_world_size()
     # The count is in the store, so a group that is made again there goes on from it.
-    assert world.get_group_store().add(f"gradwire/meetings/{rank}", 0) == 3
+    assert world.get_group_store().add(f"gradwire/rendezvous/{rank}", 0) == 3
 
 
 def test_ranks_meet_under_names_that_are_new_to_the_store():

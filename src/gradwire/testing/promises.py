@@ -28,7 +28,7 @@ class Promise:
 
 def promise_of(recipe: Recipe, world_size: int) -> Promise:
     """What follows from a recipe's codecs on so many ranks; that of low rank depends on the gradients."""
-    exchanges = [each.exchange for each in recipe.plain()]
+    exchanges = [each.exchange for each in recipe.leaves()]
     lossy = [exchange for exchange in exchanges if _max_error(exchange) != 0.0]
     kept = {_keeps(exchange) for exchange in lossy}
     bounds = [_bound(exchange, world_size) for exchange in exchanges]
