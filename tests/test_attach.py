@@ -281,7 +281,7 @@ def test_a_rank_that_comes_too_late_does_not_go_on_alone(what):
     run_ranks(job_late, 2, args=(what,))
 
 
-def job_meetings(rank):
+def job_rendezvous(rank):
     world = dist.group.WORLD
     names = [next_rendezvous(world) for _ in range(3)]
     assert len(set(names)) == 3
@@ -293,7 +293,7 @@ def job_meetings(rank):
 
 
 def test_ranks_meet_under_names_that_are_new_to_the_store():
-    run_ranks(job_meetings, 3)
+    run_ranks(job_rendezvous, 3)
 
 
 def job_forked(rank):
