@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from convergence import SETTINGS
-from gradwire.recipes.resolution import tables_of
+from gradwire.recipes.resolution import table_names
 from lm import corpus
 from trainer import Trainer
 
@@ -47,7 +47,7 @@ def alignment(recipe: str, num_steps: int, texts: tuple[Tensor, Tensor]) -> Alig
     ranks.average()
     mean, made = (torch.cat([g.flatten() for g in each.values()]) for each in (means, ranks.gradients(0)))
     cosine = float(torch.cosine_similarity(made, mean, dim=0))
-    return Alignment(float(made.norm() / mean.norm()), cosine, one_bit(means, tables_of(trainer.model)))
+    return Alignment(float(made.norm() / mean.norm()), cosine, one_bit(means, table_names(trainer.model)))
 
 
 def one_bit(gradients: dict[str, Tensor], tables: Collection[str]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from gradwire.lanes import lane as execution
 from gradwire.peers.agreement import agree
-from gradwire.peers.groups import ClosedGroup, gather
+from gradwire.peers.groups import PeerUnreachable, gather
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.testing import run_ranks
 from tests.models import backward, gradients, small_model
@@ -295,7 +295,7 @@ def job_half_open(rank):
     with pytest.raises(RuntimeError, match="no more sockets"):
         gradwire.attach(small_model(), "bf16")
     (group,) = opened
-    with pytest.raises(ClosedGroup, match="this rank has closed the group"):
+    with pytest.raises(PeerUnreachable, match="this rank has closed the group"):
         gather([torch.zeros(1), torch.zeros(1)], group)
 
 
@@ -336,7 +336,7 @@ def test_a_rank_that_comes_too_late_does_not_go_on_alone(what):
     run_ranks(job_late, 2, args=(what,))
 
 
-def job_meetings(rank):
+def job_rendezvous(rank):
     world = dist.group.WORLD
     names = [next_rendezvous(world) for _ in range(3)]
     assert len(set(names)) == 3
@@ -344,11 +344,11 @@ def job_meetings(rank):
     dist.all_gather_object(everyone, names)
     assert everyone == [names] * dist.get_world_size()
     # The count is in the store, so a group that is made again there goes on from it.
-    assert world.get_group_store().add(f"gradwire/meetings/{rank}", 0) == 3
+    assert world.get_group_store().add(f"gradwire/rendezvous/{rank}", 0) == 3
 
 
 def test_ranks_meet_under_names_that_are_new_to_the_store():
-    run_ranks(job_meetings, 3)
+    run_ranks(job_rendezvous, 3)
 
 
 def job_forked(rank):

@@ -22,7 +22,7 @@ from gradwire.exchanges import Context, Scratch
 from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce
 from gradwire.lanes import Promise
 from gradwire.ops import Seed
-from gradwire.peers import Alone
+from gradwire.peers import SingleRankGroup
 from gradwire.testing import run_ranks, run_virtual_ranks
 
 SPECS = [
@@ -146,7 +146,7 @@ def test_a_failure_leaves_no_bucket_waiting_for_those_that_will_not_come():
 def test_an_error_of_a_bucket_that_shares_messages_says_which_it_is():
     jobs = [job_at(0, 0), job_at(0, 1, "one of several"), job_at(0, 2)]
     with pytest.raises(ArithmeticError, match="^rank 0, step 0, bucket 1, hook powersgd: .*one of several"):
-        run_jobs(jobs, Memory(), False, [job.flat for job in jobs], Alone(), Scratch())
+        run_jobs(jobs, Memory(), False, [job.flat for job in jobs], SingleRankGroup(), Scratch())
 
 
 def test_what_a_route_sends_by_itself_counts_as_what_waits():
@@ -284,7 +284,7 @@ class EagerLane:
     failure = None
 
     def submit(self, task):
-        task.keep(task.run(task.flats, Alone(), Scratch()))
+        task.keep(task.run(task.flats, SingleRankGroup(), Scratch()))
 
 
 class Asking:

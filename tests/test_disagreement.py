@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp import attachment_of
-from gradwire.peers.agreement import differences
+from gradwire.peers.agreement import describe_differences
 from gradwire.peers.gloo import GlooGroup
-from gradwire.peers.groups import ClosedGroup, gather
+from gradwire.peers.groups import PeerUnreachable, gather
 from gradwire.recipes import fingerprint
 from tests.models import backward
 
@@ -126,7 +126,7 @@ def check_other_sizes(rank):
     """Exchange messages of different sizes, which would end a process that leaves it to Gloo."""
     group = GlooGroup(dist.group.WORLD.get_group_store(), "sizes", rank, 3, timedelta(seconds=1))
     rows = [torch.zeros(100 if rank == 1 else 8, dtype=torch.uint8) for _ in range(3)]
-    with pytest.raises(ClosedGroup, match="no message from rank"):
+    with pytest.raises(PeerUnreachable, match="no message from rank"):
         gather(rows, group)
     group.close()
 
@@ -158,6 +158,6 @@ def test_what_differs_is_told_briefly():
     claims = [{"a": "1", "a.b": "2", "c": "3"}, {"a": "1", "a.b": "2", "c": "3"}]
     claims.append({"a": "4", "a.b": "5"})
     expected = "a is 4 on rank(s) 2, 1 on rank(s) 0, 1; c is absent on rank(s) 2, 3 on rank(s) 0, 1"
-    assert differences(claims) == expected
+    assert describe_differences(claims) == expected
     many = [{str(n): str(rank) for n in range(10)} for rank in range(2)]
-    assert differences(many).endswith("; and 7 more")
+    assert describe_differences(many).endswith("; and 7 more")

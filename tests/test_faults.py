@@ -211,7 +211,7 @@ def test_when_the_timeout_strikes_the_rank_furthest_behind_is_named(faults):
             assert host_gone or "Raise the timeout of init_process_group if it is only slow" in text
             if lives:
                 last = (
-                    f"Rank {faulty} has averaged step {FAULTY_STEP - 1}, bucket 1 and brought no bucket since"
+                    f"Rank {faulty} has averaged step {FAULTY_STEP - 1}, bucket 1 and started no bucket since"
                 )
                 doing = "handles RuntimeError: mat1 and mat2 .*, at" if how == "raise" else "is at"
                 assert re.search(

@@ -15,7 +15,7 @@ from gradwire import recipes
 from gradwire.codecs import Raw
 from gradwire.ddp import attachment_of
 from gradwire.exchanges import TwoShot
-from gradwire.recipes.resolution import own_node_size
+from gradwire.recipes.resolution import detect_node_size
 from gradwire.testing import run_ranks
 
 FP32_ROUNDING = 2.0**-20  # of the largest sum, over a dozen steps of a few roundings each
@@ -211,7 +211,7 @@ def job_launched(rank):
         ([0] * 4, BY_SLOT),
     ):
         with launched(sizes, local_ranks):
-            assert own_node_size(model.process_group) == 1, (sizes, local_ranks)
+            assert detect_node_size(model.process_group) == 1, (sizes, local_ranks)
 
 
 def test_nodes_are_taken_from_the_launchers_environment_if_it_puts_their_ranks_side_by_side():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.buckets.layout import BucketLayout, Layouts, NamedState, Slot, canonical_name
+from gradwire.buckets.layout import BucketLayout, Layouts, ParameterState, Slot, canonical_name
 from gradwire.lanes import completed
 from gradwire.testing import run_ranks
 
@@ -100,9 +100,9 @@ def layout_of(index, *slots):
 A, B, C = ("a", (2, 3), (3, 1)), ("b", (4,), (1,)), ("c", (), ())
 
 
-def test_named_state_follows_its_parameters_from_bucket_to_bucket():
+def test_state_by_parameter_follows_its_parameters_from_bucket_to_bucket():
     whole = layout_of(0, A, B, C)
-    state = NamedState()
+    state = ParameterState()
     state.flat(whole).copy_(torch.arange(1.0, 12.0))
     assert state.flat(whole) is state.flat(layout_of(0, A, B, C)), "an equal layout moves nothing"
     before = {name: view.clone() for name, view in state.named().items()}
@@ -118,15 +118,15 @@ def test_named_state_follows_its_parameters_from_bucket_to_bucket():
     assert torch.equal(state.flat(whole), torch.tensor([1.0, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]))
 
 
-def test_named_state_follows_a_change_of_order_in_memory():
-    state = NamedState()
+def test_state_by_parameter_follows_a_change_of_order_in_memory():
+    state = ParameterState()
     state.flat(layout_of(0, A)).copy_(torch.arange(6.0))
     transposed = layout_of(0, ("a", (2, 3), (1, 2)))
     assert torch.equal(state.flat(transposed), torch.tensor([0.0, 3, 1, 4, 2, 5]))
 
 
 def test_a_parameter_without_state_starts_at_zero_and_a_changed_shape_is_an_error():
-    state = NamedState(torch.bfloat16)
+    state = ParameterState(torch.bfloat16)
     state.flat(layout_of(0, A)).fill_(3)
     assert torch.equal(
         state.flat(layout_of(0, B, A)), torch.tensor([0.0] * 4 + [3] * 6, dtype=torch.bfloat16)
@@ -136,7 +136,7 @@ def test_a_parameter_without_state_starts_at_zero_and_a_changed_shape_is_an_erro
 
 
 def test_a_bucket_of_which_some_parameters_have_been_forgotten_keeps_the_others():
-    whole, state = layout_of(0, A, B, C), NamedState()
+    whole, state = layout_of(0, A, B, C), ParameterState()
     state.flat(whole).copy_(torch.arange(1.0, 12.0))
     state.drop(layout_of(0, B))
     assert torch.equal(state.flat(whole), torch.tensor([1.0, 2, 3, 4, 5, 6, 0, 0, 0, 0, 11]))
@@ -145,7 +145,7 @@ def test_a_bucket_of_which_some_parameters_have_been_forgotten_keeps_the_others(
 def test_state_of_an_old_layout_is_freed():
     import weakref
 
-    state = NamedState()
+    state = ParameterState()
     old = weakref.ref(state.flat(layout_of(0, A, B)))
     state.flat(layout_of(0, A))
     assert old() is not None, "b still lives there"

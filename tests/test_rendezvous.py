@@ -77,7 +77,7 @@ def test_ranks_that_start_again_know_a_living_rank_0_from_a_dead_one(store):
     assert again[0] not in names
 
 
-def test_a_rank_that_died_between_meetings_keeps_those_that_start_again_from_nothing(store):
+def test_a_rank_that_died_between_rendezvous_keeps_those_that_start_again_from_nothing(store):
     members = start(store)
     together(lambda m: join_rendezvous(m, LONG), members)
     saved = {"step": "400"}
@@ -90,7 +90,7 @@ def test_a_rank_that_died_between_meetings_keeps_those_that_start_again_from_not
         together(lambda m: agree(m, join_rendezvous(m, LONG), saved, LONG, "load"), members)
 
 
-def test_every_meeting_has_a_name_of_its_own(store):
+def test_every_rendezvous_has_a_name_of_its_own(store):
     members = start(store)
     names = together(lambda m: [join_rendezvous(m, LONG) for _ in range(3)], members)
     assert names[0] == names[1] == names[2]

@@ -158,7 +158,8 @@ def test_a_route_that_cannot_be_is_refused(routes, message):
     with pytest.raises(ValueError, match=message):
         gradwire.route(routes)
     with pytest.raises(
-        ValueError, match=r"plain recipes, not route\(a=schedule\(0=fp32; 5=int8\); \*=fp32\)"
+        ValueError,
+        match=r"or a route itself: route\(a=schedule\(0=fp32; 5=int8\); \*=fp32\)",
     ):
         gradwire.recipe("schedule(0=route(a=schedule(0=fp32; 5=int8); *=fp32); 9=fp32)")
 

@@ -10,8 +10,8 @@ import torch
 from gradwire.errors import Place
 from gradwire.lanes.stream_progress import StreamMark, StreamProgress
 from gradwire.peers.failure import Failure
-from gradwire.peers.failure_store import Standing
-from gradwire.peers.groups import ClosedGroup
+from gradwire.peers.failure_store import RankStatus
+from gradwire.peers.groups import PeerUnreachable
 from gradwire.peers.main_thread import describe_main_thread
 from gradwire.peers.stall_watcher import Progress, StallWatcher
 
@@ -26,53 +26,53 @@ class Events:
 class Posted:
     """A stand-in for the failure store of rank 0 of three."""
 
-    rank, size, answers = 0, 3, True
+    rank, size, is_reachable = 0, 3, True
 
     def __init__(self, others):
-        self.standings = dict(others)
+        self.statuses = dict(others)
         self.text = None
 
     def failure(self):
         return self.text
 
-    def standing(self, rank):
-        return self.standings.get(rank)
+    def status(self, rank):
+        return self.statuses.get(rank)
 
-    def post_standing(self, standing):
-        self.standings[0] = standing
+    def post_status(self, status):
+        self.statuses[0] = status
 
-    def withdraw_standing(self):
-        self.standings.pop(0, None)
+    def withdraw_status(self):
+        self.statuses.pop(0, None)
 
 
 def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(caplog):
     failure = Failure(None, "")
-    failure.store = board = Posted({1: Standing(6, 2, is_done=True)})
+    failure.store = store = Posted({1: RankStatus(6, 2, is_done=True)})
     watch = StallWatcher(failure, 1000, lambda: None, "test")
     watch.end()
     place, now = Place(0, 7, 1, "int8"), time.monotonic()
     try:
         watch._act(Progress(place, False, now - 400))
-        assert 0 not in board.standings, "nothing is posted while all goes well"
+        assert 0 not in store.statuses, "nothing is posted while all goes well"
         watch._act(Progress(place, False, now - 600, waits_for=1))
-        assert board.standings[0] == Standing(7, 1, waits_for=1)
+        assert store.statuses[0] == RankStatus(7, 1, waits_for=1)
         assert not caplog.records
         for _ in range(2):
             watch._act(Progress(place, False, now - 800, waits_for=1))
         (record,) = caplog.records  # once
         assert record.getMessage() == (
             "rank 0, step 7, bucket 1, hook int8: no progress for 800 s. Rank 1 has averaged step 6, bucket "
-            "2 and brought no bucket since. Furthest behind is rank 1; see what it does there. Raise the "
+            "2 and started no bucket since. Furthest behind is rank 1; see what it does there. Raise the "
             "timeout of init_process_group if it is only slow"
         )
         watch._act(Progress(place, True, now))
-        assert 0 not in board.standings, "what is not true any more is withdrawn"
+        assert 0 not in store.statuses, "what is not true any more is withdrawn"
         watch._act(Progress(place, True, now - 900))
-        assert board.standings[0].doing.startswith("its main thread is at ")
+        assert store.statuses[0].doing.startswith("its main thread is at ")
         assert len(caplog.records) == 1, "a rank may rest as long as it likes"
-        board.text = "rank 1, step 7, bucket 1, hook int8: KeyError: 'lost'"
+        store.text = "rank 1, step 7, bucket 1, hook int8: KeyError: 'lost'"
         watch._act(Progress(place, False, now - 800))
-        assert caplog.records[1].getMessage().endswith("no progress for 800 s. " + board.text)
+        assert caplog.records[1].getMessage().endswith("no progress for 800 s. " + store.text)
     finally:
         watch.end()
 
@@ -83,7 +83,7 @@ def test_advice_about_the_timeout_is_for_those_who_have_waited_that_long():
 
     def explained(reason, others):
         failure.store = Posted(others)
-        return str(failure.explain(place, ClosedGroup(1, reason), lambda: None))
+        return str(failure.explain(place, PeerUnreachable(1, reason), lambda: None))
 
     is_slow = ". Raise the timeout of init_process_group if it is only slow"
     gone = "Furthest behind is rank 1, which says nothing: it left or died; its own output says why"
@@ -94,10 +94,10 @@ def test_advice_about_the_timeout_is_for_those_who_have_waited_that_long():
     assert explained(late, {}).endswith(
         f"it left, died, is stopped or stuck; its own output says why{is_slow}"
     )
-    busy = Standing(6, 2, is_done=True)
+    busy = RankStatus(6, 2, is_done=True)
     assert explained(late, {1: busy}).endswith(f"Furthest behind is rank 1; see what it does there{is_slow}")
     # A rank that has waited long enough closes, and others see that alone.
-    waited = Standing(7, 1, waits_for=2, timed_out=True)
+    waited = RankStatus(7, 1, waits_for=2, timed_out=True)
     assert explained("Connection closed by peer", {1: waited}).endswith(is_slow)
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.recipes import route_tables, with_node_size
-from gradwire.recipes.resolution import tables_of, with_tables_apart
+from gradwire.recipes.resolution import route_module_tables, table_names
 from gradwire.testing import VirtualRanks, run_ranks
 
 
@@ -34,12 +34,12 @@ def words(step, rank):
 
 
 def test_tables_are_embeddings_and_the_layers_that_predict_what_they_stand_for():
-    assert tables_of(Words()) == ["embed.weight", "head.weight", "head.bias"]
-    assert tables_of(Words(tied=True)) == ["embed.weight", "head.bias"], "a shared parameter has one name"
-    assert tables_of(Words(sparse=True)) == [], "sparse gradients are not compressed"
-    assert tables_of(nn.Linear(16, 60)) == []
+    assert table_names(Words()) == ["embed.weight", "head.weight", "head.bias"]
+    assert table_names(Words(tied=True)) == ["embed.weight", "head.bias"], "a shared parameter has one name"
+    assert table_names(Words(sparse=True)) == [], "sparse gradients are not compressed"
+    assert table_names(nn.Linear(16, 60)) == []
     sign = gradwire.recipe("sign")
-    assert with_tables_apart(sign, nn.Embedding(7, 3), ["weight"]) == sign, "nothing to keep apart from"
+    assert route_module_tables(sign, nn.Embedding(7, 3), ["weight"]) == sign, "nothing to keep apart from"
 
 
 class Decoder(nn.Module):
@@ -70,14 +70,14 @@ EMBEDDINGS, HEAD = ["words.weight", "places.weight"], ["head.weight", "head.bias
 def test_layers_as_large_as_a_table_of_places_are_no_tables(length):
     """Have as many positions as a block's layers have inputs or outputs: 1, 3, 4 or 8 times the width."""
     for layer in (nn.TransformerEncoderLayer, Fused):
-        assert tables_of(Decoder(60, length, 16, layer=layer)) == EMBEDDINGS + HEAD
-        assert tables_of(Decoder(60, length, 16, layer=layer, tied=True)) == EMBEDDINGS + HEAD[1:]
+        assert table_names(Decoder(60, length, 16, layer=layer)) == EMBEDDINGS + HEAD
+        assert table_names(Decoder(60, length, 16, layer=layer, tied=True)) == EMBEDDINGS + HEAD[1:]
 
 
 def test_a_head_is_found_though_blocks_have_layers_of_its_size():
     for num_words in (16, 64):  # bytes, with 256 for the width or for what is in a block
         for tied in (True, False):
-            found = tables_of(Decoder(num_words, 10, 16, tied=tied))
+            found = table_names(Decoder(num_words, 10, 16, tied=tied))
             assert found == EMBEDDINGS + HEAD[tied:], (num_words, tied)
 
 
@@ -89,7 +89,7 @@ def test_every_vocabulary_has_its_own_head():
     net.to_target, net.to_kind = nn.Linear(20, 70), nn.Linear(20, 30, bias=False)
     net.to_score = nn.Linear(20, 1)
     embeddings = ["source.weight", "target.weight", "kinds.weight", "places.weight"]
-    assert tables_of(net) == [*embeddings, "to_target.weight", "to_target.bias", "to_kind.weight"]
+    assert table_names(net) == [*embeddings, "to_target.weight", "to_target.bias", "to_kind.weight"]
 
 
 @pytest.mark.parametrize(("width", "length"), [(96, 64), (512, 256)])
@@ -97,7 +97,7 @@ def test_tables_of_the_published_runs(width, length):
     lm = runpy.run_path(str(Path(__file__).parent.parent / "examples" / "lm.py"))["LM"]
     with torch.device("meta"):
         net = lm(width, 2, length)
-    assert tables_of(net) == ["bytes.weight", "places.weight", "head.weight", "head.bias"]
+    assert table_names(net) == ["bytes.weight", "places.weight", "head.weight", "head.bias"]
 
 
 def test_what_goes_apart_can_be_chosen_and_is_part_of_the_recipe():

@@ -18,7 +18,7 @@ from gradwire.lanes import lane as execution
 from gradwire.lanes.task import Promise, Task
 from gradwire.lanes.workers import WorkerLane
 from gradwire.peers.failure import Failure
-from gradwire.peers.groups import Alone
+from gradwire.peers.groups import SingleRankGroup
 from gradwire.testing import run_ranks
 
 LIMIT_S = 20
@@ -26,7 +26,9 @@ LIMIT_S = 20
 
 @pytest.fixture
 def lane():
-    lane = WorkerLane([Alone(), Alone()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
+    lane = WorkerLane(
+        [SingleRankGroup(), SingleRankGroup()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test"
+    )
     yield lane
     lane.close()
 
@@ -49,7 +51,7 @@ def wait_for(event):
 
 
 def test_a_task_that_holds_its_lane_lets_it_go_before_anybody_can_wait_for_its_end():
-    lane = WorkerLane([Alone()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
+    lane = WorkerLane([SingleRankGroup()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
     threads = []
     weakref.finalize(lane, lambda: threads.append(threading.current_thread()))
     future = submit(lane, task_of(0, lambda held=lane: None, overlaps=True))
@@ -59,7 +61,7 @@ def test_a_task_that_holds_its_lane_lets_it_go_before_anybody_can_wait_for_its_e
 
 
 def test_a_lane_that_its_own_thread_drops_last_is_ended_by_one_that_is_waited_for():
-    lane = WorkerLane([Alone()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
+    lane = WorkerLane([SingleRankGroup()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
     ended, seen = threading.Event(), []
     pool, held = lane._pool, [lane]
     close = pool.close
@@ -78,7 +80,7 @@ def test_a_lane_that_its_own_thread_drops_last_is_ended_by_one_that_is_waited_fo
 
 def test_a_task_that_would_end_its_thread_is_a_failure_and_its_bucket_is_done():
     for leaving in (SystemExit(3), KeyboardInterrupt()):
-        lane = WorkerLane([Alone()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
+        lane = WorkerLane([SingleRankGroup()], Failure(None, "test"), timedelta(seconds=LIMIT_S), "test")
 
         def leave(error=leaving):
             raise error
@@ -197,7 +199,7 @@ def test_states_move_with_their_parameters_when_two_buckets_ask_at_once():
         def ask(own, memory=memory, both=both, made=made):
             both.wait(LIMIT_S)
             memory.flat("residual", own, torch.float32, cpu).add_(1)
-            memory.once("thing", lambda: made.append(own))
+            memory.cached("thing", lambda: made.append(own))
 
         threads = [threading.Thread(target=ask, args=(own,)) for own in rebuilt]
         for thread in threads:

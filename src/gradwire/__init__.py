@@ -1,4 +1,8 @@
-"""gradwire: fast, small and correct gradient averaging for PyTorch data parallel."""
+"""Fast, small and correct gradient averaging for PyTorch data parallel.
+
+Training scripts find everything they need here. The other public modules are `gradwire.ddp_comm_hooks`,
+`gradwire.testing` and `gradwire.lab`.
+"""
 
 from gradwire.averaging import merge_state_dicts
 from gradwire.ddp import Wire, attach

@@ -1,4 +1,4 @@
-"""The errors a user meets, and how an error keeps its own type while gaining a place."""
+"""The errors that users meet, and the place in a run where an error happened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _IN_CALLBACK = "Got the following error when running the callback: "
 
 
 class WireError(RuntimeError):
-    """Something went wrong between a backward pass and the wire.
+    """The averaging of gradients failed.
 
     An error raised by a hook keeps its own type and attributes as well: a full disk inside a hook leaves
     ``backward()`` as an exception that is both a ``WireError`` and an ``OSError`` with its ``errno``.
@@ -25,18 +25,18 @@ class WireError(RuntimeError):
         return self.text
 
     def __reduce__(self) -> tuple[type[WireError], tuple[str]]:
-        # The classes that `locate` makes are not importable, so pickle falls back to this one.
+        # The classes that `locate` makes cannot be imported, so an error is pickled as its base class.
         base = next(kind for kind in type(self).__mro__ if kind in (PeerError, WireError))
         return base, (self.text,)
 
 
 class PeerError(WireError):
-    """The failure began on another rank; the text is that rank's."""
+    """The averaging failed on another rank; the text is that rank's."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a run something happened."""
+    """A place in a run: one rank's bucket in one step."""
 
     rank: int
     step: int
@@ -48,56 +48,35 @@ class Place:
 
 
 def locate(error: Exception, place: Place) -> WireError:
-    """The same error, still of its own type and with its attributes, its text led by where it happened."""
+    """Return the same error with its place before its text; its type and attributes stay."""
     if isinstance(error, WireError):
         return error
     text = f"{place}: {describe(error)}"
     try:
         located = _copy(error)
         located.text = text
-    except Exception:  # a class that cannot be mixed with another, or copied
+    except Exception:  # the class cannot be a base of another, or the error cannot be copied
         located = WireError(text)
     located.__cause__ = error
     return located
 
 
-def _copy(error: Exception) -> WireError:
-    """A WireError that is also of the error's type, made past its ``__init__``, which may want anything."""
-    kind = type(error)
-    both = WireError if issubclass(WireError, kind) else _mixed(kind)
-    # Classes made by C keep things of their own; those made from them have all in args and attributes.
-    native = next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
-    located: WireError = native.__new__(both, *error.args)
-    native.__init__(located, *error.args)  # type: ignore[misc]  # that of the class, as is meant
-    located.args = error.args
-    located.__dict__.update(error.__dict__)
-    for base in kind.__mro__:
-        for member in vars(base).values():
-            if isinstance(member, MemberDescriptorType):  # a slot, or an errno of C's
-                with contextlib.suppress(AttributeError, TypeError):  # not set there, or set by __new__
-                    member.__set__(located, member.__get__(error))
-    return located
-
-
-def _mixed(kind: type[Exception]) -> type[WireError]:
-    return type(kind.__name__, (WireError, kind), {"__module__": kind.__module__})
-
-
 def original(error: Exception) -> Exception:
-    """The error that a future's callback raised, where torch has made a RuntimeError of it.
+    """Return the error that a future's callback raised, if torch has turned it into a RuntimeError.
 
-    torch keeps its type as text alone; it is found again if it is the only one of that name and can be
-    made from a text.
+    torch keeps the type as text only. The type is restored if it is the only one of that name and can be
+    made from a text; if not, the result is a RuntimeError. Any other error is returned as it is.
     """
     text = str(error)
-    while text.removeprefix("RuntimeError: ").startswith(_IN_CALLBACK):  # one for each `then`
+    while text.removeprefix("RuntimeError: ").startswith(_IN_CALLBACK):  # one prefix for each `then`
         text = text.removeprefix("RuntimeError: ").removeprefix(_IN_CALLBACK)
     if text == str(error):
         return error
     text = text.partition("\n\nAt:")[0]
     name, _, message = text.partition(": ")
-    called = [kind for kind in _subclasses(Exception) if kind.__name__ == name.rpartition(".")[2]]
-    kinds = [kind for kind in called if not issubclass(kind, WireError)]  # `locate` makes some of that name
+    named = [kind for kind in _subclasses(Exception) if kind.__name__ == name.rpartition(".")[2]]
+    # `locate` makes classes of the same name.
+    kinds = [kind for kind in named if not issubclass(kind, WireError)]
     recovered: Exception = RuntimeError(text)
     if len(kinds) == 1:
         with contextlib.suppress(Exception):
@@ -106,14 +85,40 @@ def original(error: Exception) -> Exception:
     return recovered
 
 
-def _subclasses(kind: type[Exception]) -> set[type[Exception]]:
-    return {kind}.union(*(_subclasses(child) for child in kind.__subclasses__()))
-
-
 def describe(error: BaseException) -> str:
-    """One line: the error's type and text."""
+    """Return the error's type and text."""
     try:
         text = str(error)
-    except Exception:  # an error whose own text is broken must still be told
+    except Exception:  # an error whose __str__ raises must still be reported
         text = "its text cannot be made"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _copy(error: Exception) -> WireError:
+    """Return a WireError that is also of the error's type and has its attributes.
+
+    Does not call the error's own ``__init__``, which may need any arguments.
+    """
+    kind = type(error)
+    both = WireError if issubclass(WireError, kind) else _mixed(kind)
+    # Exceptions written in C have hidden fields, which their own __new__ and __init__ must set. Python
+    # classes derived from them keep everything in args and attributes.
+    native = next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
+    located: WireError = native.__new__(both, *error.args)
+    native.__init__(located, *error.args)  # type: ignore[misc]  # the base class's own
+    located.args = error.args
+    located.__dict__.update(error.__dict__)
+    for base in kind.__mro__:
+        for member in vars(base).values():
+            if isinstance(member, MemberDescriptorType):  # a slot, or a C field such as errno
+                with contextlib.suppress(AttributeError, TypeError):  # not set in `error`, or set by __new__
+                    member.__set__(located, member.__get__(error))
+    return located
+
+
+def _mixed(kind: type[Exception]) -> type[WireError]:
+    return type(kind.__name__, (WireError, kind), {"__module__": kind.__module__})
+
+
+def _subclasses(kind: type[Exception]) -> set[type[Exception]]:
+    return {kind}.union(*(_subclasses(child) for child in kind.__subclasses__()))

@@ -1,3 +1,3 @@
-"""The version, in a room of its own: ranks compare it, and the front door is above them all."""
+"""The version of gradwire, in a module that any package can import: ranks compare it."""
 
 __version__ = "0.1.0.dev0"

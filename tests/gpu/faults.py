@@ -225,7 +225,7 @@ def check_fault(case, device="cuda"):
     if case in ("stopped", "busy"):
         assert "Furthest behind is rank 1" in lines[0], lines[0]
     if case == "busy":
-        averaged = f"Rank 1 has averaged step {FAULTY_STEP - 1}, bucket 1 and brought no bucket since"
+        averaged = f"Rank 1 has averaged step {FAULTY_STEP - 1}, bucket 1 and started no bucket since"
         assert averaged in lines[0], lines[0]
     if device == "cuda":
         assert lines[0].startswith("gradwire: "), lines[0]

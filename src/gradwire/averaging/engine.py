@@ -21,7 +21,7 @@ from gradwire.errors import Place, WireError
 from gradwire.lanes import CollectiveWork, Lane, Promise, Task, collective_task, completed, open_lane
 from gradwire.peers import Group, Traffic
 from gradwire.recipes import Recipe
-from gradwire.telemetry import Meter, StatsBook
+from gradwire.telemetry import Meter, StatsCollector
 
 
 class Engine:
@@ -51,7 +51,7 @@ class Engine:
         """
         assert lane is not None or not recipe.exchange.communicates
         self.recipe = recipe
-        self.stats = StatsBook()
+        self.stats = StatsCollector()
         self.state = state or RunState()
         self._lane = lane
         self._regrouper = Regrouper(self.state.timeline, self.fail)

@@ -23,7 +23,7 @@ class RunState:
 
     def save(self, recipe: str, step: int, rank: int, world_size: int) -> dict[str, Any]:
         """Return this rank's state as tensors and numbers."""
-        held = None if self.loss_scale is None else self.loss_scale.held
+        held = None if self.loss_scale is None else self.loss_scale.residual_scale
         return checkpoint.write(
             recipe,
             step,
@@ -39,6 +39,6 @@ class RunState:
         self.memory.load_state_dict(saved.memory, device)
         self.timeline.load(saved.step, saved.timeline)
         if self.loss_scale is not None:
-            self.loss_scale.held = saved.loss_scale
+            self.loss_scale.residual_scale = saved.loss_scale
         elif saved.loss_scale is not None:  # from here on, losses are not scaled
             self.memory.rescale("residual", torch.tensor(1 / saved.loss_scale, dtype=torch.float64))

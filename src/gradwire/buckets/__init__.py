@@ -1,6 +1,6 @@
-"""A bucket: which parameter lies where in it, and what is kept from step to step by parameter.
+"""Buckets: which parameter lies where in them, and state that is kept from step to step by parameter.
 
-How buckets are exchanged, and where they come from, is known elsewhere.
+The exchange of buckets between ranks, and DDP's ways of making them, do not belong here.
 """
 
 from gradwire.buckets.layout import BucketLayout, Layouts, Slot, as_real, canonical_name

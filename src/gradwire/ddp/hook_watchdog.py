@@ -24,11 +24,11 @@ from torch.futures import Future
 from gradwire.errors import Place, WireError, locate
 from gradwire.lanes import CollectiveWork, end_with, join_threads
 from gradwire.peers import (
-    ClosedGroup,
     Failure,
+    PeerUnreachable,
     Progress,
+    RankStatus,
     StallWatcher,
-    Standing,
     open_gloo,
     timeout_of,
 )
@@ -75,7 +75,7 @@ class HookWatchdog:
         """Add why a hook may have failed: for whom it waited long, or what failed on another rank before."""
         if waited_s > self._ring.timeout_s / 2:  # its own timeout has struck
             error.text += f". {self._ring.who(place, timed_out=True)}"
-        elif (before := self._ring.failure.left_by_peers()) is not None:
+        elif (before := self._ring.failure.posted_text()) is not None:
             # Who comes late finds the connections of its hook closed, and no more than that.
             error.text += f". Before that another rank had failed: {before}"
 
@@ -179,7 +179,7 @@ class _Ring:
         try:
             with torch.no_grad():
                 collective.run(self.group, torch.device("cpu"))
-        except ClosedGroup as closed:
+        except PeerUnreachable as closed:
             if self.failure.error is None and not self._closed:
                 self.fail(self.failure.explain(collective.place, closed, self.group.close))
         except Exception as error:
@@ -188,11 +188,11 @@ class _Ring:
     def watch_peers(self) -> None:
         if self.group.size == 1:
             return
-        with contextlib.suppress(ClosedGroup):
+        with contextlib.suppress(PeerUnreachable):
             self.group.watch((self.group.rank + 1) % self.group.size)
         if self._closed:
             return
-        error = self.failure.error or self.failure.ask_peers()
+        error = self.failure.error or self.failure.wait_for_peer_error()
         if error is not None:
             self.fail(error)
             return
@@ -226,8 +226,8 @@ class _Ring:
     def who(self, place: Place, *, timed_out: bool) -> str:
         """Say who is furthest behind, by what each rank says; whom a hook waits for is not known."""
         if self.failure.store is not None:
-            self.failure.store.post_standing(Standing(place.step, place.bucket, timed_out=timed_out))
-        return self.failure.name_the_last(timed_out=timed_out)
+            self.failure.store.post_status(RankStatus(place.step, place.bucket, timed_out=timed_out))
+        return self.failure.describe_furthest_behind(timed_out=timed_out)
 
     def _give_up(self) -> None:
         with self._changed:
@@ -237,7 +237,7 @@ class _Ring:
 
 
 def _end(ring: _Ring, threads: list[threading.Thread], watcher: StallWatcher) -> None:
-    ring.failure.settle()
+    ring.failure.wait_until_posted()
     ring.close()
     watcher.end()
     join_threads(threads)

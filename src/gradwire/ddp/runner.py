@@ -11,7 +11,7 @@ from torch.futures import Future
 from gradwire.averaging import Bucket
 from gradwire.errors import Place, WireError
 from gradwire.lanes import CollectiveWork
-from gradwire.telemetry import StatsBook
+from gradwire.telemetry import StatsCollector
 
 
 class Runner(Protocol):
@@ -20,7 +20,7 @@ class Runner(Protocol):
     An `Engine` is one; so are a hook of the user's and an optimizer that steps what another runner averages.
     """
 
-    stats: StatsBook
+    stats: StatsCollector
 
     @property
     def name(self) -> str: ...

@@ -61,12 +61,12 @@ class StepChecks:
     def tell(self, event: str, step: int, **details: object) -> None:
         """Record an event."""
         if self.recorder is not None:
-            self.recorder.tell(event, step, **details)
+            self.recorder.write_event(event, step, **details)
 
     def tell_failure(self, step: int, error: Exception) -> None:
         """Record an error, once."""
         if self.recorder is not None:
-            self.recorder.tell_failure(step, error)
+            self.recorder.write_failure(step, error)
 
     def close(self) -> None:
         """Close the recorder's file."""

@@ -19,7 +19,7 @@ from gradwire.ddp.runner import Runner
 from gradwire.errors import Place, WireError, locate, original
 from gradwire.lanes import CollectiveWork, Promise, completed
 from gradwire.peers import Group
-from gradwire.telemetry import StatsBook
+from gradwire.telemetry import StatsCollector
 
 # Ranks whose layouts differ must not call the hook: Gloo ends the process when sizes do. So they wait for one
 # another, but not for ever: before a rank's bucket may stand a collective of the user's own with this rank.
@@ -58,7 +58,7 @@ class HookRunner:
         ranks' by ``layout_check``, if there is one: over the watchdog's ring, or else over ``peers``.
         """
         self.name = hook_name(hook)
-        self.stats = StatsBook()
+        self.stats = StatsCollector()
         self._hook = hook
         self._state = state
         self._watchdog = watchdog

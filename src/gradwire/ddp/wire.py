@@ -82,7 +82,7 @@ class Wire:
         if recipe is None:
             raise TypeError(f"what the hook {self._attachment.choice.name} sends cannot be known")
         layouts = self._attachment.layouts
-        buckets = layouts.current() or layouts.guess(list(trained(self.model).values()))
+        buckets = layouts.current() or layouts.one_per_dtype(list(trained(self.model).values()))
         return make_plan(recipe, buckets, group.rank(), group.size(), step)
 
     def layout(self) -> tuple[BucketLayout, ...]:

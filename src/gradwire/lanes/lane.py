@@ -17,7 +17,7 @@ from gradwire.errors import WireError
 from gradwire.lanes.stream import StreamLane
 from gradwire.lanes.task import Task
 from gradwire.lanes.workers import WorkerLane
-from gradwire.peers import Alone, Failure, NcclGroup, backend_name, open_gloo, timeout_of
+from gradwire.peers import Failure, NcclGroup, SingleRankGroup, backend_name, open_gloo, timeout_of
 
 # Buckets in flight. Each has scratch memory of its own: twice what the largest bucket takes on the wire.
 NUM_IN_FLIGHT = 2
@@ -72,5 +72,5 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str, *, la
 def open_local_lane(device: torch.device, name: str) -> Lane:
     """Open a lane for work that needs no other rank; its failures stay on this rank."""
     if device.type == "cuda":
-        return StreamLane(Alone(), Failure(None, name), dist.default_pg_timeout)
-    return WorkerLane([Alone()], Failure(None, name), dist.default_pg_timeout, name)
+        return StreamLane(SingleRankGroup(), Failure(None, name), dist.default_pg_timeout)
+    return WorkerLane([SingleRankGroup()], Failure(None, name), dist.default_pg_timeout, name)

@@ -13,7 +13,7 @@ from gradwire.exchanges import Scratch
 from gradwire.lanes.lifetime import end_with
 from gradwire.lanes.stream_progress import StreamMark, StreamProgress
 from gradwire.lanes.task import Task
-from gradwire.peers import Alone, Failure, NcclGroup, StallWatcher
+from gradwire.peers import Failure, NcclGroup, SingleRankGroup, StallWatcher
 
 log = logging.getLogger("gradwire")
 
@@ -24,7 +24,7 @@ class StreamLane:
     shares_messages = True
     runs_at_once = True
 
-    def __init__(self, group: NcclGroup | Alone, failure: Failure, timeout: timedelta) -> None:
+    def __init__(self, group: NcclGroup | SingleRankGroup, failure: Failure, timeout: timedelta) -> None:
         self._group = group
         self._failure = failure
         self._scratch = Scratch()

@@ -18,7 +18,7 @@ from gradwire.errors import WireError, describe, locate
 from gradwire.exchanges import Scratch
 from gradwire.lanes.lifetime import end_with, join_threads
 from gradwire.lanes.task import Task
-from gradwire.peers import Alone, ClosedGroup, Failure, GlooGroup, Progress, StallWatcher
+from gradwire.peers import Failure, GlooGroup, PeerUnreachable, Progress, SingleRankGroup, StallWatcher
 
 
 class WorkerLane:
@@ -32,7 +32,7 @@ class WorkerLane:
     runs_at_once = False
 
     def __init__(
-        self, groups: Sequence[GlooGroup | Alone], failure: Failure, timeout: timedelta, name: str
+        self, groups: Sequence[GlooGroup | SingleRankGroup], failure: Failure, timeout: timedelta, name: str
     ) -> None:
         """Start a thread for each of ``groups``, which are the lane's own and close with it."""
         self._pool = _Pool(groups, failure)
@@ -77,7 +77,7 @@ class _QueuedTask:
 class _Pool:
     """The workers of a lane, and what they share."""
 
-    def __init__(self, groups: Sequence[GlooGroup | Alone], failure: Failure) -> None:
+    def __init__(self, groups: Sequence[GlooGroup | SingleRankGroup], failure: Failure) -> None:
         self.failure = failure
         self.workers = [_Worker(group) for group in groups]
         self.ended = False
@@ -110,7 +110,7 @@ class _Pool:
         by_number = operator.itemgetter(0)
         return (min(under_way, key=by_number) if under_way else max(found, key=by_number))[1]
 
-    def explain(self, closed: ClosedGroup) -> None:
+    def explain(self, closed: PeerUnreachable) -> None:
         """Fail because a peer cannot be reached; one of the workers says where this rank stands."""
         with self._explaining:
             if self.failure.error is None:
@@ -131,7 +131,7 @@ class _Pool:
 class _Worker:
     """One thread of a lane, with its group and its scratch memory."""
 
-    def __init__(self, group: GlooGroup | Alone) -> None:
+    def __init__(self, group: GlooGroup | SingleRankGroup) -> None:
         self.group = group
         self.queue: queue.SimpleQueue[_QueuedTask | None] = queue.SimpleQueue()
         self._scratch = Scratch()
@@ -200,7 +200,7 @@ class _Worker:
         self._at = queued.number, Progress(task.place, False, time.monotonic())
         try:
             results = list(task.run(flats, self.group, self._scratch))
-        except ClosedGroup as error:
+        except PeerUnreachable as error:
             pool.explain(error)
             return flats
         self._at = queued.number, Progress(task.place, True, time.monotonic())
@@ -231,7 +231,7 @@ def _end(pool: _Pool, threads: list[threading.Thread], watcher: StallWatcher) ->
         for worker in pool.workers:
             worker.queue.put(None)
     # Before the queues end, so that no task in them begins; no peer is told.
-    pool.failure.settle()
+    pool.failure.wait_until_posted()
     pool.failure.error = pool.failure.error or WireError("this wire has been detached")
     pool.close()
     watcher.end()

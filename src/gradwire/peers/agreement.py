@@ -1,4 +1,4 @@
-"""Ranks say what they are about to do, field by field, and go on only if all say the same."""
+"""Comparison of claims: ranks state what they are about to do, and go on only if all state the same."""
 
 from __future__ import annotations
 
@@ -10,98 +10,117 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from gradwire.peers.groups import Group, gather
-from gradwire.peers.rendezvous import claim_key, give_up
+from gradwire.peers.rendezvous import claim_key, missing_ranks_error
 
 Claim = Mapping[str, str]
-"""What a rank is about to do: the value of each field that must be the same on all ranks."""
+"""The fields that must be the same on all ranks before they go on, and this rank's values."""
 
-_NUM_TOLD = 3
+_ERROR = "error: "
+_NUM_SHOWN = 3
 
 
 def agree(
     group: dist.ProcessGroup,
-    meeting: str,
+    rendezvous: str,
     claim: Claim | Exception,
     timeout: timedelta,
     caller: str = "gradwire.attach",
-    own: str = "",
+    note: str = "",
 ) -> list[str]:
     """Wait for every rank's claim; raise on all ranks unless all claims are the same.
 
-    Returns what each rank says of its own, which may differ. An exception for a claim says that this rank
-    cannot go on; the others then learn why. Raises RuntimeError when a rank does not come in time,
-    ValueError when claims differ.
+    Args:
+        group: the ranks that take part.
+        rendezvous: a name from `join_rendezvous` or `next_rendezvous`, used for one agreement.
+        claim: this rank's claim, or the exception that keeps it from going on; the other ranks then raise
+            with its text.
+        timeout: the longest wait for all claims together.
+        caller: the function that errors name.
+        note: a text to pass to all ranks; it may differ between them.
+
+    Returns every rank's note, in rank order. Raises RuntimeError if a rank makes no claim in time or has
+    failed, and ValueError if claims differ.
     """
-    store, rank, size = group.get_group_store(), group.rank(), group.size()
-    keys = [claim_key(meeting, peer) for peer in range(size)]
+    store, rank = group.get_group_store(), group.rank()
+    keys = [claim_key(rendezvous, peer) for peer in range(group.size())]
     if isinstance(claim, Exception):
-        # A store takes no text with half a character in it, as names of files may have.
-        said = f"error: {claim}".encode(errors="backslashreplace").decode()
+        # A store takes valid UTF-8 only, and file names in an error's text may hold lone surrogates.
+        answer = f"{_ERROR}{claim}".encode(errors="backslashreplace").decode()
     else:
-        # A digest for everyone, and the fields for those who need to know: a model has many parameters.
+        # Everyone reads the digest. The fields are read only if digests differ: they can be long.
         store.set(f"{keys[rank]}/fields", json.dumps(claim))
-        said = f"{_digest(claim).hex()} {own}"
-    store.set(keys[rank], said)
-    deadline = time.monotonic() + timeout.total_seconds()
-    missing = []
-    for peer, key in enumerate(keys):
-        left = max(deadline - time.monotonic(), 0.001)
-        try:
-            store.wait([key], timedelta(seconds=left))
-        except RuntimeError:
-            missing.append(peer)
-    if missing:
-        raise give_up(group, meeting, missing, timeout, caller)
+        answer = f"{_digest(claim).hex()} {note}"
+    store.set(keys[rank], answer)
+    if missing := _wait_for_keys(store, keys, timeout):
+        raise missing_ranks_error(group, rendezvous, missing, timeout, caller)
     answers = [store.get(key).decode() for key in keys]
-    failed = [peer for peer in range(size) if answers[peer].startswith("error: ")]
+    failed = [peer for peer, answer in enumerate(answers) if answer.startswith(_ERROR)]
     if failed and rank not in failed:
-        text = answers[failed[0]].removeprefix("error: ")
+        text = answers[failed[0]].removeprefix(_ERROR)
         raise RuntimeError(f"rank {rank}: {caller} failed on rank {failed[0]}: {text}")
-    digests, _, owns = zip(*(answer.partition(" ") for answer in answers), strict=True)
+    digests, _, notes = zip(*(answer.partition(" ") for answer in answers), strict=True)
     if not failed and len(set(digests)) > 1:
         claims = [json.loads(store.get(f"{key}/fields")) for key in keys]
-        raise ValueError(f"rank {rank}: ranks call {caller} with different things: {differences(claims)}")
-    return list(owns)
+        difference = describe_differences(claims)
+        raise ValueError(f"rank {rank}: ranks call {caller} with different things: {difference}")
+    return list(notes)
 
 
 def require_same(claim: Claim, group: Group, device: torch.device) -> None:
-    """Compare claims over a lane's group: a digest, and what differs only if that does.
+    """Compare claims by messages over ``group``; exchange the fields only if their digests differ.
 
-    Raises ValueError on every rank, with the same text. On CUDA it waits for the device.
+    Raises ValueError on every rank, with the same text. On CUDA, waits for the device.
     """
     if group.size == 1:
         return
-    text = json.dumps(claim).encode()
-    own = _digest(claim) + len(text).to_bytes(8, "little")
-    answers = [bytes(row) for row in _gather_bytes(own, [len(own)] * group.size, group, device)]
-    if len(set(answers)) == 1:
+    fields = json.dumps(claim).encode()
+    header = _digest(claim) + len(fields).to_bytes(8, "little")
+    headers = [bytes(row) for row in _gather_bytes(header, [len(header)] * group.size, group, device)]
+    if len(set(headers)) == 1:
         return
-    lengths = [int.from_bytes(answer[-8:], "little") for answer in answers]
-    claims = [json.loads(row) for row in _gather_bytes(text, lengths, group, device)]
-    raise ValueError(f"ranks do not agree: {differences(claims)}")
+    lengths = [int.from_bytes(header[-8:], "little") for header in headers]
+    claims = [json.loads(row) for row in _gather_bytes(fields, lengths, group, device)]
+    raise ValueError(f"ranks do not agree: {describe_differences(claims)}")
 
 
-def differences(claims: Sequence[Claim]) -> str:
-    """Which fields differ, and who says what; ``claims`` is by rank.
+def describe_differences(claims: Sequence[Claim]) -> str:
+    """Name the fields that differ, each with its values and the ranks that have them.
 
-    >>> differences([{"gradwire": "0.1"}, {"gradwire": "0.2"}, {"gradwire": "0.1"}])
+    ``claims`` is in rank order.
+
+    >>> describe_differences([{"gradwire": "0.1"}, {"gradwire": "0.2"}, {"gradwire": "0.1"}])
     'gradwire is 0.2 on rank(s) 1, 0.1 on rank(s) 0, 2'
     """
-    told: dict[str, str] = {}
+    shown: dict[str, str] = {}
     for field in dict.fromkeys(field for claim in claims for field in claim):
         values = [claim.get(field, "absent") for claim in claims]
-        # Of an exchange that differs in kind, the parts differ too.
-        if len(set(values)) > 1 and not any(field.startswith(f"{other}.") for other in told):
+        # If "recipe.exchange" differs, its parts "recipe.exchange.*" differ too and add nothing.
+        if len(set(values)) > 1 and not any(field.startswith(f"{other}.") for other in shown):
             by_value = {v: [rank for rank, each in enumerate(values) if each == v] for v in values}
             sides = sorted(by_value.items(), key=lambda side: len(side[1]))
-            told[field] = ", ".join(f"{value} on rank(s) {_list(ranks)}" for value, ranks in sides)
-    more = f"; and {len(told) - _NUM_TOLD} more" if len(told) > _NUM_TOLD else ""
-    return "; ".join(f"{field} is {text}" for field, text in list(told.items())[:_NUM_TOLD]) + more
+            shown[field] = ", ".join(f"{value} on rank(s) {_list(ranks)}" for value, ranks in sides)
+    more = f"; and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""
+    return "; ".join(f"{field} is {text}" for field, text in list(shown.items())[:_NUM_SHOWN]) + more
+
+
+def _wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta) -> list[int]:
+    """Wait until all keys are set or the time is up; return the indices of those that are not set."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = []
+    for index, key in enumerate(keys):
+        left_s = max(deadline - time.monotonic(), 0.001)
+        try:
+            store.wait([key], timedelta(seconds=left_s))
+        except RuntimeError:
+            missing.append(index)
+    return missing
 
 
 def _gather_bytes(own: bytes, lengths: Sequence[int], group: Group, device: torch.device) -> list[bytearray]:
+    """Return every rank's bytes, in rank order; ``lengths`` is the length of each."""
     rows = [torch.zeros(length, dtype=torch.uint8, device=device) for length in lengths]
     rows[group.rank].copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
     gather(rows, group)

@@ -12,10 +12,9 @@ from gradwire.peers.rendezvous import join_rendezvous
 
 
 class CollectiveCall:
-    """A call that all ranks make together: they meet, check what they can alone, then agree.
+    """A call that all ranks make together: they meet, each checks what it can alone, then they agree.
 
-    What is raised before `agree` is told to the other ranks, which then raise too, so that none waits for
-    this one.
+    If a rank raises before `agree`, the other ranks raise with its text, so that none waits for it.
 
     Example::
 
@@ -30,19 +29,19 @@ class CollectiveCall:
         self._caller = caller
         self._has_agreed = False
         self.rendezvous = ""
-        """A name that is new to the group, and the same on all ranks."""
+        """A name that is new to the group and the same on all ranks; set on entering the call."""
 
     def __enter__(self) -> CollectiveCall:
         self.rendezvous = join_rendezvous(self.group, self._timeout, self._caller)
         return self
 
-    def agree(self, claim: Claim, own: str = "") -> list[str]:
+    def agree(self, claim: Claim, note: str = "") -> list[str]:
         """Wait for every rank's claim; raise on all ranks unless all claims are the same.
 
-        Returns what each rank says of its ``own``, which may differ.
+        Returns every rank's ``note``, in rank order; notes may differ.
         """
         self._has_agreed = True
-        return agree(self.group, self.rendezvous, claim, self._timeout, self._caller, own)
+        return agree(self.group, self.rendezvous, claim, self._timeout, self._caller, note)
 
     def __exit__(
         self,

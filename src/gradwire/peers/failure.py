@@ -9,27 +9,27 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from gradwire.errors import PeerError, Place, WireError
-from gradwire.peers.failure_store import FailureStore, Standing
-from gradwire.peers.groups import ClosedGroup
+from gradwire.peers.failure_store import FailureStore, RankStatus
+from gradwire.peers.groups import PeerUnreachable
 
-# A rank posts its text before it closes its connections, so whoever sees them closed finds the text at
-# once; a rank that was killed posts nothing, and this is how long others look for it.
+# A rank posts its text before it closes its connections, so ranks that see them closed find the text at
+# once. A rank that was killed posts nothing; the others give up looking for its text after this long.
 _PATIENCE_S = 0.5
-# Gloo's own word for it; it says something else when a connection has closed.
+# In Gloo's error for a timeout; its error for a closed connection does not have it.
 _TIMED_OUT = "Timed out"
 
 
 class Failure:
-    """What went wrong first, as far as this rank knows. Once set, it stays."""
+    """The first error of a wire, as far as this rank knows. Once set, it stays."""
 
     def __init__(self, group: dist.ProcessGroup | None, prefix: str) -> None:
-        """Share it with the ranks of ``group``; without one, keep it to this rank."""
+        """Share errors with the ranks of ``group``; without a group, keep them on this rank."""
         self.error: WireError | None = None
         self.store = None if group is None or group.size() == 1 else FailureStore(group, prefix)
         self._lock = threading.Lock()
 
     def set(self, error: WireError) -> None:
-        """Keep ``error`` unless there is one already, and leave its text for the other ranks."""
+        """Keep ``error`` and post its text for the other ranks; do nothing after the first error."""
         with self._lock:
             if self.error is not None:
                 return
@@ -37,68 +37,61 @@ class Failure:
             if not isinstance(error, PeerError) and self.store is not None:
                 self.store.post_failure(str(error))
 
-    def settle(self) -> None:
-        """Wait until the text of a failure, if there is one, has been left for the other ranks."""
+    def wait_until_posted(self) -> None:
+        """Wait until a `set` that another thread has begun is over, for at most ten seconds."""
         if self._lock.acquire(timeout=10):
             self._lock.release()
 
-    def left_by_peers(self) -> str | None:
-        """The text of a failure, if some rank has left one by now."""
+    def posted_text(self) -> str | None:
+        """Return the text of the failure that a rank has posted, or None if there is none so far."""
         return None if self.store is None else self.store.failure()
 
-    def ask_peers(self) -> PeerError | None:
-        """The failure that some rank has left, or None when there is none for a while."""
-        give_up = time.monotonic() + _PATIENCE_S
-        while self.store is not None and self.store.answers:
-            if (text := self.left_by_peers()) is not None:
+    def wait_for_peer_error(self) -> PeerError | None:
+        """Wait up to half a second for the failure that a rank has posted; return None if there is none."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self.store is not None and self.store.is_reachable:
+            if (text := self.posted_text()) is not None:
                 return PeerError(text)
-            if time.monotonic() >= give_up:
+            if time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
         return None
 
-    def explain(self, place: Place, closed: ClosedGroup, close: Callable[[], None]) -> WireError:
-        """Why a message has not come: what another rank has left, or who it is that all wait for.
+    def explain(self, place: Place, unreachable: PeerUnreachable, close: Callable[[], None]) -> WireError:
+        """Return the error for a message that did not come: a peer's failure, or who is furthest behind.
 
-        Says where this rank stands before it calls ``close``, which tells the others to say so too.
+        Posts this rank's status before it calls ``close``: closing makes the other ranks look for it.
         """
-        timed_out = _TIMED_OUT in str(closed)
+        peer, timed_out = unreachable.peer, _TIMED_OUT in str(unreachable)
         if self.store is not None:
-            standing = Standing(place.step, place.bucket, waits_for=closed.peer, timed_out=timed_out)
-            self.store.post_standing(standing)
+            status = RankStatus(place.step, place.bucket, waits_for=peer, timed_out=timed_out)
+            self.store.post_status(status)
         close()
-        told = self.ask_peers()
-        return told or WireError(f"{place}: {closed}. {self.name_the_last(closed.peer, timed_out=timed_out)}")
+        if (error := self.wait_for_peer_error()) is not None:
+            return error
+        return WireError(
+            f"{place}: {unreachable}. {self.describe_furthest_behind(peer, timed_out=timed_out)}"
+        )
 
-    def name_the_last(self, peer: int | None = None, *, timed_out: bool) -> str:
-        """Which rank is furthest behind, beginning with ``peer``, for whom this rank waits; and what to do.
+    def describe_furthest_behind(self, peer: int | None = None, *, timed_out: bool) -> str:
+        """Name the rank that is furthest behind, and what to do about it.
 
-        ``timed_out`` says that this rank has waited long; if not, a connection has closed.
+        Args:
+            peer: the rank that this one waits for; if None, all ranks are asked.
+            timed_out: True if this rank has waited for the whole timeout; False if a connection has closed.
         """
         store = self.store
         if store is None:
             return ""
-        standings: dict[int, Standing] = {}
-        silent = []
-        ranks = list(range(store.size)) if peer is None else [peer]
-        # From rank to rank, by whom each waits for: who says nothing is the one that keeps all.
-        for rank in ranks:
-            standing = store.standing(rank)
-            if standing is None:
-                silent.append(rank)
-                continue
-            standings[rank] = standing
-            following = standing.waits_for
-            if following is not None and following not in ranks:
-                ranks.append(following)
-        if not store.answers:
+        statuses, silent = _follow_waits(store, list(range(store.size)) if peer is None else [peer])
+        if not store.is_reachable:
             return (
                 "The group's store does not answer, so the other ranks cannot be asked. It lives with rank "
                 "0 if init_process_group has made it: then that is the rank that died or is stopped"
             )
-        # A rank that gives up after the timeout closes its connections: others may see nothing but that.
-        timed_out = timed_out or any(standing.timed_out for standing in standings.values())
-        waiting = "".join(f"Rank {rank} {standing}. " for rank, standing in list(standings.items())[:4])
+        # A rank that gives up after the timeout closes its connections, and others may see only that.
+        timed_out = timed_out or any(status.timed_out for status in statuses.values())
+        waiting = "".join(f"Rank {rank} {status}. " for rank, status in list(statuses.items())[:4])
         advice = ". Raise the timeout of init_process_group if it is only slow" if timed_out else ""
         if silent:
             who = ", ".join(map(str, silent[:8]))
@@ -107,6 +100,24 @@ class Failure:
                 f"{waiting}Furthest behind is rank {who}, which says nothing: it {fate}; its own output says "
                 f"why{advice}"
             )
-        order = min(standing.order for standing in standings.values())
-        last = ", ".join(str(rank) for rank, standing in standings.items() if standing.order == order)
+        order = min(status.order for status in statuses.values())
+        last = ", ".join(str(rank) for rank, status in statuses.items() if status.order == order)
         return f"{waiting}Furthest behind is rank {last}; see what it does there{advice}"
+
+
+def _follow_waits(store: FailureStore, ranks: list[int]) -> tuple[dict[int, RankStatus], list[int]]:
+    """Return the statuses of ``ranks`` and of those they wait for, and the ranks that posted none.
+
+    Following who waits for whom leads to a rank that has posted nothing: the others wait for it.
+    """
+    statuses: dict[int, RankStatus] = {}
+    silent = []
+    for rank in ranks:  # grows while it is read
+        status = store.status(rank)
+        if status is None:
+            silent.append(rank)
+            continue
+        statuses[rank] = status
+        if status.waits_for is not None and status.waits_for not in ranks:
+            ranks.append(status.waits_for)
+    return statuses, silent

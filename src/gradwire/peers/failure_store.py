@@ -1,4 +1,4 @@
-"""What the ranks of a wire leave for each other in the group's store when something goes wrong."""
+"""The texts that the ranks of a wire leave for each other in the group's store when something goes wrong."""
 
 from __future__ import annotations
 
@@ -16,71 +16,81 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 T = TypeVar("T")
 
-# A store whose host is stopped never answers, whatever its timeout is.
+# The store's own timeout does not help when its host is stopped: a request then waits for ever.
 _PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How far a rank has come: the bucket it averages, or, if that is done, the last one it has averaged."""
+class RankStatus:
+    """The bucket that a rank averages or, if ``is_done``, the last one it has averaged."""
 
     step: int
+    """-1 before the first bucket."""
     bucket: int
     is_done: bool = False
     waits_for: int | None = None
+    """The rank whose message this one waits for."""
     timed_out: bool = False
-    """Whether it has waited for as long as the timeout."""
+    """True if the rank has waited for the whole timeout."""
     doing: str = ""
-    """Between buckets, what the user's own code does."""
+    """The activity of the user's code between buckets."""
 
     @property
     def order(self) -> tuple[int, int, bool]:
+        """A key that sorts ranks by progress, those furthest behind first."""
         return self.step, self.bucket, self.is_done
 
     def __str__(self) -> str:
         doing = f"; {self.doing}" if self.doing else ""
         if self.step < 0:
-            return f"has brought no bucket yet{doing}"
+            return f"has started no bucket yet{doing}"
         place = f"step {self.step}, bucket {self.bucket}"
         if self.is_done:
-            return f"has averaged {place} and brought no bucket since{doing}"
+            return f"has averaged {place} and started no bucket since{doing}"
         return f"is in {place}" + ("" if self.waits_for is None else f" and waits for rank {self.waits_for}")
 
 
 class FailureStore:
-    """The first failure's text, and every rank's standing. Nothing here waits long, or raises.
+    """The first failure's text and every rank's status, in the group's store.
 
-    It has a connection of its own: the user's thread may be waiting in the other one. That is made at
-    once, since connecting to a host that is gone takes longer than the store's timeout, five minutes.
+    No method raises, or waits longer than two seconds. The store is asked over a connection of its own,
+    since the user's thread may be waiting in the other one. That connection is made in the constructor:
+    connecting to a host that is gone takes longer than the store's timeout, which is five minutes.
     """
 
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
         self.rank, self.size = group.rank(), group.size()
-        self.answers = True
-        """False when the store's host has not answered once: it is dead or stopped."""
+        self.is_reachable = True
+        """False after the first request without an answer: the store's host is dead or stopped."""
         self._prefix = prefix
         self._users_store: Any = group.get_group_store()
         self._store: PrefixStore | None = None
-        # Others connect to nothing, and a FileStore counts its clones.
+        # Other stores have no connection to make, and a FileStore counts its clones.
         if isinstance(getattr(self._users_store, "_underlying_non_prefix_store", None), TCPStore):
             self._open()
 
     def post_failure(self, text: str) -> None:
-        sendable = text.encode(errors="backslashreplace").decode()  # as names of files may need
+        """Post the text of a failure, unless a rank has posted one."""
+        # A store takes valid UTF-8 only, and file names in a text may hold lone surrogates.
+        sendable = text.encode(errors="backslashreplace").decode()
         self._ask(lambda store: store.compare_set("failure", "", sendable))
 
     def failure(self) -> str | None:
+        """Return the text of the first failure, or None if there is none."""
         return self._read("failure")
 
-    def post_standing(self, standing: Standing) -> None:
-        self._ask(lambda store: store.set(f"standing/{self.rank}", json.dumps(asdict(standing))))
+    def post_status(self, status: RankStatus) -> None:
+        """Post this rank's status, in place of an earlier one."""
+        self._ask(lambda store: store.set(f"status/{self.rank}", json.dumps(asdict(status))))
 
-    def withdraw_standing(self) -> None:
-        self._ask(lambda store: store.delete_key(f"standing/{self.rank}"))
+    def withdraw_status(self) -> None:
+        """Remove this rank's status."""
+        self._ask(lambda store: store.delete_key(f"status/{self.rank}"))
 
-    def standing(self, rank: int) -> Standing | None:
-        text = self._read(f"standing/{rank}")
-        return None if text is None else Standing(**json.loads(text))
+    def status(self, rank: int) -> RankStatus | None:
+        """Return the status that ``rank`` has posted, or None if there is none."""
+        text = self._read(f"status/{rank}")
+        return None if text is None else RankStatus(**json.loads(text))
 
     def _read(self, key: str) -> str | None:
         value = self._ask(lambda store: store.get(key) if store.check([key]) else None)
@@ -92,25 +102,25 @@ class FailureStore:
         self._store = store
         return store
 
-    def _ask(self, question: Callable[[PrefixStore], T]) -> T | None:
-        """The store's answer; None if it has none in time, and from then on."""
-        if not self.answers:
+    def _ask(self, request: Callable[[PrefixStore], T]) -> T | None:
+        """Return the store's answer; return None if it does not answer in time, and at once from then on."""
+        if not self.is_reachable:
             return None
         answers: queue.SimpleQueue[T] = queue.SimpleQueue()
         failed = threading.Event()
 
         def ask() -> None:
             try:
-                answers.put(question(self._store or self._open()))
+                answers.put(request(self._store or self._open()))
             except RuntimeError:
                 failed.set()
                 answers.put(None)  # type: ignore[arg-type]
 
-        # A thread that is left behind waits in the system, and keeps no interpreter from ending.
-        threading.Thread(target=ask, name="gradwire-board", daemon=True).start()
+        # A thread that never gets its answer waits in a system call, and does not keep Python from ending.
+        threading.Thread(target=ask, name="gradwire-failure-store", daemon=True).start()
         with contextlib.suppress(queue.Empty):
             answer = answers.get(timeout=_PATIENCE_S)
-            self.answers = not failed.is_set()
+            self.is_reachable = not failed.is_set()
             return answer
-        self.answers = False
+        self.is_reachable = False
         return None

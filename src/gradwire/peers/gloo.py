@@ -1,4 +1,4 @@
-"""Point-to-point messages over Gloo groups of our own."""
+"""Point-to-point messages over Gloo groups that gradwire makes for itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from gradwire.peers.groups import ClosedGroup, Messages, Traffic
+from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
 from gradwire.peers.process_groups import timeout_of
 
 # Two tags that no message carries: see `GlooGroup.close` and `GlooGroup.watch`.
@@ -26,7 +26,10 @@ _NUM_ROUNDS = 1 << 15
 
 
 def open_gloo(group: dist.ProcessGroup, prefix: str, *, late: bool = False) -> GlooGroup:
-    """A Gloo group of our own, with the ranks and the timeout of ``group``; collective, or its `open` is."""
+    """Make a Gloo group with the ranks and the timeout of ``group``; collective.
+
+    With ``late``, it does not connect before its `GlooGroup.open`, which is then the collective call.
+    """
     store: Any = group.get_group_store()
     if late and isinstance(getattr(store, "_underlying_non_prefix_store", None), TCPStore):
         store = store.clone()
@@ -34,15 +37,15 @@ def open_gloo(group: dist.ProcessGroup, prefix: str, *, late: bool = False) -> G
 
 
 class GlooGroup:
-    """A Gloo group of our own, unknown to torch's registry, so nothing else can interleave with it.
+    """A Gloo group that torch's registry does not know, so no other traffic interleaves with it.
 
-    Rows go by point-to-point messages, receives posted before sends: on a rate-limited link that holds
-    96 to 100 % of the rate at every size, where Gloo's own all-to-all falls to 60 % and its all-gather
-    runs at a tenth of the loopback.
+    Rows travel as point-to-point messages, with receives posted before sends. On a rate-limited link that
+    reaches 96 to 100 % of the rate at every size, where Gloo's own all-to-all falls to 60 %. Gloo's
+    all-gather runs at a tenth of the loopback's speed.
 
-    Between two ranks there is a connection for each way. In one for both, Gloo's thread can neither read nor
-    sleep while another thread writes to it, and what says that a receive is posted queues behind the bytes
-    that go the same way: on loopback that took 1.2 times as long.
+    Two ranks have a connection for each direction. With one for both, Gloo's thread can neither read nor
+    sleep while another thread writes to it. The notice that a receive is posted then queues behind the
+    bytes that go the same way. On loopback that took 1.2 times as long.
     """
 
     native_sum = None
@@ -50,77 +53,67 @@ class GlooGroup:
     def __init__(
         self, store: Store, prefix: str, rank: int, size: int, timeout: timedelta, *, late: bool = False
     ) -> None:
-        """Connect to the other ranks, or leave that to `open` if ``late``.
+        """Connect to the other ranks or, if ``late``, leave that to `open`.
 
-        Collective; raises RuntimeError when they cannot be reached. A late group needs a ``store`` of its
-        own: who waits in one keeps all others out of it.
+        Collective; raises RuntimeError if they cannot be reached. A late group needs a ``store`` with a
+        connection of its own: a thread that waits in a store keeps all others out of it.
         """
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
         self.waits_for: int | None = None
-        """The rank whose message this one is waiting for, if it is waiting."""
+        """The rank whose message this one is waiting for, or None if it is not waiting."""
         self._round = 0
-        self._ways: tuple[Any, ...] = ()
+        self._connections: tuple[Any, ...] = ()
         self._is_closed, self._closing = False, threading.Lock()
         self._connect = functools.partial(_connect, store, prefix, rank, size, timeout)
         self._is_late = late
         if not late:
-            self._ways = self._connect()
+            self._connections = self._connect()
 
     def open(self) -> None:
-        """Connect, if that was left for later; after `close` too, for others wait for this rank."""
+        """Connect a late group; also after `close`, since the other ranks wait for this one to connect."""
         if self._is_late:
-            ways = self._connect()
+            connections = self._connect()
             with self._closing:
-                self._ways, self._is_late = ways, False
+                self._connections, self._is_late = connections, False
             if self._is_closed:
                 self.close()
 
-    def way(self, sender: int, receiver: int) -> Any:
-        """The connections by which one rank sends to another."""
-        if not self._ways:
-            raise ClosedGroup(self.rank, "this rank has closed the group")
-        return self._ways[sender < receiver]
+    def connection(self, sender: int, receiver: int) -> Any:
+        """Return the Gloo process group by which ``sender`` sends to ``receiver``."""
+        if not self._connections:
+            raise PeerUnreachable(self.rank, "this rank has closed the group")
+        return self._connections[sender < receiver]
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
         self._round = self._round % (_NUM_ROUNDS - 1) + 1
         return _GlooMessages(self, self._round, rows)
 
     def watch(self, peer: int) -> None:
-        """Block until ``peer`` closes the group or dies; nothing is ever sent for it."""
-        with _closing(peer):
-            # For as long as the run lasts, whatever the group's own timeout is.
-            way = self.way(peer, self.rank)
-            way.recv([torch.zeros(1)], peer, _WATCHING_TAG).wait(timedelta(days=365))
+        """Block until ``peer`` closes the group or dies, then raise PeerUnreachable."""
+        with _name_peer(peer):
+            connection = self.connection(peer, self.rank)
+            # Nothing is ever sent with this tag. The wait must outlast the run, whatever the group's timeout.
+            connection.recv([torch.zeros(1)], peer, _WATCHING_TAG).wait(timedelta(days=365))
 
     def close(self) -> None:
         with self._closing:
-            ways, self._ways, self._is_closed = self._ways, (), True
+            connections, self._connections, self._is_closed = self._connections, (), True
         if self.size == 1:
             return
         # Neither abort() nor shutdown() frees a thread that waits in this group. A receive that times
         # out does: it closes every connection of this group, and of this group only.
-        for way in ways:
+        for connection in connections:
             with contextlib.suppress(RuntimeError):
-                way.recv([torch.zeros(1)], (self.rank + 1) % self.size, _CLOSING_TAG).wait(
+                connection.recv([torch.zeros(1)], (self.rank + 1) % self.size, _CLOSING_TAG).wait(
                     timedelta(milliseconds=1)
                 )
 
 
-def _connect(store: Store, prefix: str, rank: int, size: int, timeout: timedelta) -> tuple[Any, ...]:
-    """What goes to lower ranks and what goes to higher, by one device and so one thread."""
-    try:  # torch's stubs leave out most of this class
-        down: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/down", store), rank, size, timeout)
-        up: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/up", store), rank, size, down.options)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {rank}: gradwire could not connect to the other ranks of the group: {error}"
-        ) from error
-    return down, up
-
-
 class _GlooMessages:
+    """One round of messages; all receives are posted in the constructor."""
+
     def __init__(self, owner: GlooGroup, number: int, rows: Sequence[Tensor]) -> None:
         self._owner = owner
         self._number = number
@@ -128,16 +121,16 @@ class _GlooMessages:
         self._sends: dict[int, dist.Work] = {}
         for peer, row in enumerate(rows):
             if peer != owner.rank and row.numel():
-                with _closing(peer):
-                    way = owner.way(peer, owner.rank)
-                    self._receives[peer] = way.recv([row], peer, _tag(number, row))
+                with _name_peer(peer):
+                    connection = owner.connection(peer, owner.rank)
+                    self._receives[peer] = connection.recv([row], peer, _tag(number, row))
 
     def send(self, peer: int, row: Tensor) -> None:
         if row.numel() == 0:
             return
-        with _closing(peer):
-            way = self._owner.way(self._owner.rank, peer)
-            self._sends[peer] = way.send([row], peer, _tag(self._number, row))
+        with _name_peer(peer):
+            connection = self._owner.connection(self._owner.rank, peer)
+            self._sends[peer] = connection.send([row], peer, _tag(self._number, row))
         self._owner.traffic.bytes_sent += row.numel() * row.element_size()
         self._owner.traffic.num_messages += 1
 
@@ -154,27 +147,42 @@ class _GlooMessages:
         if work is None:
             return
         begin, self._owner.waits_for = time.perf_counter(), peer
-        with _closing(peer):
+        with _name_peer(peer):
             work.wait()
         self._owner.waits_for = None
         self._owner.traffic.wait_s += time.perf_counter() - begin
 
 
+def _connect(store: Store, prefix: str, rank: int, size: int, timeout: timedelta) -> tuple[Any, ...]:
+    """Return a process group for sends to lower ranks and one for sends to higher ranks.
+
+    They share one Gloo device, and so one thread.
+    """
+    try:  # typed as Any: torch's stubs leave out most of this class
+        down: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/down", store), rank, size, timeout)
+        up: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/up", store), rank, size, down.options)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank}: gradwire could not connect to the other ranks of the group: {error}"
+        ) from error
+    return down, up
+
+
 @contextlib.contextmanager
-def _closing(peer: int) -> Iterator[None]:
-    """Make Gloo's error, which any call on a closed connection raises, one about ``peer``."""
+def _name_peer(peer: int) -> Iterator[None]:
+    """Turn the RuntimeError of any call on a closed connection into one that names ``peer``."""
     try:
         yield
     except RuntimeError as error:
         # "[file.cc:553] Connection closed by peer [127.0.0.1]:80. This is typically caused by ..."
         reason = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". This is typically")[0]
-        raise ClosedGroup(peer, reason) from error
+        raise PeerUnreachable(peer, reason) from error
 
 
 def _tag(number: int, row: Tensor) -> int:
-    """The tag of one message of a round, its size included.
+    """Return the tag of a message: the number of its round, and its size.
 
-    Gloo ends the process when a message meets a receive of another size; a message that nobody expects is
-    an error after the timeout.
+    Gloo ends the process when a message meets a receive of another size. With the size in the tag they do
+    not meet, and the receive times out instead.
     """
     return number << 16 | row.numel() * row.element_size() % 65521

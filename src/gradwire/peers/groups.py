@@ -1,4 +1,4 @@
-"""Groups of ranks, and the one primitive that exchanges are written in."""
+"""Groups of ranks, and rounds of messages: the one primitive that exchanges are written in."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 
 @dataclass
 class Traffic:
-    """What a group has sent so far, and how long it waited for it."""
+    """The messages that a group has sent so far, and the time it has waited for them."""
 
     bytes_sent: int = 0
     num_messages: int = 0
     wait_s: float = 0.0
 
     def since(self, earlier: Traffic) -> Traffic:
+        """Return the traffic after ``earlier``, which is a copy of this one from then."""
         return Traffic(
             self.bytes_sent - earlier.bytes_sent,
             self.num_messages - earlier.num_messages,
@@ -40,7 +41,7 @@ class Messages(Protocol):
         ...
 
     def finish(self) -> None:
-        """Return when everything has been sent and has arrived."""
+        """Return when all rows have been sent and have arrived."""
         ...
 
 
@@ -53,36 +54,61 @@ class Group(Protocol):
 
     @property
     def native_sum(self) -> Callable[[Tensor], None] | None:
-        """The backend's own sum over ranks, in place, if that is the fastest for fp32."""
+        """The backend's own sum over ranks, in place; None if rounds of messages are faster for fp32."""
         ...
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
-        """Open a round: ``rows[r]`` is where the row from rank r goes; empty rows are not sent."""
+        """Begin a round that receives the row of rank r into ``rows[r]``; empty rows are not sent."""
         ...
 
     def close(self) -> None:
-        """Give the group up; ranks that wait for this one learn of it at once."""
+        """Close the group; ranks that wait for this one learn of it at once."""
         ...
 
 
+class PeerUnreachable(Exception):
+    """A peer could not be reached: it closed its group, died, or took longer than the timeout."""
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(f"no message from rank {peer}: {reason}")
+        self.peer = peer
+
+
 def gather(rows: Sequence[Tensor], group: Group) -> None:
-    """Give every rank every rank's own row: ``rows[r]`` becomes that of rank r."""
+    """Give every rank every rank's row: send ``rows[group.rank]``, and receive the others in place."""
     messages = group.post(rows)
     for distance in range(1, group.size):
         messages.send((group.rank + distance) % group.size, rows[group.rank])
     messages.finish()
 
 
-class Subgroup:
-    """Some ranks of a group, who exchange rows by way of it.
+class SingleRankGroup:
+    """A group of this rank alone, for local work that must keep its place in a lane's order."""
 
-    Every rank of the whole group belongs to some subgroup of the same kind, and all issue the same rounds.
+    rank = 0
+    size = 1
+    native_sum = None
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def post(self, rows: Sequence[Tensor]) -> Messages:
+        raise AssertionError("there is nobody to send messages to")
+
+    def close(self) -> None:
+        """Do nothing: no rank waits for this one."""
+
+
+class Subgroup:
+    """Some ranks of a group, which exchange rows through that group.
+
+    Every rank of the whole group belongs to one such subgroup, and all issue the same rounds.
     """
 
     native_sum = None
 
     def __init__(self, group: Group, ranks: Sequence[int]) -> None:
-        """The ``ranks`` of ``group``, this one among them, in order."""
+        """Take ``ranks`` of ``group``, in this order; this rank must be among them."""
         self.rank = ranks.index(group.rank)
         self.size = len(ranks)
         self.traffic = group.traffic
@@ -96,10 +122,12 @@ class Subgroup:
         return _SubgroupMessages(self._group.post(everyone), self._ranks)
 
     def close(self) -> None:
-        """Nothing to do: the group is another's."""
+        """Do nothing: the owner of the whole group closes it."""
 
 
 class _SubgroupMessages:
+    """One round of the whole group, with peers numbered as in the subgroup."""
+
     def __init__(self, messages: Messages, ranks: Sequence[int]) -> None:
         self._messages = messages
         self._ranks = ranks
@@ -112,28 +140,3 @@ class _SubgroupMessages:
 
     def finish(self) -> None:
         self._messages.finish()
-
-
-class ClosedGroup(Exception):
-    """A peer could not be reached: it closed, died or took longer than the timeout."""
-
-    def __init__(self, peer: int, reason: str) -> None:
-        super().__init__(f"no message from rank {peer}: {reason}")
-        self.peer = peer
-
-
-class Alone:
-    """A group of this rank alone, for work that is local but must keep its place in a lane's order."""
-
-    rank = 0
-    size = 1
-    native_sum = None
-
-    def __init__(self) -> None:
-        self.traffic = Traffic()
-
-    def post(self, rows: Sequence[Tensor]) -> Messages:
-        raise AssertionError("there is nobody to send messages to")
-
-    def close(self) -> None:
-        """Nothing to do: nobody waits for this rank."""

@@ -1,4 +1,4 @@
-"""Messages over the user's own NCCL group."""
+"""Messages over the NCCL group of the user's model."""
 
 from __future__ import annotations
 
@@ -8,42 +8,44 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.peers.groups import ClosedGroup, Messages, Traffic
+from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
 
 
 class NcclGroup:
-    """The model's own NCCL group; every call is enqueued on the current CUDA stream, none waits."""
+    """The model's NCCL group. Every call is enqueued on the current CUDA stream; the host never waits."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self.traffic = Traffic()
-        # Weakly: lanes are kept by group, and must not keep it.
+        # Lanes are cached by process group: a strong reference from a lane would keep the group alive.
         self._group_ref = weakref.ref(group)
 
     @property
     def _group(self) -> dist.ProcessGroup:
         group = self._group_ref()
         if group is None:
-            raise ClosedGroup(self.rank, "the process group has been destroyed")
+            raise PeerUnreachable(self.rank, "the process group has been destroyed")
         return group
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
         return _NcclMessages(self, self._group, rows)
 
     def native_sum(self, tensor: Tensor) -> None:
-        """NCCL's own allreduce: not in rank order, but the same on every rank."""
-        # What a ring sends; NCCL may choose a tree, which sends about the same.
+        """Sum by NCCL's allreduce: not in rank order, but the same on every rank."""
+        # The bytes of a ring. NCCL may choose a tree, which sends about as many.
         numel = 2 * (self.size - 1) * tensor.numel() // self.size
         self.traffic.bytes_sent += numel * tensor.element_size()
         self.traffic.num_messages += 2 * (self.size - 1)
         dist.all_reduce(tensor, group=self._group)
 
     def close(self) -> None:
-        """Nothing to do: the group is the user's."""
+        """Do nothing: the group belongs to the user."""
 
 
 class _NcclMessages:
+    """One round of messages, launched together at the first `wait`."""
+
     def __init__(self, owner: NcclGroup, group: dist.ProcessGroup, rows: Sequence[Tensor]) -> None:
         self._owner = owner
         self._group = group

@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves tensors on ``device`` in ``group``."""
+    """Return the name of the backend that serves tensors on ``device``, in lower case."""
     return group._get_backend(device).name().lower()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long the group's own collectives wait."""
+    """Return the timeout of the group's own collectives."""
     for device in group._device_types:
         timeout = getattr(group._get_backend(device).options, "_timeout", None)
         if timeout is not None:

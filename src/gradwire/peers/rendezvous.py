@@ -13,71 +13,80 @@ from typing import Any
 
 import torch.distributed as dist
 
-_FIRST = "gradwire/first"  # under which rank 0 writes its name
+_FIRST_KEY = "gradwire/first"
+"""The key under which rank 0 writes its process name."""
 _SLOWEST_POLL_S = 0.05
 
 
 @dataclass
-class _Company:
-    """This process among the ranks of a group: its own name, that of all when they know it, and a count."""
+class _Session:
+    """The present processes of a group's ranks, as this process knows them."""
 
-    own: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process_name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """The name of this process, unlike that of any other."""
     name: str | None = None
-    num_meetings: int = 0
+    """The name of the session, the same on all ranks; None before they have met."""
+    num_rendezvous: int = 0
 
 
-_companies: weakref.WeakKeyDictionary[dist.ProcessGroup, _Company] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, _Session] = weakref.WeakKeyDictionary()
 
 
 def next_rendezvous(group: dist.ProcessGroup) -> str:
-    """A name that is new to the group, and the same on each rank if all ask equally often.
+    """Return a rendezvous name without waiting for other ranks; for hooks, which must not wait.
 
-    Counted in the store, so that it is new also to a group that was destroyed and made again there. For
-    hooks, which must not wait for others; all else uses `join_rendezvous`.
+    The name is new to the group, and the same on all ranks if all have called this equally often. The
+    calls are counted in the store, so the name is also new to a group that was destroyed and made again.
+    Everything else uses `join_rendezvous`.
     """
-    number = group.get_group_store().add(f"gradwire/meetings/{group.rank()}", 1)
+    number = group.get_group_store().add(f"gradwire/rendezvous/{group.rank()}", 1)
     return f"gradwire/{number}"
 
 
 def join_rendezvous(group: dist.ProcessGroup, timeout: timedelta, caller: str = "gradwire.attach") -> str:
-    """A name as `next_rendezvous` gives, that of one process of each rank and of no other; collective.
+    """Return a new rendezvous name, shared by one process per rank; collective.
 
-    See the note *Stores that outlive their ranks*. Raises RuntimeError when a rank does not come in time.
+    See Note [Stores that outlive their ranks]. Raises RuntimeError if a rank does not come in time;
+    ``caller`` is the function that the error names.
     """
-    company = _companies.setdefault(group, _Company())
-    company.num_meetings += 1
-    if company.name is None:
-        company.name = _gather(group, company, timeout, caller)
-    return _meeting(company.name, company.num_meetings)
+    session = _sessions.setdefault(group, _Session())
+    session.num_rendezvous += 1
+    if session.name is None:
+        session.name = _meet(group, session, timeout, caller)
+    return _rendezvous_name(session.name, session.num_rendezvous)
 
 
-def give_up(
-    group: dist.ProcessGroup, meeting: str, missing: Sequence[int], timeout: timedelta, caller: str
+def missing_ranks_error(
+    group: dist.ProcessGroup, rendezvous: str, missing: Sequence[int], timeout: timedelta, caller: str
 ) -> RuntimeError:
-    """What to raise when ``missing`` have not come; those who come later find that this rank has gone."""
+    """Return the error for ranks that did not come, and leave word for them that this rank has gone."""
     rank, size, ranks = group.rank(), group.size(), ", ".join(map(str, missing))
     text = f"error: it gave up waiting for rank(s) {ranks}"
-    group.get_group_store().set(claim_key(meeting, rank), text)
+    group.get_group_store().set(claim_key(rendezvous, rank), text)
     return RuntimeError(
         f"rank {rank}: {caller} is collective, but rank(s) {ranks} of {size} did not call it within "
         f"{timeout.total_seconds():g} s; every rank of the model's process group must"
     )
 
 
-def claim_key(meeting: str, rank: int) -> str:
-    """Where in the store a rank says what it has come for."""
-    return f"{meeting}/claim/{rank}"
+def claim_key(rendezvous: str, rank: int) -> str:
+    """Return the key under which a rank writes its claim to the store."""
+    return f"{rendezvous}/claim/{rank}"
 
 
 # Note [Stores that outlive their ranks]
-# torchrun keeps one store for all that it starts, so a rank that was started again finds there what dead ones
-# have left. Where one of them had died before a meeting that the others were in, counts kept there differ
-# for ever, and what a rank reads of a peer may be a dead one's. So every process gives itself a name. Rank 0
-# writes its own; the others answer under that name with theirs, again whenever it changes; when all have,
-# rank 0 says whom it has seen. Who finds itself among them knows that rank 0 lives, for a dead one cannot
-# have seen it, and rank 0's name is from then on that of all.
-def _gather(group: dist.ProcessGroup, company: _Company, timeout: timedelta, caller: str) -> str:
-    """The name of all, when all are there."""
+# torchrun keeps one store for all processes that it starts, so a restarted rank finds there what dead
+# processes have left. A rank that died before a rendezvous has counted fewer than the others, so counts in
+# the store may differ for ever. And a rank may read the answer of a dead process for that of a peer.
+#
+# So every process gives itself a random name:
+# 1. Rank 0 writes its name.
+# 2. The other ranks answer under that name with their own names, and answer again when rank 0's name changes.
+# 3. When all have answered, rank 0 writes the names it has seen.
+# 4. A rank that finds its own name there knows that this rank 0 is alive: a dead one cannot have seen it.
+# From then on, rank 0's name is the name of the session.
+def _meet(group: dist.ProcessGroup, session: _Session, timeout: timedelta, caller: str) -> str:
+    """Wait until all ranks are there, and return the name of the session."""
     store: Any = group.get_group_store()
     rank, others, name = group.rank(), range(1, group.size()), ""
 
@@ -86,27 +95,27 @@ def _gather(group: dist.ProcessGroup, company: _Company, timeout: timedelta, cal
 
     def is_seen() -> bool:
         nonlocal name
-        if store.check([_FIRST]) and (first := store.get(_FIRST).decode()) != name:
+        if store.check([_FIRST_KEY]) and (first := store.get(_FIRST_KEY).decode()) != name:
             name = first
-            store.set(_answer_key(name, rank), company.own)
+            store.set(_answer_key(name, rank), session.process_name)
         seen = _seen_key(name)
-        return bool(name) and store.check([seen]) and company.own in json.loads(store.get(seen))
+        return bool(name) and store.check([seen]) and session.process_name in json.loads(store.get(seen))
 
     if rank == 0:
-        name = company.own
-        store.set(_FIRST, name)
+        name = session.process_name
+        store.set(_FIRST_KEY, name)
     if not _poll(has_seen_all if rank == 0 else is_seen, time.monotonic() + timeout.total_seconds()):
         missing = [peer for peer in others if name and not store.check([_answer_key(name, peer)])]
-        meeting = _meeting(name, company.num_meetings)
-        raise give_up(group, meeting, missing or [0], timeout, caller)
+        rendezvous = _rendezvous_name(name, session.num_rendezvous)
+        raise missing_ranks_error(group, rendezvous, missing or [0], timeout, caller)
     if rank == 0:
         answers = [store.get(_answer_key(name, peer)).decode() for peer in others]
         store.set(_seen_key(name), json.dumps(answers))
     return name
 
 
-def _meeting(name: str, number: int) -> str:
-    return f"gradwire/{name}/{number}"
+def _rendezvous_name(session: str, number: int) -> str:
+    return f"gradwire/{session}/{number}"
 
 
 def _answer_key(name: str, rank: int) -> str:
@@ -118,7 +127,7 @@ def _seen_key(name: str) -> str:
 
 
 def _poll(is_over: Callable[[], bool], deadline: float) -> bool:
-    """Ask until it is over or the deadline is; False then."""
+    """Ask ``is_over`` until it returns True; return False if the deadline passes first."""
     pause_s = 0.001
     while not is_over():
         if time.monotonic() > deadline:

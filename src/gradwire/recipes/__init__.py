@@ -1,7 +1,12 @@
-"""What goes over the wire: plain recipes by name, and those composed of them, by step and by parameter."""
+"""Recipes: names and options for exchanges, composition by step and by parameter, plans of bytes.
 
+Protocols do not belong here but to `exchanges`, and encodings to `codecs`.
+"""
+
+from gradwire.recipes import fingerprint
 from gradwire.recipes.composed import recipe, route, route_tables, schedule, with_node_size
-from gradwire.recipes.plain import (
+from gradwire.recipes.plan import WirePlan, make_plan
+from gradwire.recipes.registry import (
     RECIPES,
     Recipe,
     Reduction,
@@ -16,7 +21,6 @@ from gradwire.recipes.plain import (
     powersgd,
     sign,
 )
-from gradwire.recipes.plan import WirePlan, make_plan
 from gradwire.recipes.resolution import agree_on_nodes, kernels_of, require_averaging, resolve_for_module
 from gradwire.recipes.spelling import is_factory
 
@@ -28,6 +32,7 @@ __all__ = [
     "acp",
     "agree_on_nodes",
     "bf16",
+    "fingerprint",
     "fp8",
     "fp16",
     "fp32",

@@ -1,4 +1,4 @@
-"""Recipes composed of others, by step and by parameter; and text that becomes a recipe of any kind."""
+"""Recipes composed of others, by step and by parameter, and the parser of recipes as text."""
 
 from __future__ import annotations
 
@@ -8,16 +8,39 @@ from typing import Any
 
 from gradwire.exchanges import Route, Schedule, Selector
 from gradwire.recipes.option_text import parse_options
-from gradwire.recipes.plain import RECIPES, Recipe
-from gradwire.recipes.spelling import Misspelt, no_recipe
+from gradwire.recipes.registry import RECIPES, Recipe
+from gradwire.recipes.spelling import InvalidRecipeText, recipe_type_error
+
+
+def recipe(spec: str | Recipe) -> Recipe:
+    """Return the recipe that ``spec`` names: ``"bf16"``, or with options ``"fp16:reduction=sum"``.
+
+    Separate several options by commas: ``"int4:block=64,feedback=false"``. Raises ValueError for an unknown
+    name or option and for a value that does not fit, and TypeError if ``spec`` is neither text nor a recipe.
+
+    >>> print(recipe("fp16:reduction=sum"))
+    fp16:reduction=sum
+    >>> recipe("bf61")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: there is no recipe 'bf61'; did you mean 'bf16' or 'fp16'? Recipes: noop, fp32, fp16, ...
+    """
+    if isinstance(spec, Recipe):
+        return spec
+    if not isinstance(spec, str):
+        raise recipe_type_error(spec)
+    try:
+        return _parse(spec)
+    except InvalidRecipeText as error:
+        raise error.explain(spec, _parse) from None
 
 
 def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
-    """One recipe after another: ``stages`` has the first step of each, the first of them 0.
+    """Use one recipe after another; ``stages`` maps the first step of each to it, and begins with step 0.
 
-    What a recipe has held back is taken over by the next, or sent with its first gradients. As text:
-    ``"schedule(0=fp32; 1000=int8; 5000=int4)"``. Raises ValueError for stages that do not begin with step
-    0, of which some average and some sum, or that are schedules or routes themselves.
+    The next recipe takes over the residuals of the one before, or sends them with its first gradients. As
+    text: ``"schedule(0=fp32; 1000=int8; 5000=int4)"``. Raises ValueError if no stage begins with step 0, if
+    some recipes average and some sum, or if a stage is itself a schedule or a route.
 
     >>> print(schedule({0: "fp32", 1000: "int8", 5000: "int4:block=64"}))
     schedule(0=fp32; 1000=int8; 5000=int4:block=64)
@@ -25,21 +48,27 @@ def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
     chosen = {int(start): recipe(each) for start, each in sorted(stages.items())}
     for each in chosen.values():
         if each.parts:
-            raise ValueError(f"the stages of a schedule are plain recipes, not {each}")
-    if not chosen or min(chosen) != 0:
-        raise ValueError(f"a schedule begins with step 0, not {min(chosen, default='without stages')}")
+            raise ValueError(f"a stage of a schedule cannot be a schedule or a route itself: {each}")
+    if not chosen:
+        raise ValueError("a schedule begins with step 0, and this one has no stages")
+    if min(chosen) != 0:
+        raise ValueError(f"a schedule begins with step 0, not {min(chosen)}")
     return _compose(Schedule, chosen)
 
 
 def route(routes: Mapping[str, str | Recipe]) -> Recipe:
-    """Each parameter by the recipe of the first key that fits it.
+    """Average each parameter by the recipe of the first key that fits it.
 
-    A key is a pattern of names as ``fnmatch`` has it (``"*.norm*"``), a bound on a figure (``"ndim<2"``,
-    ``"numel>=65536"``), a shape (``"(50257, *)"``), or several of these with ``&`` between them
-    (``"embed.* & numel>65536"``). A key by which no parameter goes, and a parameter without a key, are
-    errors of `attach`. As text: ``"route(*.norm*=fp32; numel<=1024=fp32; *=int4)"``; a recipe in it may be
-    a schedule. Raises ValueError for keys that are none of these, recipes of which some average and some
-    sum, and routes inside.
+    A key is one of these, or several joined by ``&`` (``"embed.* & numel>65536"``):
+
+    - a pattern of names, as in ``fnmatch``: ``"*.norm*"``
+    - a bound: ``"ndim<2"``, ``"numel>=65536"``
+    - a shape: ``"(50257, *)"``
+
+    `attach` raises ValueError for a key that no parameter goes by, and for a parameter that no key fits. As
+    text: ``"route(*.norm*=fp32; numel<=1024=fp32; *=int4)"``. A recipe in it may be a schedule. Raises
+    ValueError for a key of another form, if some recipes average and some sum, or if a recipe is itself a
+    route.
 
     >>> print(route({"*.norm*": "fp32", "ndim<2": "fp32", "embed.* & numel>65536": "int8", "*": "int4"}))
     route(*.norm*=fp32; ndim<2=fp32; embed.* & numel>65536=int8; *=int4)
@@ -55,38 +84,20 @@ def route(routes: Mapping[str, str | Recipe]) -> Recipe:
     return _compose(Route, chosen)
 
 
-def _compose(kind: type[Schedule] | type[Route], chosen: Mapping[Any, Recipe]) -> Recipe:
-    """A schedule's or a route's recipe, from its parts."""
-    name, parts = kind.__name__.lower(), tuple(chosen.items())
-    if len(reductions := {each.reduction for _, each in parts}) > 1:
-        raise ValueError(f"the recipes of a {name} must reduce alike, and of these some average and some sum")
-    text = f"{name}({'; '.join(f'{key}={each}' for key, each in parts)})"
-    exchanges = tuple((key, each.exchange) for key, each in parts)
-    return Recipe(text, kind(exchanges), reductions.pop(), parts=parts)
-
-
-def _with_each(changed: Recipe, change: Callable[[Recipe], Recipe]) -> Recipe:
-    """The same composition of other plain recipes."""
-    if not changed.parts:
-        return change(changed)
-    kind = Route if isinstance(changed.exchange, Route) else Schedule
-    return _compose(kind, {key: _with_each(each, change) for key, each in changed.parts})
-
-
 def with_node_size(whole: Recipe, local_size: int) -> Recipe:
-    """``whole`` on nodes of so many ranks: each recipe in it as it is alone.
+    """Return ``whole`` for nodes of ``local_size`` ranks; each recipe in it changes as it would alone.
 
     >>> print(with_node_size(schedule({0: "fp32", 9: "int4"}), local_size=8))
     schedule(0=fp32; 9=int4:local_size=8)
     """
-    return _with_each(whole, lambda each: each.with_node_size(local_size))
+    return _map_leaves(whole, lambda each: each.with_node_size(local_size))
 
 
 def route_tables(whole: Recipe, names: Iterable[str]) -> Recipe:
-    """A route that takes the parameters ``names`` by the recipe for tables, and all others by ``whole``.
+    """Return a route of the parameters ``names`` by the recipe for tables, and of all others by ``whole``.
 
-    Itself if it has none, if there are no such parameters, or if a name cannot stand in a route. Of a
-    schedule, each stage as it is alone. A route says itself what goes how.
+    In a schedule, each stage has its own recipe for tables. Returns ``whole`` itself if it has no recipe
+    for tables, if it is a route, if there are no names, or if no name can stand in a route.
 
     >>> print(route_tables(recipe("powersgd"), ["embed.weight"]))
     route(embed.weight=int4; *=powersgd:tables=same)
@@ -94,60 +105,55 @@ def route_tables(whole: Recipe, names: Iterable[str]) -> Recipe:
     route(embed.weight=int4; *=schedule(0=int4; 9=sign:tables=same))
     """
     chosen = [name for name in names if not set(name) & set("*?[=;&<>()")]
-    is_same = all(each.tables == "same" for each in whole.plain())
+    is_same = all(each.tables == "same" for each in whole.leaves())
     if not chosen or is_same or isinstance(whole.exchange, Route):
         return whole
-    tables = _merged(_with_each(whole, Recipe.for_tables))
-    return route({**dict.fromkeys(chosen, tables), "*": _with_each(whole, Recipe.for_others)})
+    tables = _merge_stages(_map_leaves(whole, Recipe.for_tables))
+    return route({**dict.fromkeys(chosen, tables), "*": _map_leaves(whole, Recipe.for_others)})
 
 
-def _merged(whole: Recipe) -> Recipe:
-    """A schedule without stages that are like the one before; a single stage by itself."""
+def _compose(kind: type[Schedule] | type[Route], chosen: Mapping[Any, Recipe]) -> Recipe:
+    """Return the recipe of a schedule or a route, from its recipes by step or selector."""
+    name, parts = kind.__name__.lower(), tuple(chosen.items())
+    if len(reductions := {each.reduction for _, each in parts}) > 1:
+        raise ValueError(f"the recipes of a {name} must reduce alike, but some of these average and some sum")
+    text = f"{name}({'; '.join(f'{key}={each}' for key, each in parts)})"
+    exchanges = tuple((key, each.exchange) for key, each in parts)
+    return Recipe(text, kind(exchanges), reductions.pop(), parts=parts)
+
+
+def _map_leaves(whole: Recipe, change: Callable[[Recipe], Recipe]) -> Recipe:
+    """Return the same composition with each recipe in it changed."""
+    if not whole.parts:
+        return change(whole)
+    kind = Route if isinstance(whole.exchange, Route) else Schedule
+    return _compose(kind, {key: _map_leaves(each, change) for key, each in whole.parts})
+
+
+def _merge_stages(whole: Recipe) -> Recipe:
+    """Drop each stage of a schedule that equals the one before; return a single stage by itself."""
     recipes = [each for _, each in whole.parts]
     changes = zip(whole.parts, [None, *recipes], strict=False)
     stages = {start: each for (start, each), before in changes if each != before}
     return _compose(Schedule, stages) if len(stages) > 1 else next(iter(stages.values()), whole)
 
 
-def recipe(spec: str | Recipe) -> Recipe:
-    """The recipe that ``spec`` names: ``"bf16"``, or with options ``"fp16:reduction=sum"``.
-
-    Several options are separated by commas: ``"int4:block=64,feedback=false"``. Raises ValueError for a
-    name or an option that does not exist, or a value that does not fit, and TypeError for what is no text.
-
-    >>> print(recipe("fp16:reduction=sum"))
-    fp16:reduction=sum
-    >>> recipe("bf61")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    ValueError: there is no recipe 'bf61'; did you mean 'bf16' or 'fp16'? Recipes: noop, fp32, fp16, ...
-    """
-    if isinstance(spec, Recipe):
-        return spec
-    if not isinstance(spec, str):
-        raise no_recipe(spec)
-    try:
-        return _parse(spec)
-    except Misspelt as error:
-        raise error.explain(spec, _parse) from None
-
-
 def _parse(spec: str) -> Recipe:
-    """The recipe of a text; raises `Misspelt` for a part of it that is none."""
+    """Return the recipe of a text; raise `InvalidRecipeText` for the part of it that is no recipe."""
     opened, closed = spec.count("("), spec.count(")")
     if opened != closed:
-        raise Misspelt(f"recipe {spec!r} has {opened} '(' and {closed} ')'", spec)
+        raise InvalidRecipeText(f"recipe {spec!r} has {opened} '(' and {closed} ')'", spec)
     for kind, parse in {"schedule(": _parse_schedule, "route(": _parse_route}.items():
         if spec.startswith(kind) and spec.endswith(")"):
-            return parse(_items(spec[len(kind) : -1]))
+            return parse(_split_items(spec[len(kind) : -1]))
     name, _, options = spec.partition(":")
     if name not in RECIPES:
-        raise Misspelt(f"there is no recipe {name!r}", spec)
+        raise InvalidRecipeText(f"there is no recipe {name!r}", spec)
     return RECIPES[name](**parse_options(RECIPES[name], options))
 
 
-def _items(text: str) -> list[str]:
-    """What stands between semicolons; those within parentheses belong to a recipe inside."""
+def _split_items(text: str) -> list[str]:
+    """Split at semicolons, except those inside parentheses: they belong to a recipe within."""
     items: list[str] = []
     for piece in text.split(";"):
         if items and items[-1].count("(") != items[-1].count(")"):
@@ -172,7 +178,7 @@ def _parse_schedule(items: list[str]) -> Recipe:
 def _parse_route(items: list[str]) -> Recipe:
     routes: dict[str, Recipe] = {}
     for item in items:
-        # At the first '=' that is no part of '<=' or '>='.
+        # Split at the first '=' that is not part of '<=' or '>='.
         key, *rest = (part.strip() for part in re.split("(?<![<>])=", item, maxsplit=1))
         if not rest or key in routes:
             raise ValueError(f"a route is pattern=recipe, each pattern once, not {item!r}")

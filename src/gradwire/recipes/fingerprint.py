@@ -1,4 +1,4 @@
-"""What must be the same on every rank, field by field: version, recipe, parameters, buckets."""
+"""Claims for ranks to compare, field by field: their version, recipe, parameters and buckets."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, canonical_name
-from gradwire.recipes import Recipe
+from gradwire.recipes.registry import Recipe
 from gradwire.version import __version__
 
 
 def of_version() -> dict[str, str]:
-    """Ranks of different versions may send different bytes for the same recipe."""
+    """Return the version of gradwire; other versions may send other bytes for the same recipe."""
     return {"gradwire": __version__}
 
 
 def of_recipe(recipe: Recipe) -> dict[str, str]:
-    """The recipe and all that it is made of.
+    """Return the recipe and every field of its exchange.
 
     >>> from gradwire.recipes import bf16
     >>> of_recipe(bf16())["recipe.exchange.codec.dtype"]
@@ -33,7 +33,7 @@ def of_recipe(recipe: Recipe) -> dict[str, str]:
 
 
 def of_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """The parameters that are averaged, in order."""
+    """Return the name, shape and dtype of each parameter that is averaged, in order."""
     return {
         f"parameter {number}": f"{canonical_name(name)}, {_describe(p.shape, p.dtype)}"
         for number, (name, p) in enumerate(named)
@@ -41,7 +41,7 @@ def of_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def of_bucket(layout: BucketLayout) -> dict[str, str]:
-    """What lies where in a bucket."""
+    """Return a bucket's size and dtype, and the name, shape and strides of each parameter in it."""
     name = f"bucket {layout.index}"
     return {
         name: f"{_describe(torch.Size([layout.numel]), layout.dtype)} of {len(layout.slots)} parameters",
@@ -58,6 +58,7 @@ def _describe(shape: torch.Size, dtype: torch.dtype | None = None) -> str:
 
 
 def _flatten(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield a field for ``value`` and, if it is a dataclass or a tuple, one for each value inside it."""
     if is_dataclass(value):
         yield name, type(value).__name__
         for field in fields(value):

@@ -1,4 +1,4 @@
-"""Options as text: a factory's name and those of its arguments that are not as by default."""
+"""A factory's arguments as text: its name, and the options that differ from their defaults."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 
-def spec_of(factory: Callable[..., Any], options: dict[str, object]) -> str:
-    """The text from which the same is made: ``"int4:block=64"``, from the arguments of a factory."""
+def format_spec(factory: Callable[..., Any], options: dict[str, object]) -> str:
+    """Return the text for a call of ``factory`` with these arguments: ``"int4:block=64"``."""
     parameters = inspect.signature(factory).parameters
     given = [(k, options[k]) for k, p in parameters.items() if options.get(k, p.default) != p.default]
-    changed = [f"{k}={_text(value)}" for k, value in given]
+    changed = [f"{k}={_format_value(value)}" for k, value in given]
     return ":".join(filter(None, (factory.__name__, ",".join(changed))))
 
 
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def parse_options(factory: Callable[..., Any], text: str) -> dict[str, object]:
-    """The arguments that ``"block=64,feedback=false"`` gives a factory; ValueError if they cannot be."""
+    """Return the arguments of ``factory`` that a text such as ``"block=64,feedback=false"`` gives.
+
+    Raises ValueError for an option that ``factory`` does not have, and for a value of the wrong type.
+    """
     name, annotations = factory.__name__, typing.get_type_hints(factory)
     known = inspect.signature(factory).parameters
     options: dict[str, object] = {}
@@ -39,8 +38,13 @@ def parse_options(factory: Callable[..., Any], text: str) -> dict[str, object]:
     return options
 
 
+def _format_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _parse_value(name: str, key: str, text: str, kind: object) -> object:
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # `int | None` and the like
+    """Return the value of option ``key``, of the annotated type ``kind``; ``name`` is for the error."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # such as `int | None`
         if text.lower() == "none" and types.NoneType in typing.get_args(kind):
             return None
         kind = next(arm for arm in typing.get_args(kind) if arm is not types.NoneType)

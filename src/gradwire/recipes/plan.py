@@ -1,4 +1,4 @@
-"""What a wire will send: which parameters how, and how many bytes that is."""
+"""Plans: the recipe of each parameter of a wire, and the bytes that it sends."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass
 
 from gradwire.buckets import BucketLayout
 from gradwire.exchanges import Exchange, Route, Selector
-from gradwire.recipes import Recipe
+from gradwire.recipes.registry import Recipe
 
 
 @dataclass(frozen=True)
 class PlannedRoute:
-    """The parameters that go by one recipe."""
+    """The parameters that one recipe averages."""
 
     recipe: str
-    """The recipe; of a route, with its pattern."""
+    """The recipe; in a route, ``pattern=recipe``."""
     parameters: tuple[str, ...]
     numel: int
     bytes_sent: int
-    """By this rank, in a step."""
+    """Bytes that this rank sends in a step."""
 
 
 @dataclass(frozen=True)
 class WirePlan:
-    """One entry for each recipe that parameters go by; prints as a table."""
+    """One entry for each recipe of a wire; prints as a table."""
 
     routes: tuple[PlannedRoute, ...]
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank, in a step."""
+        """Bytes that this rank sends in a step."""
         return sum(route.bytes_sent for route in self.routes)
 
     def __str__(self) -> str:
@@ -48,7 +48,10 @@ class WirePlan:
 def make_plan(
     recipe: Recipe, layouts: Sequence[BucketLayout], rank: int, world_size: int, step: int | None = None
 ) -> WirePlan:
-    """What ``rank`` sends for these buckets in a step, by default in one of the stage that sends most."""
+    """Return the plan of what ``rank`` sends for these buckets in ``step``.
+
+    Without a step, the plan is that of the stage that sends most.
+    """
     router, texts = Route(((Selector("*"), recipe.exchange),)), [str(recipe)]
     if isinstance(recipe.exchange, Route):
         router, texts = recipe.exchange, [f"{selector}={each}" for selector, each in recipe.parts]

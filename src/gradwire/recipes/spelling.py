@@ -1,4 +1,4 @@
-"""What somebody may have meant who gave something else than a recipe."""
+"""Errors for values that are not recipes, with suggestions of what was meant."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from gradwire.recipes.plain import RECIPES
+from gradwire.recipes.registry import RECIPES
 
 _COMPOSED = {"schedule": "schedule(0=fp32; 1000=int8)", "route": "route(ndim<2=fp32; *=int4)"}
-_POSSIBLE = f"Recipes: {', '.join(RECIPES)}; and of these, {' and '.join(_COMPOSED.values())}"
+_POSSIBLE = f"Recipes: {', '.join(RECIPES)}; composed of these, {' and '.join(_COMPOSED.values())}"
 
 
-class Misspelt(ValueError):
-    """Text, or a part of it, that is no recipe."""
+class InvalidRecipeText(ValueError):
+    """A text, or the ``part`` of one, that is no recipe."""
 
     def __init__(self, what: str, part: str) -> None:
         super().__init__(what)
         self.part = part
 
     def explain(self, spec: str, parse: Callable[[str], object]) -> ValueError:
-        """The error for a user who gave ``spec``, with the nearest texts that ``parse`` takes."""
+        """Return the error for a user who gave ``spec``, with the nearest texts that ``parse`` accepts."""
 
         def parses(text: str) -> bool:
             try:
@@ -33,18 +33,18 @@ class Misspelt(ValueError):
                 return False
             return True
 
-        near = filter(parses, (*_respelled(spec), *_respelled(self.part)))
+        near = filter(parses, (*_respell(spec), *_respell(self.part)))
         return ValueError(f"{self}{_did_you_mean(near) or '.'} {_POSSIBLE}")
 
 
 def is_factory(given: object) -> bool:
-    """Whether it makes recipes, when it is called."""
-    # A function that was made by exec may have None for a module.
+    """Return True if calling ``given`` returns a recipe."""
+    # A function made by exec may have None for its module.
     return callable(given) and str(getattr(given, "__module__", "")).startswith(f"{__package__}.")
 
 
-def no_recipe(given: object) -> TypeError:
-    """The error for a user who gave neither text nor a recipe."""
+def recipe_type_error(given: object) -> TypeError:
+    """Return the error for a user who gave neither text nor a recipe."""
     if given is None:
         shown = "None"
     elif callable(given):
@@ -57,6 +57,7 @@ def no_recipe(given: object) -> TypeError:
 
 
 def _hint(given: object) -> str:
+    """Return the end of an error's text that names what to give instead, or an empty text."""
     if given is None:
         return "; 'fp32' averages as DDP does by itself"
     if isinstance(given, Mapping):
@@ -82,8 +83,8 @@ def _did_you_mean(near: Iterator[str] | list[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, texts))}?" if texts else ""
 
 
-def _respelled(spec: str) -> Iterator[str]:
-    """Texts that are near: another word, and colons, semicolons and parentheses where they belong."""
+def _respell(spec: str) -> Iterator[str]:
+    """Yield near texts: with a known name, and with colons, semicolons and parentheses where they belong."""
     word, rest = re.fullmatch(r"\s*(\w*)\s*(.*)", spec, re.DOTALL).groups()  # type: ignore[union-attr]
     inside = (rest[1:] if rest[:1] in {*":([{"} else rest).rstrip(")]} ")
     inside += ")" * (inside.count("(") - inside.count(")"))
@@ -96,6 +97,7 @@ def _respelled(spec: str) -> Iterator[str]:
 
 
 def _near(word: str) -> list[str]:
-    plain, names = word.lower().replace("_", ""), [*RECIPES, *_COMPOSED]
-    longer = [name for name in names if plain.startswith(name)]
-    return longer or difflib.get_close_matches(plain, names, n=2, cutoff=0.5)
+    """Return the known names that ``word`` begins with or, if there are none, up to two similar ones."""
+    lower, names = word.lower().replace("_", ""), [*RECIPES, *_COMPOSED]
+    prefixes = [name for name in names if lower.startswith(name)]
+    return prefixes or difflib.get_close_matches(lower, names, n=2, cutoff=0.5)

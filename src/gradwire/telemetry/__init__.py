@@ -1,11 +1,11 @@
-"""Figures about averaging: statistics, errors beside exact means, and the events written to files.
+"""Figures about averaging: statistics, errors against exact averages, and events written to files.
 
-Nothing here changes what is averaged.
+Code that changes what is averaged does not belong here.
 """
 
 from gradwire.telemetry.meter import Meter, ScaleOf
 from gradwire.telemetry.recorder import Recorder, Telemetry
-from gradwire.telemetry.stats import BucketStats, ParameterStats, StatsBook, StepStats, WireStats
+from gradwire.telemetry.stats import BucketStats, ParameterStats, StatsCollector, StepStats, WireStats
 
 __all__ = [
     "BucketStats",
@@ -13,7 +13,7 @@ __all__ = [
     "ParameterStats",
     "Recorder",
     "ScaleOf",
-    "StatsBook",
+    "StatsCollector",
     "StepStats",
     "Telemetry",
     "WireStats",

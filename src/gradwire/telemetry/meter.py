@@ -1,4 +1,4 @@
-"""Averages compared with exact ones, parameter by parameter."""
+"""Comparison of averages with exact ones, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ ScaleOf = Callable[[torch.device, Group], Scale]
 
 
 class Meter:
-    """Compares the averages of every n-th step with uncompressed ones, from a second exchange."""
+    """Compares the averages of every n-th step with exact ones, from a second, uncompressed exchange."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._step = -1
-        self._found: list[tuple[BucketLayout, Tensor]] = []
+        self._rows: list[tuple[BucketLayout, Tensor]] = []
 
     def is_due(self, step: int) -> bool:
         """Return True if this step is compared."""
         return step % self._every == 0
 
     def measured(self, task: Task, layout: BucketLayout, memory: Memory, scale_of: ScaleOf) -> list[Task]:
-        """Return the tasks that run one bucket's task between an exact exchange and a comparison.
+        """Return three tasks: an exact exchange, the bucket's own task, and the comparison.
 
-        Only the middle one is reported, so that its figures are those of a step that is not compared.
+        Only the bucket's own task is reported, so that its figures are those of any other step.
         """
         if self._step != task.place.step:
             self._step = task.place.step
-            self._found.clear()
-        comparison = _Comparison(layout, memory, scale_of, self._found, task.run)
+            self._rows.clear()
+        comparison = _Comparison(layout, memory, scale_of, self._rows, task.run)
         (flat,) = task.flats
         task = replace(task, overlaps=False)
         return [
@@ -53,7 +53,7 @@ class Meter:
         """Return the figures of the last step that was compared; on CUDA, wait for it."""
         return tuple(
             _stats(slot.name, row)
-            for layout, rows in self._found
+            for layout, rows in self._rows
             for slot, row in zip(layout.slots, rows.tolist(), strict=True)
         )
 
@@ -66,20 +66,20 @@ class _Comparison:
         layout: BucketLayout,
         memory: Memory,
         scale_of: ScaleOf,
-        found: list[tuple[BucketLayout, Tensor]],
+        all_rows: list[tuple[BucketLayout, Tensor]],
         run: Run,
     ) -> None:
         self._layout = layout
         self._memory = memory
         self._scale_of = scale_of
-        self._found = found
+        self._all_rows = all_rows
         self._run = run
         self._exact: Tensor | None = None
         self._result: Tensor | None = None
 
     def average_exactly(self, flats: Sequence[Tensor], group: Group, scratch: Scratch) -> Sequence[Tensor]:
         exact = flats[0].clone()
-        # Without the wire's memory: what is held back is no part of this step's mean.
+        # Without the wire's memory: residuals are not part of this step's exact average.
         average(exact, PLAIN, Context(group, scratch, self._scale_of(exact.device, group), self._layout))
         self._exact = exact
         return flats
@@ -94,38 +94,42 @@ class _Comparison:
         exact, result = self._layout.views(self._exact), self._layout.views(self._result)
         residuals = self._memory.named().get("residual", {})
         rows = [_products(exact[name], result[name], residuals.get(name)) for name in exact]
-        self._found.append((self._layout, torch.stack(rows)))
+        self._all_rows.append((self._layout, torch.stack(rows)))
         return [self._result]
 
 
 def _products(exact: Tensor, result: Tensor, residual: Tensor | None) -> Tensor:
-    """Return the squares of exact mean, result, difference and residual, and the first two's product."""
+    """Return sums over one parameter, in fp64.
+
+    They are the squares of the exact average, the result, their difference and the residual, and the
+    product of exact average and result. Without a residual, its square is NaN.
+    """
     wide, other = _wide(exact), _wide(result)
-    difference, held = other - wide, None if residual is None else _wide(residual)
-    squares = [value.square().sum() for value in (wide, other, difference)]
-    nothing = torch.full_like(squares[0], math.nan)
-    return torch.stack([*squares, nothing if held is None else held.square().sum(), (wide * other).sum()])
+    squares = [value.square().sum() for value in (wide, other, other - wide)]
+    unknown = torch.full_like(squares[0], math.nan)
+    residual_square = unknown if residual is None else _wide(residual).square().sum()
+    return torch.stack([*squares, residual_square, (wide * other).sum()])
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Convert to fp64, whose squares do not overflow."""
+    """Return real values in fp64, whose squares do not overflow."""
     return (torch.view_as_real(values) if values.is_complex() else values).double()
 
 
 def _stats(name: str, row: list[float]) -> ParameterStats:
-    exact, result, difference, held, product = row
+    exact, result, difference, residual, product = row
     return ParameterStats(
         name=name,
-        gradient_norm=_known(math.sqrt(exact)),
+        gradient_norm=_finite_or_none(math.sqrt(exact)),
         relative_error=_ratio(math.sqrt(difference), math.sqrt(exact)),
         cosine=_ratio(product, math.sqrt(exact) * math.sqrt(result)),
-        residual_norm=_known(math.sqrt(held)),
+        residual_norm=_finite_or_none(math.sqrt(residual)),
     )
 
 
 def _ratio(value: float, base: float) -> float | None:
-    return _known(value / base) if base else None
+    return _finite_or_none(value / base) if base else None
 
 
-def _known(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None

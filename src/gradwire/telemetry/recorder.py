@@ -1,4 +1,4 @@
-"""What a wire tells about itself while it runs, to those who want to know."""
+"""Events and figures of a running wire, written to files and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from typing import Any, Protocol, TextIO
 from gradwire.buckets import BucketLayout, Layouts
 from gradwire.errors import describe
 from gradwire.telemetry.meter import Meter
-from gradwire.telemetry.stats import ParameterStats, StatsBook
+from gradwire.telemetry.stats import ParameterStats, StatsCollector
 
 log = logging.getLogger("gradwire")
 
+_PER_PARAMETER = ("gradient_norm", "relative_error", "cosine", "residual_norm")
+
 
 class ScalarWriter(Protocol):
-    """What is used of a TensorBoard ``SummaryWriter``."""
+    """The part of a TensorBoard ``SummaryWriter`` that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
 
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What `attach` is to record; every rank passes one with the same ``every`` and ``errors``.
+    """The choice of what `attach` records; ``every`` and ``errors`` must be the same on all ranks.
 
     Args:
-        every: a step's figures are taken every so many steps, beginning with step 0.
-        jsonl: a file that gets a line of JSON for each event, behind what it has already: of rank 0, or, if
-            ``{rank}`` stands in its name, of every rank in a file of its own.
-        writer: a ``torch.utils.tensorboard.SummaryWriter``, or what else has its ``add_scalar``. It gets
-            this rank's figures, so pass one on one rank, and None on the others.
-        errors: whether these steps also average their gradients uncompressed, to tell each parameter's
-            relative error, cosine and residual norm. That sends as much as ``fp32`` does and needs another
-            copy of a bucket; on CUDA, the end of such a backward pass waits for the device.
+        every: record the figures of every so many steps, beginning with step 0.
+        jsonl: append a line of JSON for each event to this file. Rank 0 writes it. If ``{rank}`` is in its
+            name, every rank writes a file of its own.
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or any object with its ``add_scalar``. It gets
+            this rank's figures: pass one on one rank, and None on the others.
+        errors: also average the gradients of these steps exactly, and record each parameter's relative
+            error, cosine and residual norm. That sends as many bytes as ``fp32`` and needs another copy of
+            a bucket. On CUDA, the end of such a backward pass waits for the device.
 
-    Raises ValueError for ``every`` less than 1, TypeError for a file or writer that is none.
+    Raises ValueError if ``every`` is less than 1, and TypeError for arguments of the wrong type.
 
     >>> Telemetry(every=0)
     Traceback (most recent call last):
@@ -64,7 +66,7 @@ class Telemetry:
             raise TypeError(f"writer has no add_scalar, unlike a SummaryWriter: {type(self.writer).__name__}")
 
     def check_file(self, rank: int) -> None:
-        """OSError if this rank's events cannot be written; leaves no file that was not there."""
+        """Raise OSError if this rank's events cannot be written; leave no new file behind."""
         path = self._path(rank)
         if path is not None:
             was_there = path.exists()
@@ -73,23 +75,24 @@ class Telemetry:
                 path.unlink()
 
     def open_file(self, rank: int) -> TextIO | None:
-        """The file that this rank's events go to, if any."""
+        """Open the file for this rank's events; return None if it writes none."""
         path = self._path(rank)
-        # By lines: what was told before a crash is in the file.
+        # Buffered by line, so that events before a crash are in the file.
         return None if path is None else path.open("a", buffering=1, encoding="utf-8")
 
     def _path(self, rank: int) -> Path | None:
         name = "" if self.jsonl is None else os.fspath(self.jsonl)
-        is_own = self.jsonl is not None and (rank == 0 or "{rank}" in name)
-        return Path(name.replace("{rank}", str(rank))).resolve() if is_own else None
+        is_written = self.jsonl is not None and (rank == 0 or "{rank}" in name)
+        return Path(name.replace("{rank}", str(rank))).resolve() if is_written else None
 
 
 class Recorder:
-    """Events and figures of one rank's wire."""
+    """Writes the events and figures of one rank's wire."""
 
     def __init__(self, telemetry: Telemetry, rank: int, layouts: Layouts, meter: Meter | None) -> None:
-        """Open this rank's file, and take figures of parameters from ``meter``, if there is one."""
+        """Open this rank's file; take the figures of parameters from ``meter``, if there is one."""
         self.parameters: tuple[ParameterStats, ...] = ()
+        """The figures of the last step that was compared."""
         self._every = telemetry.every
         self._writer = telemetry.writer
         self._rank = rank
@@ -100,50 +103,56 @@ class Recorder:
         self._num_skipped = 0
         self._failure = ""
 
-    def tell(self, event: str, step: int, **details: Any) -> None:
+    def write_event(self, event: str, step: int, **details: Any) -> None:
         """Write one event; numbers that are not finite become null."""
         if self._file is None:
             return
-        told = {"event": event, "time": time.time(), "rank": self._rank, "step": step, **details}
+        fields = {"event": event, "time": time.time(), "rank": self._rank, "step": step, **details}
         try:
-            self._file.write(json.dumps({key: _finite(value) for key, value in told.items()}) + "\n")
+            self._file.write(json.dumps({key: _finite(value) for key, value in fields.items()}) + "\n")
         except OSError as error:
-            # A full disk is no reason to end a run, least of all on one rank.
+            # A full disk must not end a run.
             log.warning("rank %d: no more events are written to %s: %s", self._rank, self._file.name, error)
             self._file = None
 
-    def tell_failure(self, step: int, error: Exception) -> None:
-        """Write an error, once, however often it is raised."""
+    def write_failure(self, step: int, error: Exception) -> None:
+        """Write an error as an event, once, however often it is raised."""
         if str(error) != self._failure:
             self._failure = str(error)
-            self.tell("failure", step, error=type(error).__name__, text=str(error))
+            self.write_event("failure", step, error=type(error).__name__, text=str(error))
 
-    def end_step(self, step: int, book: StatsBook, num_skipped: int) -> None:
-        """Tell what the backward pass of this step has brought."""
+    def end_step(self, step: int, stats: StatsCollector, num_skipped: int) -> None:
+        """Write the events of this step's backward pass, and its figures if they are due."""
         if self._buckets != (buckets := self._layouts.current()):
             if self._buckets:
-                self.tell("rebuild", step, buckets=[bucket.numel for bucket in buckets])
+                self.write_event("rebuild", step, buckets=[bucket.numel for bucket in buckets])
             self._buckets = buckets
         if num_skipped != self._num_skipped:
             self._num_skipped = num_skipped
-            self.tell("skip", step, num_skipped=num_skipped)
+            self.write_event("skip", step, num_skipped=num_skipped)
         if step % self._every == 0:
-            self._tell_figures(step, book)
+            self._write_figures(step, stats)
 
-    def _tell_figures(self, step: int, book: StatsBook) -> None:
-        figures = book.of_step(step)
+    def close(self) -> None:
+        """Close the file; later events are dropped."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write_figures(self, step: int, stats: StatsCollector) -> None:
+        figures = stats.of_step(step)
         parameters: dict[str, dict[str, float | None]] = {}
-        if self._meter is not None and (found := self._meter.read()):
-            self.parameters = found
-            figures |= _together(self.parameters)
+        if self._meter is not None and (compared := self._meter.read()):
+            self.parameters = compared
+            figures |= _combine(self.parameters)
             parameters = {
                 each.name: {figure: getattr(each, figure) for figure in _PER_PARAMETER}
                 for each in self.parameters
             }
-        self.tell("step", step, **figures, parameters=parameters)
+        self.write_event("step", step, **figures, parameters=parameters)
         scalars = {f"gradwire/{figure}": value for figure, value in figures.items()}
-        for name, own in parameters.items():
-            scalars |= {f"gradwire/{figure}/{name}": value for figure, value in own.items()}
+        for name, values in parameters.items():
+            scalars |= {f"gradwire/{figure}/{name}": value for figure, value in values.items()}
         for tag, value in scalars.items():
             if value is not None and self._writer is not None:
                 self._write_scalar(tag, value, step)
@@ -152,30 +161,21 @@ class Recorder:
         assert self._writer is not None
         try:
             self._writer.add_scalar(tag, value, step)
-        except Exception as error:  # the user's own, and no reason to end a run either
+        except Exception as error:  # the user's writer may raise anything, and must not end a run
             log.warning("rank %d: no more scalars are written: %s", self._rank, describe(error))
             self._writer = None
 
-    def close(self) -> None:
-        """Close the file; what is told afterwards is lost."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
-
-_PER_PARAMETER = ("gradient_norm", "relative_error", "cosine", "residual_norm")
-
-
-def _together(parameters: Sequence[ParameterStats]) -> dict[str, float | None]:
-    """The figures of all parameters as if they were one; those that are not known are left out."""
+def _combine(parameters: Sequence[ParameterStats]) -> dict[str, float | None]:
+    """Return the figures of all parameters taken as one vector, without those that are not known."""
     known = [each for each in parameters if each.gradient_norm and each.relative_error is not None]
     exact = math.hypot(*(each.gradient_norm or 0.0 for each in known))
     error = math.hypot(*((each.gradient_norm or 0.0) * (each.relative_error or 0.0) for each in known))
-    held = [each.residual_norm for each in parameters if each.residual_norm is not None]
+    residuals = [each.residual_norm for each in parameters if each.residual_norm is not None]
     return {
         "gradient_norm": exact,
         "relative_error": error / exact if exact else None,
-        "residual_norm": math.hypot(*held) if held else None,
+        "residual_norm": math.hypot(*residuals) if residuals else None,
     }
 
 

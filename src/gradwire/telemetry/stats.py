@@ -1,4 +1,4 @@
-"""What a wire has sent and how long that took."""
+"""Statistics of a wire: the bytes and messages it has sent, and the time that took."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from gradwire.errors import Place
 from gradwire.peers import Traffic
 
-# Enough to see a trend, and nothing beside the buckets themselves.
+# Enough to see a trend; the memory is small beside that of the buckets.
 _NUM_STEPS_KEPT = 100
 
 
 @dataclass(frozen=True)
 class BucketStats:
-    """One bucket in one step. None stands for what cannot be known."""
+    """The figures of one bucket in one step; None for a figure that is not known."""
 
     bucket: int
     bytes_sent: int | None
@@ -30,7 +30,7 @@ class BucketStats:
 
 @dataclass(frozen=True)
 class StepStats:
-    """All buckets of one step."""
+    """The figures of all buckets of one step."""
 
     step: int
     buckets: tuple[BucketStats, ...]
@@ -38,28 +38,28 @@ class StepStats:
 
 @dataclass(frozen=True)
 class ParameterStats:
-    """One parameter in a step that `Telemetry` compared with the uncompressed mean of its gradients.
+    """The figures of one parameter in a step that `Telemetry` compared with the exact average.
 
-    None stands for what is not known or not finite. Norms are Euclidean, in units of the scaled loss if
-    there is a ``GradScaler``.
+    A figure is None if it is not known or not finite. Norms are Euclidean. With a ``GradScaler``, they are
+    those of gradients of the scaled loss.
     """
 
     name: str
     gradient_norm: float | None
-    """Of the uncompressed mean."""
+    """Norm of the exact average."""
     relative_error: float | None
-    """Norm of what the wire gave less the uncompressed mean, by the norm of the latter."""
+    """Norm of the difference between the wire's and the exact average, divided by the norm of the latter."""
     cosine: float | None
-    """Between what the wire gave and the uncompressed mean."""
+    """Cosine of the angle between the wire's average and the exact one."""
     residual_norm: float | None
-    """Of what this rank holds back after the step, in units of its own gradient; None if nothing is kept."""
+    """Norm of this rank's residual after the step, in units of its own gradient; None without one."""
 
 
 @dataclass(frozen=True)
 class WireStats:
-    """Totals since attach, and the most recent steps, bucket by bucket.
+    """Totals since `attach`, and the figures of the most recent steps, bucket by bucket.
 
-    A total is None when one of its buckets' figures is.
+    A total is None if the figure of one of its buckets is None.
     """
 
     num_steps: int
@@ -69,13 +69,13 @@ class WireStats:
     work_ms: float | None
     steps: tuple[StepStats, ...] = field(repr=False)
     num_skipped: int = 0
-    """Steps that ``on_nonfinite="skip"`` has left out."""
+    """Steps that ``on_nonfinite="skip"`` has skipped."""
     parameters: tuple[ParameterStats, ...] = field(default=(), repr=False)
-    """The last step that `Telemetry` compared, parameter by parameter."""
+    """The figures of the last step that `Telemetry` compared, parameter by parameter."""
 
 
-class StatsBook:
-    """Collects figures from whichever thread has them."""
+class StatsCollector:
+    """Collects the figures of buckets; may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class StatsBook:
         with self._lock:
             if not self._steps or self._steps[-1][0] != place.step:
                 self._steps.append((place.step, []))
-            # Buckets that were exchanged at the same time may end in any order.
+            # Buckets that are exchanged at the same time may end in any order.
             bisect.insort(self._steps[-1][1], bucket, key=lambda each: each.bucket)
             figures = (bytes_sent, num_messages, wait_ms, work_ms)
             self._totals = [
@@ -105,20 +105,20 @@ class StatsBook:
             ]
 
     def report(self, place: Place, traffic: Traffic, elapsed_s: float | None) -> None:
-        """Add the figures of a lane's task; on CUDA, where the host does not wait, no times are known."""
+        """Add the figures of a lane's task; ``elapsed_s`` is None on CUDA, where the host does not wait."""
         wait_s = None if elapsed_s is None else traffic.wait_s
         work_s = None if elapsed_s is None else elapsed_s - traffic.wait_s
         self.record(place, traffic.bytes_sent, traffic.num_messages, wait_s, work_s)
 
     def of_step(self, step: int) -> dict[str, float | None]:
-        """The figures of all buckets of a recent step together; None where one of them is not known."""
+        """Return the totals of a recent step; a total is None if one of its figures is not known."""
         with self._lock:
-            buckets = next((own for number, own in reversed(self._steps) if number == step), [])
+            buckets = next((buckets for number, buckets in reversed(self._steps) if number == step), [])
         figures = ("bytes_sent", "num_messages", "wait_ms", "work_ms")
         return {figure: _total([getattr(bucket, figure) for bucket in buckets]) for figure in figures}
 
     def read(self, num_steps: int) -> WireStats:
-        """Everything collected so far."""
+        """Return everything collected so far; ``num_steps`` is the number of steps since `attach`."""
         with self._lock:
             bytes_sent, num_messages, wait_ms, work_ms = self._totals
             return WireStats(

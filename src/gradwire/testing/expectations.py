@@ -35,7 +35,7 @@ def expectation_of(recipe: Recipe, world_size: int) -> Expectation:
 
     The tolerance is None if errors depend on the gradients, as those of low rank do.
     """
-    exchanges = [each.exchange for each in recipe.plain()]
+    exchanges = [each.exchange for each in recipe.leaves()]
     lossy = [exchange for exchange in exchanges if _max_error(exchange) != 0.0]
     has_feedback = {_has_feedback(exchange) for exchange in lossy}
     bounds = [_bound(exchange, world_size) for exchange in exchanges]

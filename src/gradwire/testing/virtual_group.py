@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.peers import ClosedGroup, Group, Messages, Traffic
+from gradwire.peers import Group, Messages, PeerUnreachable, Traffic
 from gradwire.ranks import RanksFailed
 
 T = TypeVar("T")
@@ -158,9 +158,9 @@ class _Mailbox:
         """Let other ranks run until this message has been received."""
         while key in self._sent or key in self._awaited:
             if self.failure is not None:
-                raise ClosedGroup(peer, f"rank {self.failure[0]} has failed")
+                raise PeerUnreachable(peer, f"rank {self.failure[0]} has failed")
             if self._num_idle_turns > len(self._present):
-                raise ClosedGroup(peer, "every rank that is still there waits for another")
+                raise PeerUnreachable(peer, "every rank that is still there waits for another")
             self._num_idle_turns += 1
             following = self._next(rank)
             if following != rank:

@@ -1,4 +1,4 @@
-"""Recipes: what goes over the wire, as values with names. The only registry of names."""
+"""The recipe value, a factory for each name, and the only registry of names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.codecs import Blocks, Cast, Codec, Raw
 from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Noop, Selector, TwoShot
-from gradwire.recipes.option_text import parse_options, spec_of
+from gradwire.recipes.option_text import format_spec, parse_options
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -20,7 +20,7 @@ Rounding = Literal["nearest", "stochastic"]
 Factors = Literal["fp32", "int8", "int4"]
 Tables = Literal["same", "fp32", "bf16", "int8", "int4"]
 
-# What factors travel as, and the rank that then sends the bytes of rank 4 in fp32.
+# The default rank and the codec of low-rank factors. Each of these ranks sends the bytes of rank 4 in fp32.
 _FACTORS: dict[str, tuple[int, Codec | None]] = {
     "fp32": (4, None),
     "int8": (16, Blocks("int8", 128)),
@@ -31,22 +31,24 @@ _RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a bucket is averaged: which exchange, with which codec, to a mean or a sum.
+    """A way to average a bucket: an exchange with its codec, to a mean or a sum.
+
+    Make one by a factory such as `bf16`, or from text by `recipe`.
 
     >>> bf16().exchange
     TwoShot(codec=Cast(dtype=torch.bfloat16), feedback=None, seed=0)
     """
 
     name: str
-    """What `recipe` makes this recipe from: a name, and the options that are not as by default."""
+    """The text from which `recipe` makes this recipe: a name, and the options that are not defaults."""
     exchange: Exchange
     reduction: Reduction = "mean"
     local_size: int | None = None
-    """Ranks in a node, for a recipe in two levels; 1 for one level; None for what the launcher says."""
+    """Ranks in a node, for an exchange in two levels; 1 for one level; None for what the launcher gives."""
     tables: Tables = "same"
-    """The recipe of parameters over a vocabulary, whose gradients this one would lose: see `route_tables`."""
+    """The recipe for embedding tables, whose gradients this one would lose; "same" for this one."""
     parts: tuple[tuple[int | Selector, Recipe], ...] = field(default=(), repr=False)
-    """Of a schedule its recipes by first step, of a route by parameter; a plain recipe has none."""
+    """The recipes of a schedule by first step, or of a route by selector; empty for any other recipe."""
 
     def __post_init__(self) -> None:
         if self.reduction not in typing.get_args(Reduction):
@@ -59,7 +61,10 @@ class Recipe:
         return self.name
 
     def with_node_size(self, local_size: int) -> Recipe:
-        """This plain recipe on nodes of so many ranks; itself if it knows its nodes, or cannot have any."""
+        """Return this recipe, which has no parts, for nodes of ``local_size`` ranks.
+
+        Returns the recipe itself if its node size is given, or if its exchange cannot have two levels.
+        """
         if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
             return self
         exchange = Hierarchical(self.exchange, local_size)
@@ -67,38 +72,38 @@ class Recipe:
             self, name=self._name_with("local_size", local_size), exchange=exchange, local_size=local_size
         )
 
-    def plain(self) -> Iterator[Recipe]:
-        """Each recipe without parts in this one: of a schedule or a route those in it, else itself."""
+    def leaves(self) -> Iterator[Recipe]:
+        """Yield the recipes that this one is composed of; if it has no parts, yield itself."""
         if not self.parts:
             yield self
         for _, each in self.parts:
-            yield from each.plain()
+            yield from each.leaves()
 
     def for_tables(self) -> Recipe:
-        """What parameters over a vocabulary go by."""
+        """Return the recipe that averages tables."""
         if self.tables == "same":
             return self
         nodes = {} if self.local_size is None else {"local_size": self.local_size}
         return RECIPES[self.tables](reduction=self.reduction, **nodes)
 
     def for_others(self) -> Recipe:
-        """What all other parameters go by: this recipe, which then takes tables like all else."""
+        """Return the recipe that averages everything but tables: this one, without a recipe for them."""
         if self.tables == "same":
             return self
         return replace(self, name=self._name_with("tables", "same"), tables="same")
 
     def _name_with(self, option: str, value: object) -> str:
         name, _, given = self.name.partition(":")
-        if name not in RECIPES:  # of somebody's own exchange
+        if name not in RECIPES:  # a recipe that the user made of an exchange
             return f"{self.name}:{option}={value}"
-        return spec_of(RECIPES[name], {**parse_options(RECIPES[name], given), option: value})
+        return format_spec(RECIPES[name], {**parse_options(RECIPES[name], given), option: value})
 
     def link_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
     ) -> Links:
-        """`wire_bytes`, those to ranks of its own node and those through its network card.
+        """Return `wire_bytes`, split into those to ranks of the same node and those to other nodes.
 
-        A recipe in one level knows of no nodes: all of its bytes count as the card's.
+        A recipe in one level does not know its nodes: all of its bytes count as sent to other nodes.
 
         >>> int8(local_size=8).link_bytes(1 << 20, world_size=16)
         Links(within=7340032, across=132096)
@@ -118,11 +123,11 @@ class Recipe:
     def wire_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
     ) -> int:
-        """The exact number of bytes that ``rank`` sends for a bucket of ``numel`` values, in each step.
+        """Return the exact number of bytes that ``rank`` sends in a step for a bucket of ``numel`` values.
 
-        Where stages of a run differ, in the one that sends most; without votes on parameters that may be
-        unused. Raises ValueError where it matters of which parameters the values are, in a route and for
-        low rank, which goes by shapes: `Wire.plan` tells theirs.
+        In a schedule, that is the number of the stage that sends most. The votes on parameters that may be
+        unused are not counted. Raises ValueError if the number depends on the parameters in the bucket, as
+        in a route and for low rank; `Wire.plan` gives it for a model.
 
         >>> fp32().wire_bytes(1024, world_size=2)
         4096
@@ -133,22 +138,22 @@ class Recipe:
 
 
 def noop() -> Recipe:
-    """No communication: every rank keeps its own gradients. For measuring only."""
+    """Send nothing: every rank keeps its own gradients. For measurements only."""
     return Recipe("noop", Noop())
 
 
 def fp32(reduction: Reduction = "mean", local_size: int | None = 1) -> Recipe:
-    """Plain averaging: gradients travel in their own dtype."""
+    """Average without compression: gradients travel in their own dtype."""
     return _two_shot(fp32, locals(), Raw())
 
 
 def fp16(reduction: Reduction = "mean", local_size: int | None = None) -> Recipe:
-    """fp16 on the wire, each message with its own power-of-two scale; sums in fp32."""
+    """Send fp16, each message with its own power-of-two scale; sum in fp32."""
     return _two_shot(fp16, locals(), Cast(torch.float16))
 
 
 def bf16(reduction: Reduction = "mean", local_size: int | None = None) -> Recipe:
-    """bf16 on the wire; sums in fp32."""
+    """Send bf16; sum in fp32."""
     return _two_shot(bf16, locals(), Cast(torch.bfloat16))
 
 
@@ -161,7 +166,7 @@ def int8(
     reduction: Reduction = "mean",
     local_size: int | None = None,
 ) -> Recipe:
-    """8-bit integers, with a scale for each block; a quarter of fp32's bytes."""
+    """Send 8-bit integers with a scale for each block: a quarter of fp32's bytes."""
     return _two_shot(int8, locals(), Blocks("int8", block, rounding == "stochastic"))
 
 
@@ -174,7 +179,7 @@ def fp8(
     reduction: Reduction = "mean",
     local_size: int | None = None,
 ) -> Recipe:
-    """8-bit floats (e4m3), with a scale for each block: finer near zero than int8, coarser elsewhere."""
+    """Send 8-bit floats (e4m3) with a scale for each block: finer than int8 near zero, coarser elsewhere."""
     return _two_shot(fp8, locals(), Blocks("fp8", block, rounding == "stochastic"))
 
 
@@ -187,7 +192,7 @@ def int4(
     reduction: Reduction = "mean",
     local_size: int | None = None,
 ) -> Recipe:
-    """4-bit integers, with a scale for each block; what they leave out is sent later."""
+    """Send 4-bit integers with a scale for each block; error feedback sends the rest later."""
     return _two_shot(int4, locals(), Blocks("int4", block, rounding == "stochastic"))
 
 
@@ -199,9 +204,9 @@ def sign(
     local_size: int | None = None,
     tables: Tables = "int4",
 ) -> Recipe:
-    """One bit, the sign, and the mean magnitude of each block; parameters over a vocabulary by ``tables``.
+    """Send the sign of each value and the mean magnitude of each block; send tables by recipe ``tables``.
 
-    With ``feedback`` what they leave out is sent later, which did not train better: see docs/fidelity.md.
+    With ``feedback``, the rest is sent later; that did not train better: see docs/fidelity.md.
     """
     return _two_shot(sign, locals(), Blocks("sign", block))
 
@@ -218,15 +223,16 @@ def powersgd(
     tables: Tables = "int4",
     factors: Factors | None = None,
 ) -> Recipe:
-    """PowerSGD: matrices as two factors, of rank 32 in int4, or of your rank in fp32; 1/70 of fp32's bytes.
+    """PowerSGD: send matrices as two low-rank factors, from step ``start`` on: 1/70 of fp32's bytes.
 
-    From step ``start`` on; what the factors leave out is sent later. ``whole`` takes a bucket for one matrix.
-    Parameters over a vocabulary go by ``tables``. ``factors`` tells what they travel as; without ``rank`` it
-    is the one that sends the bytes of rank 4 in fp32: many coarse directions lose less than few exact ones.
+    By default factors have rank 32 and travel as int4: many coarse directions lose less than few exact
+    ones. With a ``rank``, they travel as fp32. ``factors`` chooses how they travel; its default rank then
+    sends the bytes of rank 4 in fp32. Error feedback sends the rest later. Tables go by recipe ``tables``.
+    ``whole`` takes a bucket for one matrix.
     """
-    size, codec = _factors(rank, factors)
+    size, codec = _rank_and_codec(rank, factors)
     exchange = LowRank(size, start, min_compression_rate, feedback, warm_start, seed, whole, factors=codec)
-    return Recipe(spec_of(powersgd, locals()), exchange, reduction, tables=tables)
+    return Recipe(format_spec(powersgd, locals()), exchange, reduction, tables=tables)
 
 
 def acp(
@@ -239,10 +245,10 @@ def acp(
     tables: Tables = "int4",
     factors: Factors | None = None,
 ) -> Recipe:
-    """ACP-SGD: like PowerSGD, but one factor a step, in turns; half the bytes, messages and arithmetic."""
-    size, codec = _factors(rank, factors)
+    """ACP-SGD: like PowerSGD with one factor per step, in turns; half the bytes, messages and arithmetic."""
+    size, codec = _rank_and_codec(rank, factors)
     exchange = LowRank(size, start, min_compression_rate, feedback, seed=seed, num_rounds=1, factors=codec)
-    return Recipe(spec_of(acp, locals()), exchange, reduction, tables=tables)
+    return Recipe(format_spec(acp, locals()), exchange, reduction, tables=tables)
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -250,18 +256,18 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
 }
 
 
-def _factors(rank: int | None, name: str | None) -> tuple[int, Codec | None]:
-    """The rank of low-rank factors, and what they travel as: by default many coarse directions."""
+def _rank_and_codec(rank: int | None, name: str | None) -> tuple[int, Codec | None]:
+    """Return the rank of low-rank factors and the codec they travel by; None stands for fp32."""
     if name is None:
         name = "int4" if rank is None else "fp32"
     if name not in _FACTORS:
         raise ValueError(f"factors must be one of {', '.join(map(repr, _FACTORS))}, not {name!r}")
-    usual, codec = _FACTORS[name]
-    return usual if rank is None else rank, codec
+    default_rank, codec = _FACTORS[name]
+    return default_rank if rank is None else rank, codec
 
 
 def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Codec) -> Recipe:
-    """The recipe of a factory, from its arguments."""
+    """Return the recipe of ``factory`` for its arguments ``options``."""
     for name, choices in {"residual": Residual, "rounding": Rounding}.items():
         if name in options and options[name] not in typing.get_args(choices):
             allowed = " or ".join(map(repr, typing.get_args(choices)))
@@ -274,4 +280,4 @@ def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Co
     is_flat = local_size is None or local_size == 1
     exchange = flat if is_flat else Hierarchical(flat, local_size)
     tables = options.get("tables", "same")
-    return Recipe(spec_of(factory, options), exchange, options["reduction"], local_size, tables)
+    return Recipe(format_spec(factory, options), exchange, options["reduction"], local_size, tables)
