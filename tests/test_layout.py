@@ -6,7 +6,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.buckets.layout import BucketLayout, Layouts, ParameterState, Slot, canonical_name
+from gradwire.buckets.layout import BucketLayout, Layouts, Slot, canonical_name
+from gradwire.buckets.parameter_state import ParameterState
 from gradwire.lanes import completed
 from gradwire.testing import run_ranks
 
