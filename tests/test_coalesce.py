@@ -280,7 +280,7 @@ def test_coarse_factors_that_share_messages_lose_nothing():
 class EagerLane:
     """Runs tasks at once, alone, as a stream does."""
 
-    shares_messages = runs_at_once = True
+    shares_messages = runs_inline = True
     failure = None
 
     def submit(self, task):

@@ -22,7 +22,7 @@ from gradwire.ddp import attachment_of
 from gradwire.exchanges import Context, LowRank, Scratch, average
 from gradwire.exchanges.matrices import plan_of
 from gradwire.exchanges.one_shot import one_round_pays
-from gradwire.exchanges.skipped import _sizes
+from gradwire.exchanges.unused import _sizes
 from gradwire.ops.batches import Batch, Batches, Matrix
 from gradwire.ops.cpu import low_rank as cpu
 from gradwire.ops.cpu import many_vectors, orthogonal
@@ -297,10 +297,10 @@ def test_one_matrix_for_all_is_nearly_square_and_leaves_out_next_to_nothing(nume
         ({"start": -1}, "start must be at least 0, not -1"),
         ({"min_compression_rate": -0.5}, "min_compression_rate must be at least 0"),
         ({"min_compression_rate": math.nan}, "min_compression_rate must be at least 0, not nan"),
-        ({"num_rounds": 1, "warm_start": False}, "needs its warm start"),
+        ({"num_rounds": 1, "warm_start": False}, "leave warm_start on"),
         (
             {"factors": Blocks("int8", 64, stochastic=True)},
-            "factors are rounded to the nearest value, unlike",
+            "factors must be rounded to nearest, but",
         ),
     ],
 )

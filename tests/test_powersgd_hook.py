@@ -244,9 +244,9 @@ def test_types_states_and_their_figures():
 
 
 def test_a_start_before_step_two_is_refused_as_torch_does():
-    for module in (theirs, ours):
+    for module, text in ((theirs, "start_powerSGD_iter"), (ours, "start_powerSGD_iter=1 is too early")):
         for options in ({"use_error_feedback": False}, {"warm_start": False}, {}):
-            with pytest.raises(ValueError, match="Expect `start_powerSGD_iter` > 1"):
+            with pytest.raises(ValueError, match=text):
                 module.PowerSGDState(None, start_powerSGD_iter=1, **options)
         module.PowerSGDState(None, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
     with pytest.raises(ValueError, match="rank must be at least 1, not 0"):
@@ -268,9 +268,9 @@ def test_a_pickle_leaves_the_group_out_and_says_so(caplog):
     ("change", "text"),
     [
         (lambda state: state.pop("memory"), "it has no 'memory'"),
-        (lambda state: state.update(momentum=1), "it has a 'momentum', which none has"),
+        (lambda state: state.update(momentum=1), "it has an unknown 'momentum'"),
         (lambda state: state["counters"].pop("iter"), "its 'counters' has no 'iter'"),
-        (lambda state: state["counters"].update(load=3), "its 'counters' has a 'load', which none has"),
+        (lambda state: state["counters"].update(load=3), "its 'counters' has an unknown 'load'"),
     ],
 )
 def test_a_state_dict_that_is_none_is_refused_and_nothing_is_loaded(change, text):

@@ -393,12 +393,12 @@ def job_refusals(rank):
         del state["loss_scale"]
 
     cases = {
-        "misses the residual:float32 of parameter 'conv.weight'": pop,
+        "has no residual:float32 of parameter 'conv.weight', which was saved": pop,
         "has a residual:float32 of parameter 'conv.wait' that was not saved": add,
         r"parameter 'conv.bias' of rank \d has shape \(5,\), and was saved with \(6,\)": reshape,
         "it has no 'step'": lambda state: state.pop("step"),
-        "it has a 'steps', which none has": lambda state: state.update(steps=3),
-        "version 99, and this gradwire reads 2": lambda state: state.update(version=99),
+        "it has an unknown 'steps'": lambda state: state.update(steps=3),
+        "version 99, and this gradwire reads version 2": lambda state: state.update(version=99),
         "has version 3, ": lambda state: state.update(version=3, lanes=2),
         "has version 1, ": old,
         f"has no '{own}'": lambda state: state["memory"].clear(),

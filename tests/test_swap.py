@@ -9,7 +9,7 @@ import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
 from gradwire.exchanges import Context, Scratch, average
-from gradwire.exchanges.handover import take_over_residuals
+from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.peers.groups import SingleRankGroup
 from tests.conservation import check_nothing_is_lost
 from tests.models import backward, small_model
@@ -82,9 +82,9 @@ def test_what_is_held_back_from_complex_parameters_is_handed_over_once():
     def residual(dtype=torch.float32):
         return memory.flat("residual", layout, dtype, flat.device)
 
-    context = Context(SingleRankGroup(), Scratch(), 1.0, layout, memory, may_skip=True)
+    context = Context(SingleRankGroup(), Scratch(), 1.0, layout, memory, may_have_unused=True)
     residual().copy_(torch.arange(6.0))
-    for _ in take_over_residuals(torch.view_as_real(flat).view(-1), context, torch.bfloat16):
+    for _ in migrate_residuals(torch.view_as_real(flat).view(-1), context, torch.bfloat16):
         raise AssertionError("nothing to sum over ranks")
     assert torch.equal(residual(torch.bfloat16), torch.arange(6.0)), "complex states have one dtype"
     average(flat, gradwire.fp32().exchange, context)

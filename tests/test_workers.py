@@ -73,7 +73,7 @@ def test_a_lane_that_its_own_thread_drops_last_is_ended_by_one_that_is_waited_fo
 
     pool.close = close_and_tell
     del lane
-    pool.deal(task_of(0, held.clear, overlaps=True))
+    pool.submit(task_of(0, held.clear, overlaps=True))
     wait_for(ended)
     assert not seen[0].daemon
 

@@ -1,6 +1,6 @@
-"""The engine: it takes buckets of any origin to a lane, in stages, and keeps the state a resume needs.
+"""The engine: it takes buckets to a lane, in stages, and keeps the state that a checkpoint holds.
 
-It knows no DDP: DDP, local SGD and loops of one's own are its callers.
+Nothing here knows DDP: `ddp`, `training` and loops without DDP call the engine.
 """
 
 from gradwire.averaging import checkpoint

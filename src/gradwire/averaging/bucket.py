@@ -1,4 +1,4 @@
-"""Buckets: what a caller gives the engine to average."""
+"""The bucket that a caller gives the engine to average."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class Bucket:
     flat: Tensor
     layout: BucketLayout
     is_last: bool
-    """True for the last bucket of a step: those that wait for others are then exchanged."""
+    """True for the last bucket of a step; no bucket waits any longer then."""
     parameters: Sequence[Tensor] = ()
+    """The parameters, in the order of the layout; only stepping and hooks need them."""
     is_shadow: bool = False
-    """True if ``join()`` feeds zeros for a rank that has run out of input."""
+    """True if this rank has run out of input, and ``join()`` sends zeros for it."""
     divides_by_active: bool = False
-    """True if a mean is over the ranks that still have input."""
+    """True if a mean divides by the number of ranks that still have input."""
     grad_bucket: GradBucket | None = None
-    """The bucket as DDP passed it, for hooks of the user's."""
+    """The bucket as DDP passed it, for a user's hook."""

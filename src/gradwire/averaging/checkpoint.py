@@ -1,8 +1,8 @@
-"""The state of a wire as plain tensors and numbers: what is saved, and whether what comes back fits.
+"""The state of a wire as plain tensors and numbers: written, merged, and checked when it is read.
 
-Note [The form of a state]: what is the same on all ranks stands under keys that are the same on all ranks;
-tensors, which are each rank's own, have the rank in their key. torch.distributed.checkpoint keeps one value
-for each key, and of what is no tensor only rank 0's.
+Note [The form of a state]: torch.distributed.checkpoint keeps one value per key, and for values that are not
+tensors only rank 0's. So values that are the same on all ranks have the same key on all ranks. Tensors,
+which differ between ranks, have the rank in their key.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _VERSION = 2
 _KEYS = ("version", "recipe", "world_size", "step", "loss_scale", "layouts", "entries", "memory")
 
 States = Mapping[str, Mapping[str, Tensor]]
-"""By state and parameter, as `Memory.state_dict` gives them."""
+"""Tensors by state and by parameter, as `Memory.state_dict` returns them."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A state that has been checked, of one rank of this group."""
+    """The state of one rank, checked against the model."""
 
     recipe: str
     step: int
     timeline: list[tuple[int, Grouping]]
     memory: States
     loss_scale: float | None
-    """What residuals were multiplied with; None if that was not known."""
+    """The loss scale that residuals include; None if it was not known."""
 
 
 def write(
@@ -45,7 +45,7 @@ def write(
     world_size: int,
     loss_scale: float | None = None,
 ) -> dict[str, Any]:
-    """The state of one rank, in the form of the note above."""
+    """Return the state of one rank, in the form of the note above."""
     return {
         "version": _VERSION,
         "recipe": recipe,
@@ -53,7 +53,7 @@ def write(
         "step": step,
         "loss_scale": loss_scale,
         "layouts": write_layouts(timeline),
-        # Sorted: in which order buckets are first exchanged, two at a time, is not the same on all ranks.
+        # Sorted, since two buckets are in flight and ranks may not finish them in the same order.
         "entries": sorted(
             [state, name, list(tensor.shape)] for state, own in memory.items() for name, tensor in own.items()
         ),
@@ -62,19 +62,19 @@ def write(
 
 
 def write_layouts(timeline: Sequence[tuple[int, Grouping]]) -> list[Any]:
-    """A timeline as lists, numbers and strings."""
+    """Return a timeline as lists, numbers and strings."""
     return [[start, [[dtype, list(names)] for dtype, names in buckets]] for start, buckets in timeline]
 
 
 def read_layouts(layouts: Sequence[Any]) -> list[tuple[int, Grouping]]:
-    """The timeline that `write_layouts` was given."""
+    """Return the timeline that `write_layouts` was given."""
     return [(int(s), tuple((d, tuple(names)) for d, names in buckets)) for s, buckets in layouts]
 
 
 def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of all ranks of a run as one, which `Wire.load_state_dict` takes on any number of ranks.
+    """Merge the states of all ranks into one that `Wire.load_state_dict` takes on any number of ranks.
 
-    Raises ValueError for states of different runs or steps, and for a rank that is there twice.
+    Raises ValueError for states of different runs or steps, and for a rank that occurs twice.
 
     Example::
 
@@ -88,10 +88,13 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             merged = {**state, "memory": {}}
         for key in _KEYS[:-1]:
             if state[key] != merged[key]:
-                raise ValueError(f"these states do not belong together: they differ in {key!r}")
+                raise ValueError(
+                    f"these states do not belong together: they differ in {key!r}; "
+                    "merge the states that all ranks saved at one step of one run"
+                )
         for rank, memory in state["memory"].items():
             if rank in merged["memory"]:
-                raise ValueError(f"the state of {rank} is there twice")
+                raise ValueError(f"the state of {rank} is there twice; merge one state per rank")
             merged["memory"][rank] = memory
     if not merged:
         raise ValueError("there are no states to merge")
@@ -99,14 +102,16 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) -> dict[str, Any]:
-    """What ``torch.distributed.checkpoint.load`` fills: a state of zeros, from a checkpoint's own metadata.
+    """Return a state of zeros for ``torch.distributed.checkpoint.load`` to fill, made from its metadata.
 
-    With the tensors of this rank, or of all of them if there were more or fewer.
+    It has the tensors of this rank, or those of all ranks if the number of ranks has changed.
     """
     lead = f"{key}.memory."
     saved = {name[len(lead) :]: entry for name, entry in metadata.items() if name.startswith(lead)}
     if f"{key}.step" not in metadata:
-        raise ValueError(f"this checkpoint has no wire's state under {key!r}")
+        raise ValueError(
+            f"this checkpoint has no wire's state under {key!r}; pass the key it was saved under"
+        )
     owners = {name.partition(".")[0] for name in saved}
     memory: dict[str, dict[str, dict[str, Tensor]]] = {}
     for name, entry in saved.items():
@@ -115,7 +120,7 @@ def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) 
             tensors = memory.setdefault(owner, {}).setdefault(state, {})
             tensors[parameter] = torch.zeros(entry.size, dtype=entry.properties.dtype)
     blank = {**dict.fromkeys(_KEYS[:-1], 0), "recipe": "", "layouts": [], "entries": []}
-    # What a state of another version has not would be an error of torch's, before its version is known.
+    # Only keys that were saved: for others torch raises, before the version of the state can be checked.
     return {**{each: value for each, value in blank.items() if f"{key}.{each}" in metadata}, "memory": memory}
 
 
@@ -127,9 +132,9 @@ def read(
     world_size: int,
     reduction: Reduction,
 ) -> Saved:
-    """Check a state against the model's parameters; ValueError names what is wrong with it.
+    """Check a state against the model and return it; ValueError says what does not fit.
 
-    It may have those of ``parameters``, and must have those that are ``required``.
+    The state may hold any of ``parameters``, and must hold those that are ``required``.
     """
     _require_keys(state)
     step, saved_size = int(state["step"]), int(state["world_size"])
@@ -143,8 +148,8 @@ def read(
     expected = {(key, name): tuple(shape) for key, name, shape in state["entries"]}
     _require_shapes(expected, parameters)
     wanted = range(saved_size) if saved_size != world_size else (rank,)
-    memories = [_own(state["memory"], owner, expected, saved_size, world_size) for owner in wanted]
-    own = memories[0] if saved_size == world_size else _spread(memories, world_size, reduction)
+    memories = [_states_of_rank(state["memory"], owner, expected, saved_size, world_size) for owner in wanted]
+    own = memories[0] if saved_size == world_size else _redistribute(memories, world_size, reduction)
     loss_scale = None if state["loss_scale"] is None else float(state["loss_scale"])
     return Saved(str(state["recipe"]), step, timeline, own, loss_scale)
 
@@ -152,26 +157,26 @@ def read(
 def _require_shapes(
     expected: Mapping[tuple[str, str], tuple[int, ...]], parameters: Mapping[str, Tensor]
 ) -> None:
-    """Residuals are as large as the parameters are; all else is as the saved recipe had it."""
+    """Raise ValueError if a residual has another shape than its parameter; other states may."""
     for (key, name), shape in expected.items():
         if key.startswith("residual:"):
             wanted = tuple(parameters[name].shape) if name in parameters else None
-            # Buckets hold complex parameters as pairs.
+            # A complex parameter is a pair of real values in its bucket.
             if shape != wanted and not (wanted is not None and shape == (*wanted, 2)):
                 raise ValueError(
-                    f"the state has a {key} of parameter {name!r} with shape {shape}, and in this model that "
-                    + ("does not exist" if wanted is None else f"has shape {wanted}")
+                    f"the state has a {key} of parameter {name!r} with shape {shape}, but in this model that "
+                    + ("parameter does not exist" if wanted is None else f"parameter has shape {wanted}")
                 )
 
 
-def _own(
+def _states_of_rank(
     memory: Mapping[str, States],
     owner: int,
     expected: Mapping[tuple[str, str], tuple[int, ...]],
     saved_size: int,
     world_size: int,
 ) -> States:
-    """The tensors of one rank, all there and in their shapes."""
+    """Return the tensors of one saved rank; ValueError if one is missing, unknown or of another shape."""
     states = memory.get(f"rank{owner}", {})
     if expected and not states:
         why = (
@@ -183,25 +188,25 @@ def _own(
         raise ValueError(f"the state has no 'rank{owner}', only {sorted(memory)}{why}")
     there = {(key, name): tensor for key, tensors in states.items() for name, tensor in tensors.items()}
     for key, name in expected.keys() - there.keys():
-        raise ValueError(f"the state of rank {owner} misses the {key} of parameter {name!r}")
+        raise ValueError(f"the state of rank {owner} has no {key} of parameter {name!r}, which was saved")
     for key, name in there.keys() - expected.keys():
         raise ValueError(f"the state of rank {owner} has a {key} of parameter {name!r} that was not saved")
     for (key, name), tensor in there.items():
         if tuple(tensor.shape) != expected[key, name]:
             raise ValueError(
-                f"the {key} of parameter {name!r} of rank {owner} has shape {tuple(tensor.shape)}, and was "
-                f"saved with {expected[key, name]}"
+                f"the {key} of parameter {name!r} of rank {owner} has shape {tuple(tensor.shape)}, but was "
+                f"saved with shape {expected[key, name]}"
             )
     return states
 
 
-def _spread(memories: Sequence[States], world_size: int, reduction: Reduction) -> States:
-    """What each of ``world_size`` ranks holds, so that together they hold back what all of these did.
+def _redistribute(memories: Sequence[States], world_size: int, reduction: Reduction) -> States:
+    """Return the states of each of ``world_size`` new ranks, made from those of all saved ranks.
 
-    A residual is in units of a rank's own gradient. It counts for 1/W in a mean over W ranks, so what W
-    ranks hold back of it is the mean of their residuals, and that is what each new rank gets. In a sum it
-    counts in full, and each new rank gets its share of the sum. Everything else is one rank's guess at
-    something that all share, and its mean is a guess as good.
+    Together, the new ranks hold back as much as the saved ranks did. A residual is in units of a rank's own
+    gradient. In a mean over W ranks it counts for 1/W, so each new rank gets the mean of the saved residuals.
+    In a sum it counts in full, so each new rank gets an equal share of their sum. Other states, such as
+    factors, are every rank's estimate of the same thing, so each new rank gets their mean.
     """
     spread: dict[str, dict[str, Tensor]] = {}
     for key, tensors in memories[0].items():
@@ -215,12 +220,15 @@ def _spread(memories: Sequence[States], world_size: int, reduction: Reduction) -
 
 
 def _require_keys(state: Mapping[str, Any]) -> None:
-    # First: a state of another version has other keys.
+    # The version comes first, since a state of another version has other keys.
     if state.get("version", _VERSION) != _VERSION:
-        raise ValueError(f"this state has version {state['version']}, and this gradwire reads {_VERSION}")
+        raise ValueError(
+            f"this state has version {state['version']}, and this gradwire reads version {_VERSION}; "
+            "load it with the gradwire that saved it"
+        )
     for key in _KEYS:
         if key not in state:
             raise ValueError(f"this is no state of a wire: it has no {key!r}")
     for key in state:
         if key not in _KEYS:
-            raise ValueError(f"this is no state of a wire: it has a {key!r}, which none has")
+            raise ValueError(f"this is no state of a wire: it has an unknown {key!r}")

@@ -1,8 +1,8 @@
-"""Coalescing: buckets of few bytes that share messages.
+"""Coalescing: small buckets wait for one another and share messages.
 
-A bucket in few bits, or in factors of low rank, is so few bytes that a message costs more than its content.
-DDP does not wait for one bucket before it hands over the next, so buckets can wait for one another. On a
-worker lane they do not: there, one is computed while another's messages are on their way.
+A bucket in few bits, or in low-rank factors, is so small that a message costs more than its content.
+DDP hands over the next bucket without waiting for the last one, so buckets can wait for one another. On a
+worker lane they do not: there, one bucket is encoded while the messages of another travel.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from gradwire.averaging.job import Job
 from gradwire.averaging.pending import Pending
 
-# About what a rank sends at once. Of 1, 2, 4, 8 and 32 MiB the fastest for int8, int4 and sign between two
-# processes that share an H200; more would better have been sent during backward.
+# Bytes that a rank sends at once. Of 1, 2, 4, 8 and 32 MiB, 4 MiB was fastest for int8, int4 and sign between
+# two processes that share an H200. Larger batches leave more to send after the backward pass.
 ENOUGH_BYTES = 4 << 20
 
 
@@ -19,12 +19,15 @@ class Coalescer:
     """Jobs of one step that wait until their messages are worth sending."""
 
     def __init__(self, enough_bytes: int = 0) -> None:
-        """Let jobs wait until they have ``enough_bytes`` to send; with 0, every job goes by itself."""
+        """Let jobs wait until they have ``enough_bytes`` to send; with 0, no job waits."""
         self._enough_bytes = enough_bytes
         self._pending: Pending[Job] = Pending()
 
     def take(self, job: Job, *, may_wait: bool) -> list[list[Job]]:
-        """Take one job, and return the batches of jobs to exchange now, in order."""
+        """Take one job, and return the batches of jobs to exchange now, in order.
+
+        A job that cannot share messages, or with ``may_wait=False``, is a batch of its own.
+        """
         if not (may_wait and self._enough_bytes and job.shared_bytes):
             return [*(self._release() if job.is_last else []), [job]]
         batches = []
@@ -38,7 +41,7 @@ class Coalescer:
         return batches
 
     def give_up(self) -> None:
-        """Complete the jobs that wait, as they are."""
+        """Complete the waiting jobs with their values as they are."""
         self._pending.give_up()
 
     def _release(self) -> list[list[Job]]:

@@ -1,4 +1,4 @@
-"""The engine: it takes buckets through stages to a lane."""
+"""The engine, which takes buckets through its stages to a lane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gradwire.telemetry import Meter, StatsCollector
 
 
 class Engine:
-    """Averages buckets by a recipe, on a lane: regroup, coalesce, measure, submit."""
+    """Average buckets by a recipe. The stages are: regroup, coalesce, measure, submit to a lane."""
 
     def __init__(
         self,
@@ -36,18 +36,18 @@ class Engine:
         coalescer: Coalescer | None = None,
         meter: Meter | None = None,
         layout_check: LayoutCheck | None = None,
-        may_skip: bool = False,
+        may_have_unused: bool = False,
     ) -> None:
         """Average by ``recipe``.
 
         Args:
-            recipe: what goes over the wire.
-            lane: where it runs; None for a recipe that does not communicate.
-            state: what an earlier run has left, or a new one.
-            coalescer: lets buckets share messages; by default every bucket goes by itself.
-            meter: compares averages with exact ones.
-            layout_check: compares new layouts with the other ranks'; None where parameters have no names.
-            may_skip: True if a parameter may have no gradient on any rank in a step.
+            recipe: how buckets are averaged.
+            lane: where exchanges run; None for a recipe that does not communicate.
+            state: the state of an earlier run; None to begin anew.
+            coalescer: lets buckets share messages; by default no bucket waits.
+            meter: compares averages with exact ones; None to compare nothing.
+            layout_check: compares new layouts with the other ranks'; None if parameters have no names.
+            may_have_unused: True if a step may leave a parameter unused on every rank.
         """
         assert lane is not None or not recipe.exchange.communicates
         self.recipe = recipe
@@ -58,7 +58,7 @@ class Engine:
         self.coalescer = coalescer or Coalescer()
         self._meter = meter
         self._layout_check = layout_check
-        self._may_skip = may_skip
+        self._may_skip = may_have_unused
 
     @property
     def name(self) -> str:
@@ -69,12 +69,12 @@ class Engine:
         return None if self._lane is None else self._lane.failure
 
     @property
-    def runs_at_once(self) -> bool:
+    def runs_inline(self) -> bool:
         """True if `start` leaves no work behind once it has returned for the last bucket."""
-        return self._lane is None or self._lane.runs_at_once
+        return self._lane is None or self._lane.runs_inline
 
     def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
-        """Begin to average ``bucket``; the future holds the result, which for a dense bucket is in place."""
+        """Begin to average ``bucket``, in place if it is dense, and return a future of the result."""
         recipe = self.recipe
         if not recipe.exchange.communicates:
             self.stats.record(place, 0, 0, 0.0, 0.0)
@@ -88,8 +88,37 @@ class Engine:
                 self._submit(batch)
         return job.promise.future
 
+    def swap(self, recipe: Recipe, open_lane: Callable[[], Lane]) -> None:
+        """Average by another recipe from now on; the residuals of the old one stay in the state."""
+        if self._lane is None and recipe.exchange.communicates:
+            self._lane = open_lane()
+        self.recipe = recipe
+
+    def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
+        """Run ``work`` on every rank after all buckets started before it, and wait for its end.
+
+        An error in it becomes this engine's `failure`, as an error in a bucket does.
+        """
+        self._start_collective(work, place, device).wait()
+
+    def fail(self, error: WireError) -> None:
+        """Fail with ``error``, on every rank."""
+        if self._lane is not None:
+            self._lane.fail(error)
+
+    def give_up(self) -> None:
+        """Complete the waiting buckets as they are; after a failure, no later bucket will come."""
+        self.coalescer.give_up()
+        self._regrouper.give_up()
+
+    def close(self) -> None:
+        """End the lane; buckets under way are given up."""
+        self.give_up()
+        if self._lane is not None:
+            self._lane.close()
+
     def _prepare(self, job: Job) -> None:
-        """Submit what must come before the job. If it fails, the lane runs nothing more."""
+        """Submit the collective work that must precede the job; if it fails, the lane runs nothing more."""
         if job.layout.index == 0 and self.state.loss_scale is not None:
             self._start_collective(self._follow_loss_scale, job.place, job.flat.device)
         work = None if self._layout_check is None else self._layout_check.work_for(job.layout, self.recipe)
@@ -97,7 +126,7 @@ class Engine:
             self._start_collective(work, job.place, job.flat.device)
 
     def _submit(self, batch: list[Job]) -> None:
-        """Submit jobs that share messages, which are counted as the last one's."""
+        """Submit jobs that share messages; the statistics count the messages for the last job."""
         assert self._lane is not None
         for job in batch[:-1]:
             self.stats.report(job.place, Traffic(), None)
@@ -112,19 +141,6 @@ class Engine:
     def _is_measured(self, job: Job) -> bool:
         return self._meter is not None and self._meter.is_due(job.place.step) and not job.flat.is_sparse
 
-    def swap(self, recipe: Recipe, open_lane: Callable[[], Lane]) -> None:
-        """Average by another recipe from now on; residuals of the one before stay in the state."""
-        if self._lane is None and recipe.exchange.communicates:
-            self._lane = open_lane()
-        self.recipe = recipe
-
-    def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
-        """Run ``work`` on every rank after all that was started before it, and wait for its end.
-
-        What it raises is a failure, as that of a bucket on ``device`` would be.
-        """
-        self._start_collective(work, place, device).wait()
-
     def _start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Future[Tensor]:
         assert self._lane is not None
         task = collective_task(work, place, device)
@@ -134,22 +150,6 @@ class Engine:
     def _follow_loss_scale(self, group: Group, device: torch.device) -> None:
         assert self.state.loss_scale is not None
         self.state.loss_scale.follow(self.state.memory)
-
-    def fail(self, error: WireError) -> None:
-        """Give up, on every rank."""
-        if self._lane is not None:
-            self._lane.fail(error)
-
-    def give_up(self) -> None:
-        """Complete the buckets that wait for later ones, as they are: after a failure none will come."""
-        self.coalescer.give_up()
-        self._regrouper.give_up()
-
-    def close(self) -> None:
-        """End the lane; buckets under way are given up."""
-        self.give_up()
-        if self._lane is not None:
-            self._lane.close()
 
 
 def open_engine(
@@ -163,17 +163,17 @@ def open_engine(
     late: bool = False,
     **options: Any,
 ) -> Engine:
-    """Open an engine and its lane over ``group``; collective, and ``rendezvous`` must be new to the group.
+    """Open an engine and its lane over ``group``; collective.
 
     Args:
-        recipe: what goes over the wire.
+        recipe: how buckets are averaged.
         group: the ranks to average over.
         device: where the buckets are.
-        rendezvous: a name that all ranks share.
-        state: what an earlier run has left.
-        may_wait: True if nobody waits for a bucket before the last one of the step has been started.
-        late: connect while buckets queue; for hooks, which must not wait for other ranks.
-        options: as for `Engine`.
+        rendezvous: a name that all ranks share, and that the group has not used before.
+        state: the state of an earlier run; None to begin anew.
+        may_wait: True if the caller starts all buckets of a step before it waits for one of them.
+        late: True to connect while buckets queue; for hooks, which must not wait for other ranks.
+        options: further options of `Engine`.
     """
     lane = open_lane(group, device, rendezvous, late=late) if recipe.exchange.communicates else None
     shares = may_wait and lane is not None and lane.shares_messages

@@ -1,4 +1,4 @@
-"""Jobs: one bucket each, on its way through the engine."""
+"""Jobs: buckets on their way through the engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Scaling:
 
     reduction: Reduction
     is_active: bool | None = None
-    """None for a mean over all ranks; else the mean is over those that say True."""
+    """None for a mean over all ranks; otherwise the mean is over the ranks that have True."""
 
     def factor(self, device: torch.device, group: Group) -> Scale:
-        """Return the factor; over active ranks that takes a message, and all ranks must ask."""
+        """Return the factor. A mean over active ranks counts them: that is collective."""
         if self.is_active is not None:
             return 1 / self._count_active(device, group)
         return 1.0 if self.reduction == "sum" else 1 / group.size
@@ -42,7 +42,7 @@ class Scaling:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One bucket to exchange: its values and promise, its layout and place, how, and by which factor."""
+    """One bucket to average: its values, its layout, its place in the run, the exchange and the scaling."""
 
     promise: Promise
     layout: BucketLayout
@@ -64,14 +64,14 @@ class Job:
 def run_jobs(
     jobs: Sequence[Job],
     memory: Memory,
-    may_skip: bool,
+    may_have_unused: bool,
     flats: Sequence[Tensor],
     group: Group,
     scratch: Scratch,
 ) -> Sequence[Tensor]:
-    """Exchange jobs side by side, so that they share messages; return their results.
+    """Average jobs side by side, so that they share messages; return their results.
 
-    A lane calls it, with the jobs' values where its group can send them from.
+    A lane calls this. It passes the jobs' values as ``flats``, on a device that its group can send from.
     """
     contexts = [
         Context(
@@ -81,7 +81,7 @@ def run_jobs(
             job.layout,
             memory,
             job.place.step,
-            may_skip,
+            may_have_unused,
         )
         for number, (job, flat) in enumerate(zip(jobs, flats, strict=True))
     ]
@@ -91,13 +91,13 @@ def run_jobs(
         _located(job.exchange.rounds(flat, context), job.place)
         for job, flat, context in zip(jobs, flats, contexts, strict=True)
     ]
-    # Shared messages lie in the lane's own scratch memory, not in that of one of the jobs.
+    # Shared messages use the lane's scratch memory itself; each job has a part of its own.
     run_rounds(rounds, replace(contexts[0], scratch=scratch))
     return flats
 
 
 def _located(rounds: Rounds, place: Place) -> Rounds:
-    """Pass on the same rounds; an error in them says which bucket it belongs to."""
+    """Yield the same rounds; add the job's place to an error in them."""
     try:
         yield from rounds
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The comparison of a bucket's layout with the other ranks'."""
+"""The comparison of bucket layouts over ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from gradwire.recipes import Recipe, fingerprint
 
 
 class LayoutCheck:
-    """Remembers which layouts all ranks have compared.
+    """Compare each new layout over ranks, once.
 
-    Ranks that would send messages of different sizes must not begin: a message that meets a receive of
-    another size ends the process.
+    Ranks with different layouts would send messages of different sizes. Gloo ends the process when a message
+    has another size than its receive, so ranks compare layouts before the first message.
     """
 
     def __init__(self) -> None:
         self._compared: dict[int, tuple[BucketLayout, Recipe | None]] = {}
 
     def work_for(self, layout: BucketLayout, recipe: Recipe | None = None) -> CollectiveWork | None:
-        """Return the comparison of a new layout, for every rank to run; None if it has been compared."""
+        """Return the collective work that compares ``layout``; None if it has been compared."""
         if self._compared.get(layout.index) == (layout, recipe):
             return None
         self._compared[layout.index] = layout, recipe

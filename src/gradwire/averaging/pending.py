@@ -1,4 +1,4 @@
-"""What waits for later buckets of the same step."""
+"""Buckets that wait for later buckets of the same step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gradwire.errors import Place
 from gradwire.lanes import Promise
 
 
-class Waiting(Protocol):
-    """A bucket with a promise to keep."""
+class HasPromise(Protocol):
+    """An item with the promise of a bucket's result, and the bucket's place."""
 
     @property
     def promise(self) -> Promise: ...
@@ -19,11 +19,11 @@ class Waiting(Protocol):
     def place(self) -> Place: ...
 
 
-T = TypeVar("T", bound=Waiting)
+T = TypeVar("T", bound=HasPromise)
 
 
 class Pending(Generic[T]):
-    """The buckets of one step that wait, in order. One way to keep them, and one way to give them up."""
+    """The waiting buckets of one step, in order."""
 
     def __init__(self) -> None:
         self._items: list[T] = []
@@ -32,17 +32,17 @@ class Pending(Generic[T]):
         return iter(self._items)
 
     def add(self, item: T) -> None:
-        """Let ``item`` wait. Buckets of a backward pass that broke off are dropped: nobody waits for them."""
+        """Let ``item`` wait. Drop items of a backward pass that broke off: nobody waits for those."""
         if self._items and self._items[-1].place.bucket >= item.place.bucket:
             self._items.clear()
         self._items.append(item)
 
     def take(self) -> list[T]:
-        """Return all that wait, which then do not wait any more."""
+        """Remove and return all waiting items."""
         items, self._items = self._items, []
         return items
 
     def give_up(self) -> None:
-        """Complete all that wait with their values as they are: no later bucket will come."""
+        """Complete all waiting items with their values as they are; no later bucket will come."""
         for item in self.take():
             item.promise.give_up()

@@ -1,6 +1,6 @@
-"""Regrouping: steps exchanged in other buckets than those in which they arrive.
+"""Regrouping: a step is averaged in other buckets than those in which it arrives.
 
-See the note *Which layout a step is exchanged in* in `timeline.py`.
+See Note [Which layout a step is exchanged in] in `timeline.py`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from gradwire.lanes import Promise
 
 
 class Regrouper:
-    """Collects the jobs of a step that must be exchanged in another grouping, and makes those of that one."""
+    """Collect the jobs of a step, and replace them by jobs in the grouping that the timeline asks for."""
 
     def __init__(self, timeline: Timeline, fail: Callable[[WireError], None]) -> None:
-        """Follow ``timeline``; ``fail`` takes errors from the way back to the buckets that arrived."""
+        """Follow ``timeline``; call ``fail`` if results cannot be copied back."""
         self._timeline = timeline
         self._fail = fail
         self._pending: Pending[Job] = Pending()
         self._layouts: dict[int, BucketLayout] = {}
 
     def take(self, job: Job) -> list[Job]:
-        """Take one job, and return those to exchange now: itself, none yet, or all of a regrouped step."""
+        """Take one job, and return those to average now: this one, none yet, or all of a regrouped step."""
         grouping = self._timeline.at(job.place.step)
         self._note_layout(job)
         if grouping is None:
@@ -42,18 +42,18 @@ class Regrouper:
         arrived = list(self._pending)
         if grouping_of(each.layout for each in arrived) != grouping:
             regrouped = _regroup(arrived, grouping)
-            regrouped[-1].promise.future.add_done_callback(_WayBack(arrived, regrouped, self._fail))
+            regrouped[-1].promise.future.add_done_callback(_CopyBack(arrived, regrouped, self._fail))
         else:
             regrouped = arrived
         self._pending.take()
         return regrouped
 
     def give_up(self) -> None:
-        """Complete the jobs that wait, as they are."""
+        """Complete the waiting jobs with their values as they are."""
         self._pending.give_up()
 
     def _note_layout(self, job: Job) -> None:
-        """Tell the timeline in which buckets a step has arrived, when all are there."""
+        """Note the layout; after the last bucket, tell the timeline the grouping of the step."""
         index = job.layout.index
         self._layouts[index] = job.layout
         if job.is_last:
@@ -67,7 +67,7 @@ def _regroup(arrived: list[Job], grouping: Grouping) -> list[Job]:
     slots = {slot.name: slot for job in arrived for slot in job.layout.slots}
     _require_same_parameters(slots.keys(), grouping)
     views = _dense_views(arrived)
-    # A sparse gradient has a bucket of its own in every grouping.
+    # DDP gives a sparse gradient a bucket of its own in every grouping.
     sparse = {job.layout.slots[0].name: job.flat for job in arrived if job.flat.is_sparse}
     regrouped = []
     for index, (dtype, names) in enumerate(grouping):
@@ -85,8 +85,8 @@ def _regroup(arrived: list[Job], grouping: Grouping) -> list[Job]:
     return regrouped
 
 
-class _WayBack:
-    """Copies results to the buckets in which a step arrived, once its last job is done."""
+class _CopyBack:
+    """Copy results back to the buckets in which a step arrived, once its last job is done."""
 
     def __init__(self, arrived: list[Job], regrouped: list[Job], fail: Callable[[WireError], None]) -> None:
         self._arrived = arrived
@@ -94,7 +94,7 @@ class _WayBack:
         self._fail = fail
 
     def __call__(self, last: Future[Tensor]) -> None:
-        # torch would only log what is raised here, and DDP would wait for ever.
+        # torch would only log an error raised in this callback, and DDP would wait for ever.
         sparse: dict[str, Tensor] = {}
         try:
             self._copy_back(sparse)
@@ -106,7 +106,7 @@ class _WayBack:
     def _copy_back(self, sparse: dict[str, Tensor]) -> None:
         views = _dense_views(self._arrived)
         for job in self._regrouped:
-            result = job.promise.future.wait()  # done or under way; on CUDA this waits for its stream
+            result = job.promise.future.wait()  # done or under way; on CUDA the current stream waits
             if result.is_sparse:
                 sparse[job.layout.slots[0].name] = result
                 continue
@@ -125,5 +125,5 @@ def _require_same_parameters(arrived: Iterable[str], grouping: Grouping) -> None
     if different:
         raise ValueError(
             "this step's parameters are not those of the step before, or of the state that was loaded: they "
-            f"differ in {sorted(different)[:5]}"
+            f"differ in {sorted(different)[:5]}; attach again after changing a model's parameters"
         )

@@ -1,4 +1,4 @@
-"""The state of a run: what averaging keeps from step to step, and a checkpoint holds."""
+"""The state of a run, which a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gradwire.buckets import LossScale, Memory
 
 @dataclass
 class RunState:
-    """States by parameter, the timeline of bucket groupings, and the loss scale that residuals are in."""
+    """States by parameter, the timeline of groupings, and the loss scale that residuals include."""
 
     memory: Memory = field(default_factory=Memory)
     timeline: Timeline = field(default_factory=Timeline)
     loss_scale: LossScale | None = None
-    """None if losses are not scaled."""
+    """None if the loss is not scaled."""
 
     def save(self, recipe: str, step: int, rank: int, world_size: int) -> dict[str, Any]:
         """Return this rank's state as tensors and numbers."""
@@ -35,10 +35,10 @@ class RunState:
         )
 
     def load(self, saved: checkpoint.Saved, device: torch.device) -> None:
-        """Go on from a state that has been checked."""
+        """Load a state that has been checked."""
         self.memory.load_state_dict(saved.memory, device)
         self.timeline.load(saved.step, saved.timeline)
         if self.loss_scale is not None:
             self.loss_scale.residual_scale = saved.loss_scale
-        elif saved.loss_scale is not None:  # from here on, losses are not scaled
+        elif saved.loss_scale is not None:  # the loss was scaled, and is not any more
             self.memory.rescale("residual", torch.tensor(1 / saved.loss_scale, dtype=torch.float64))

@@ -1,14 +1,18 @@
-"""The grouping of parameters into buckets in which each step is exchanged.
+"""The timeline: the grouping of parameters into buckets in which each step is averaged.
 
-Note [Which layout a step is exchanged in]: block scales and seeds depend on where in which bucket a value
-lies, and DDP begins every run with other buckets than those it rebuilds after ``num_transient`` steps. If
-each step were exchanged as it arrives, a resumed run would differ from one that was not stopped. So a wire
-keeps a timeline of groupings, and a checkpoint carries it. In its first ``num_transient`` steps, a run is
-exchanged by the timeline, whatever arrives. What arrives after them is the timeline's next entry, from step
-``2 * num_transient`` on and not before: so also a run that was resumed from within the first steps, and
-sees the rebuilt buckets that much later, changes its grouping at the same step. After that, buckets are
-exchanged as they arrive, without a copy. (A run that is stopped twice within its first steps, before it
-has seen the rebuilt buckets again, cannot know them, and changes its grouping later.)
+Note [Which layout a step is exchanged in]: block scales and seeds depend on a value's bucket and its place in
+it. DDP begins every run with other buckets than those that it rebuilds after ``num_transient`` steps. If each
+step were averaged as it arrives, a resumed run would differ from one that was not stopped. So a wire keeps a
+timeline of groupings, and a checkpoint holds it.
+
+- In the first ``num_transient`` steps after a start or a resume, the timeline decides the grouping.
+- The grouping that arrives after them is the timeline's next entry. It applies from step
+  ``2 * num_transient`` on, not earlier. A run that is resumed within its first steps sees the rebuilt
+  buckets that much later, and so changes its grouping at the same step.
+- After that, buckets are averaged as they arrive, without a copy.
+
+One case is left: a run that is stopped twice within its first steps, before it has seen the rebuilt buckets
+again, cannot know them, and changes its grouping later.
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ from collections.abc import Iterable
 from gradwire.buckets import BucketLayout
 
 Grouping = tuple[tuple[str, tuple[str, ...]], ...]
-"""The dtype of every bucket and its parameters' names, in order."""
+"""Every bucket's dtype and parameter names, in order."""
 
 
 def grouping_of(layouts: Iterable[BucketLayout]) -> Grouping:
-    """Return how these buckets group the parameters."""
+    """Return the grouping of parameters in these buckets."""
     return tuple(
         (str(layout.dtype).removeprefix("torch."), tuple(slot.name for slot in layout.slots))
         for layout in layouts
@@ -39,7 +43,7 @@ class Timeline:
         self._entries: list[tuple[int, Grouping]] = []
 
     def at(self, step: int) -> Grouping | None:
-        """Return the grouping that ``step`` must be exchanged in; None for the one in which it arrives."""
+        """Return the grouping in which ``step`` must be averaged; None to take it as it arrives."""
         settled = max(2 * self._num_transient, self._first_step + self._num_transient)
         if step >= settled:
             return None
@@ -53,10 +57,10 @@ class Timeline:
             self._entries.append((max(step, 2 * self._num_transient), grouping))
 
     def save(self, next_step: int) -> list[tuple[int, Grouping]]:
-        """Return the entries that a run needs to go on with ``next_step``."""
+        """Return the entries that a run needs to resume at ``next_step``."""
         later = [entry for entry in self._entries if entry[0] > next_step]
         return self._entries[-len(later) - 1 :]
 
     def load(self, next_step: int, entries: list[tuple[int, Grouping]]) -> None:
-        """Go on with ``next_step`` from what `save` returned."""
+        """Resume at ``next_step`` with the entries that `save` returned."""
         self._first_step, self._entries = next_step, list(entries)

@@ -1,6 +1,6 @@
-"""`attach` for ``DistributedDataParallel``: its hook slot, hooks of the user's, and the `Wire`.
+"""`attach` for ``DistributedDataParallel``: the hook slot, users' hooks, and the `Wire`.
 
-Everything that knows DDP is here, in `ddp_comm_hooks` or in an adapter; how buckets are averaged is not.
+The averaging itself belongs to `averaging`; no other package but `ddp_comm_hooks` and adapters knows DDP.
 """
 
 from gradwire.ddp.attach_to_all import AttachedModel, Attachments, attach_to_all
@@ -8,13 +8,13 @@ from gradwire.ddp.attaching import attach
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.hook_info import HookInfo, hook_name, register_hook_info
 from gradwire.ddp.models import (
+    bucketed_parameters,
     claim_of,
     device_of,
-    in_buckets,
     is_ddp,
     num_transient,
     resolve_for_model,
-    trained,
+    trained_parameters,
     unwrap,
     wrap,
 )
@@ -36,12 +36,12 @@ __all__ = [
     "attach",
     "attach_to_all",
     "attachment_of",
+    "bucketed_parameters",
     "check_result",
     "claim_of",
     "device_of",
     "hook_name",
     "hook_with_bridge",
-    "in_buckets",
     "is_ddp",
     "num_transient",
     "open_raw_engine",
@@ -50,7 +50,7 @@ __all__ = [
     "require_future",
     "resolve_for_model",
     "step_parameters",
-    "trained",
+    "trained_parameters",
     "unwrap",
     "wrap",
 ]

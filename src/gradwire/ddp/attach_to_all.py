@@ -1,4 +1,4 @@
-"""Attaches a recipe to every DDP model that is made, and gives way to hooks of the script's own."""
+"""A recipe for every DDP model that a script makes, unless the script registers a hook itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("gradwire")
 
 @dataclass(frozen=True)
 class AttachedModel:
-    """One model's wire, with the rank and world size, which are needed when the process group is gone."""
+    """One model's wire, with the rank and world size, which outlive the process group."""
 
     wire: Wire
     rank: int
@@ -31,23 +31,23 @@ class AttachedModel:
 
 @dataclass
 class Attachments:
-    """What has been attached so far."""
+    """The attachments so far."""
 
     recipe: Recipe
     made: list[AttachedModel] = field(default_factory=list)
     num_given_way: int = 0
-    """Models that a hook of the script's own took over."""
+    """The number of models for which the script has registered its own hook."""
     num_refused: int = 0
-    """Models that could not be attached to."""
+    """The number of models that could not be attached to."""
 
 
 @contextlib.contextmanager
 def attach_to_all(recipe: str | Recipe) -> Iterator[Attachments]:
-    """While this lasts, every ``DistributedDataParallel`` averages by ``recipe`` as soon as it is made.
+    """Attach ``recipe`` to every ``DistributedDataParallel`` that is made inside this context.
 
-    A hook that is registered with such a model afterwards wins, with a warning in the log, and so does
-    another `gradwire.attach`. A model that takes no hook is left to DDP, with a warning. Raises
-    ValueError if there is no such recipe.
+    A hook that the script registers with such a model replaces the recipe, and so does another
+    `gradwire.attach`. A model that takes no hook is left to DDP. Both log a warning. Raises ValueError if
+    there is no such recipe.
     """
     attachments = Attachments(parse_recipe(recipe))
     make = DistributedDataParallel.__init__
@@ -61,7 +61,7 @@ def attach_to_all(recipe: str | Recipe) -> Iterator[Attachments]:
     @functools.wraps(register)
     def register_instead(self: DistributedDataParallel, state: Any, hook: Any) -> None:
         if any(a.wire.attached and attachment_of(a.wire).is_on(self) for a in attachments.made):
-            # DDP's one hook is ours already: theirs goes behind it.
+            # DDP takes one hook, and has ours: attach the script's hook behind it.
             attach(self, hook, state=state)
         else:
             register(self, state, hook)
@@ -80,13 +80,13 @@ def _attach(model: DistributedDataParallel, attachments: Attachments) -> None:
         wire = attach(model, attachments.recipe)
     except ValueError as error:
         attachments.num_refused += 1
-        log.warning("%s is not attached, DDP averages as it is: %s", attachments.recipe, error)
+        log.warning("%s is not attached, and DDP averages as usual: %s", attachments.recipe, error)
         return
     group: dist.ProcessGroup = model.process_group
     attachments.made.append(AttachedModel(wire, group.rank(), group.size()))
 
     def tell() -> None:
         attachments.num_given_way += 1
-        log.warning("the script registers a hook of its own, which is used instead of %s", wire.recipe)
+        log.warning("the script registers its own hook, which is used instead of %s", wire.recipe)
 
     attachment_of(wire).give_way(tell)

@@ -1,4 +1,4 @@
-"""`attach`: a model and a recipe, or a hook, become a `Wire`."""
+"""`attach`, which makes a `Wire` from a model and a recipe or hook."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def attach(
     Args:
         model: a ``DistributedDataParallel``, or ``torch.compile`` of one.
         recipe: a name (``"bf16"``), a name with options (``"fp16:reduction=sum"``), a `Recipe`, or any
-            DDP communication hook, in any form that can be called with ``(state, bucket)``.
+            DDP communication hook: anything that can be called with ``(state, bucket)``.
         state: the first argument of a hook; not for recipes.
         timeout: how long to wait for the other ranks; by default the group's own timeout.
         on_nonfinite: what to do when an averaged gradient is infinite or NaN. ``"propagate"`` passes it to
@@ -61,18 +61,18 @@ def attach(
             optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
             ``backward()`` on every rank; on CUDA from the next one.
         verify_every: compare the averaged gradients over the ranks, bit for bit, every so many steps; 0, the
-            default, for never. If they differ, ``backward()`` raises `WireError` on every rank, with the
+            default, compares never. If they differ, ``backward()`` raises `WireError` on every rank, with the
             step, the ranks and the first parameter. On CUDA such a step waits for the device. Not done
             inside ``join()`` of a model with ``find_unused_parameters``.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one. Residuals are in
             units of the scaled loss, and follow each change of its scale.
-        telemetry: what to record while the wire runs, see `Telemetry`; by default nothing.
+        telemetry: what to record, see `Telemetry`; None, the default, records nothing.
 
     Raises:
         TypeError: the model is not a ``DistributedDataParallel``, or an argument is of the wrong type.
         ValueError: there is no such recipe or option, the model is attached already or has another
             hook, or ranks differ in gradwire's version, the recipe, the options or the parameters. The
-            text says which rank, and in what.
+            text names the ranks and the difference.
         OSError: the file of ``telemetry`` cannot be written.
         RuntimeError: a rank did not attach in time.
 
@@ -95,7 +95,7 @@ def attach(
         device = device_of(ddp)
         options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
         choice = choose(ddp, recipe, state)
-        options.check(choice.what, device, is_nccl=uses_nccl(group, device))
+        options.check(choice.recipe_or_hook, device, is_nccl=uses_nccl(group, device))
         slot = free_slot(ddp)
         if not is_disabled:
             options.check_file(group.rank())
@@ -112,7 +112,7 @@ def attach(
             call.agree(claim)
     layouts = Layouts(ddp.module)
     if is_disabled:
-        log.warning("GRADWIRE_DISABLE is set: %s is not attached, DDP averages as it is", choice.name)
+        log.warning("GRADWIRE_DISABLE is set: %s is not attached, and DDP averages as usual", choice.name)
         bridge = Bridge(Engine(noop(), None), layouts, group.rank())
         return Wire(Attachment(slot, bridge, choice, layouts, limit, is_disabled=True))
     meter = options.meter()
@@ -122,36 +122,36 @@ def attach(
         recorder = None if telemetry is None else Recorder(telemetry, group.rank(), layouts, meter)
         checks = options.checks(ddp, recorder)
         undo.callback(checks.close)
-        # Nothing behind the model's hook may hold the model.
+        # Weakly: the model's hook holds this, and must not hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))
         bridge = Bridge(runner, layouts, group.rank(), checks, by_active)
         slot.take(bridge)
         undo.callback(slot.leave, bridge)
-        # What cannot be undone comes last.
+        # Binding comes last, since it cannot be undone.
         choice.bind(ddp)
         undo.pop_all()
-    checks.tell("attach", 0, recipe=runner.name, world_size=group.size(), device=str(device))
+    checks.record_event("attach", 0, recipe=runner.name, world_size=group.size(), device=str(device))
     return Wire(Attachment(slot, bridge, choice, layouts, limit))
 
 
 def _open_runner(
     ddp: DistributedDataParallel, choice: Choice, options: Options, meter: Meter | None, rendezvous: str
 ) -> Runner:
-    """Open what averages the model's buckets; collective."""
+    """Open the runner that averages the model's buckets; collective."""
     group, device = ddp.process_group, device_of(ddp)
-    if not isinstance(choice.what, Recipe):
-        # On CUDA a hook's future is completed as soon as its work is enqueued: nothing waits for it.
+    if not isinstance(choice.recipe_or_hook, Recipe):
+        # On CUDA a hook's future completes as soon as its work is enqueued, so no watchdog is needed.
         watchdog = HookWatchdog(group, rendezvous) if device.type == "cpu" else None
         peers = NcclGroup(group) if uses_nccl(group, device) else None
-        return HookRunner(choice.what, choice.state, watchdog, peers, LayoutCheck())
+        return HookRunner(choice.recipe_or_hook, choice.state, watchdog, peers, LayoutCheck())
     return open_engine(
-        choice.what,
+        choice.recipe_or_hook,
         group,
         device,
         rendezvous,
         RunState(timeline=Timeline(num_transient(ddp)), loss_scale=options.loss_scale()),
-        may_wait=ddp.mixed_precision is None,  # DDP's own hook then waits for each bucket
+        may_wait=ddp.mixed_precision is None,  # with mixed precision, DDP's own hook waits for each bucket
         meter=meter,
         layout_check=LayoutCheck(),
-        may_skip=ddp.find_unused_parameters or ddp.static_graph,
+        may_have_unused=ddp.find_unused_parameters or ddp.static_graph,
     )

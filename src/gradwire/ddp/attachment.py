@@ -1,4 +1,4 @@
-"""What stands behind a `Wire`: a model's slot, the bridge in it, and what was chosen."""
+"""The parts behind a `Wire`: the model's slot, the bridge in it, and the choice of recipe or hook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwire.peers import CollectiveCall
 
 
 class Attachment:
-    """The parts of gradwire that one `attach` has put together; for gradwire's own packages.
+    """The parts that one `attach` has put together; internal to gradwire.
 
     With ``GRADWIRE_DISABLE`` the bridge is not in the slot, and its engine averages nothing.
     """
@@ -38,7 +38,7 @@ class Attachment:
         self.choice = choice
         self.layouts = layouts
         self.is_disabled = is_disabled
-        # Kept apart: a runner of another kind may be put around it.
+        # Kept here, since `wrap_runner` may put another runner around it.
         self.engine = bridge.runner if isinstance(bridge.runner, Engine) else None
         self._timeout = timeout
 
@@ -59,16 +59,16 @@ class Attachment:
 
     @property
     def is_attached(self) -> bool:
-        """True while the model's gradients go this way."""
+        """True while this attachment averages the model's gradients."""
         return self.slot.bridge is self.bridge
 
     @property
-    def looks_at_gradients(self) -> bool:
-        """True if gradients that are not finite are skipped or raised for."""
+    def checks_nonfinite(self) -> bool:
+        """True if ``on_nonfinite`` is ``"skip"`` or ``"raise"``."""
         return self.bridge.checks.policy is not None
 
     def call(self, method: str) -> CollectiveCall:
-        """Return a collective call over the model's group; RuntimeError after `detach`."""
+        """Return a collective call of ``method`` over the model's group; RuntimeError after `detach`."""
         if not (self.is_attached or self.is_disabled):
             what = method.rpartition(".")[2]
             raise RuntimeError(
@@ -77,16 +77,16 @@ class Attachment:
             )
         return CollectiveCall(self.group, self._timeout, method)
 
-    def tell(self, event: str, **details: str) -> None:
+    def record_event(self, event: str, **details: str) -> None:
         """Record an event at the current step."""
-        self.bridge.checks.tell(event, self.bridge.num_steps, **details)
+        self.bridge.checks.record_event(event, self.bridge.num_steps, **details)
 
     def detach(self) -> None:
-        """Leave the slot, and end the runner."""
+        """Leave the slot, and close the runner."""
         if not self.is_disabled:
             self.slot.leave(self.bridge)
             self.bridge.runner.close()
-            self.tell("detach")
+            self.record_event("detach")
             self.bridge.checks.close()
 
     def is_on(self, model: DistributedDataParallel) -> bool:
@@ -94,11 +94,11 @@ class Attachment:
         return self.slot.is_of(model)
 
     def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
-        """Put a runner around the one that averages."""
+        """Replace the runner by one around it."""
         self.bridge.runner = wrap(self.bridge.runner)
 
     def give_way(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` and detach when somebody else attaches to the model, instead of refusing that."""
+        """Let a later `attach` replace this one: call ``tell`` and detach then, instead of refusing it."""
 
         def leave() -> None:
             self.slot.give_way = None

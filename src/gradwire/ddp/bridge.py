@@ -1,4 +1,4 @@
-"""The bridge from DDP's reducer to a runner, which counts steps and takes errors back to ``backward()``."""
+"""The bridge from DDP's reducer to a runner; it counts steps and raises errors from ``backward()``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from gradwire.averaging import Bucket
 from gradwire.buckets import Layouts
-from gradwire.ddp.hook_info import note_use
+from gradwire.ddp.hook_info import record_use
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
 from gradwire.errors import Place, locate
@@ -22,14 +22,14 @@ from gradwire.lanes import completed
 
 
 class Bridge:
-    """Takes buckets from one model's reducer to a runner, and errors back to ``backward()``.
+    """Take buckets from one model's reducer to a runner, and raise errors from ``backward()``.
 
-    Note [How an error leaves a hook]: an exception set on the future reaches the user as a failed cast,
-    and one raised inside the hook leaves DDP unable to run its next step. So the future is completed with
-    the local gradients, and the error is raised by a callback of the autograd engine. DDP queues its own
-    callback right after the last bucket's hook. Ours, queued in that hook, queues a second one, which
-    therefore runs when DDP has finished. Outside a backward pass (``join()``) there are no callbacks, and
-    the last bucket's hook itself waits and raises.
+    Note [How an error leaves a hook]: an exception set on the future reaches the user as a failed cast. An
+    exception raised inside the hook leaves DDP unable to run its next step. So the future is completed with
+    the local gradients, and a callback of the autograd engine raises the error. DDP queues its own callback
+    right after the last bucket's hook, and ours must run after it. So the hook queues a callback that
+    queues a second one. Outside a backward pass (in ``join()``) there are no callbacks, and the hook of the
+    last bucket itself waits and raises.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class Bridge:
         self.runner = runner
         self.checks = checks or StepChecks()
         self.num_steps = 0
-        """The number of steps of the run, those before a resume included."""
+        """The number of steps of the run, including those before a resume."""
         self._layouts = layouts
         self._rank = rank
         self._divides_by_active = divides_by_active
         self._shadows: list[Future[Tensor]] = []
 
     def run(self, grad_bucket: GradBucket) -> Future[Tensor]:
-        """Begin to average a bucket. DDP calls it once per bucket, in bucket order."""
-        note_use(self.runner)
+        """Begin to average a bucket. DDP calls this once per bucket, in order."""
+        record_use(self.runner)
         if grad_bucket.index() == 0:
             self.num_steps += 1
         place = Place(self._rank, self.num_steps - 1, grad_bucket.index(), self.runner.name)
         in_backward = torch._C._current_graph_task_id() != -1
-        local = grad_bucket.buffer()  # before the hook, which may set another one
+        local = grad_bucket.buffer()  # taken before the hook runs, which may set another buffer
         future = None
         try:
             if self.runner.failure is None:
@@ -72,6 +72,12 @@ class Bridge:
             queue_after_ddp(functools.partial(self._finish, place, local.device))
         return future
 
+    def raise_failure(self) -> None:
+        """Raise the first failure of any rank, if there is one."""
+        if self.runner.failure is not None:
+            self.checks.record_failure(self.num_steps - 1, self.runner.failure)
+            raise self.runner.failure.with_traceback(None)
+
     def _bucket(self, grad_bucket: GradBucket, *, is_shadow: bool) -> Bucket:
         return Bucket(
             grad_bucket.buffer(),
@@ -86,20 +92,20 @@ class Bridge:
     def _start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
         if not torch._C._autograd._profiler_enabled():
             return self.runner.start(bucket, place)
-        # The lane's thread is unknown to a profiler that was started after it, so this one records it.
+        # A profiler does not see threads that were started before it, so this thread records the range.
         with record_function(f"gradwire::{place.hook} bucket {place.bucket}") as recorded:
             future = self.runner.start(bucket, place)
-            if self.runner.runs_at_once:  # it may wait for later buckets, in whose range it is then exchanged
+            if self.runner.runs_inline:  # a bucket that waits for later ones is averaged in their range
                 return future
-            # DDP must wait for this one: a range that ends after its profiler is a crash.
+            # DDP must wait for the end of the range: one that ends after its profiler crashes the process.
             ended: Future[Tensor] = recorded._call_end_callbacks_on_future(future)
         return ended
 
     def _wait_for_shadows(
         self, future: Future[Tensor], place: Place, device: torch.device, *, is_last: bool
     ) -> None:
-        """Wait for all buckets of a step outside a backward pass, when the last one has come."""
-        # Not before the last: a step may be exchanged in other buckets than those that arrive.
+        """Wait for the buckets of a step outside a backward pass, once the last one has come."""
+        # Not earlier: a regrouped step is averaged only when all its buckets have arrived.
         self._shadows.append(future)
         if is_last:
             shadows, self._shadows = self._shadows, []
@@ -109,21 +115,15 @@ class Bridge:
             self.checks.verify(self.runner, place, device, shadow=True)
 
     def _finish(self, place: Place, device: torch.device) -> None:
-        """End a step, when DDP has finished its backward pass."""
+        """End a step after DDP has finished its backward pass."""
         self.raise_failure()
         self.checks.finish_step(self.runner, place, device)
 
-    def raise_failure(self) -> None:
-        """Raise the first failure of any rank, if there is one."""
-        if self.runner.failure is not None:
-            self.checks.tell_failure(self.num_steps - 1, self.runner.failure)
-            raise self.runner.failure.with_traceback(None)
-
 
 def queue_after_ddp(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when DDP has finished the backward pass under way; for its last bucket's hook.
+    """Call ``callback`` after DDP has finished the current backward pass; for the last bucket's hook.
 
-    Queued twice: DDP queues its own callback after the hook, and ours must run after that one.
+    The callback is queued twice, since DDP queues its own after the hook and ours must run after that.
     """
     queue = Variable._execution_engine.queue_callback
     queue(functools.partial(queue, callback))

@@ -1,4 +1,4 @@
-"""Facts about hooks: those registered for hooks of ours, names, and which runners a hook uses."""
+"""Facts about hooks: registered facts of our own hooks, names, and the runners that a hook uses."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ if TYPE_CHECKING:
     from gradwire.ddp.runner import Runner
 
 Hook = Callable[..., Any]
+"""A DDP communication hook, called with ``(state, bucket)``."""
 
 
 @dataclass(frozen=True)
 class HookInfo:
-    """Facts about a hook of ours; for any other hook, all fields are None."""
+    """Facts about one of our hooks; all fields are None for any other hook."""
 
     recipe: Recipe | None = None
     """The recipe that the hook runs; `attach` takes it instead of the hook."""
     wraps: Hook | None = None
     """The hook that this one calls with its own state."""
     prepare: Callable[[DistributedDataParallel], None] | None = None
-    """Called once, with the model that the hook is for."""
+    """Prepares the model; called once when the hook is attached."""
 
 
-# By the function itself: functools.wraps would copy attributes to what somebody wraps around it, and some
-# objects have every attribute one asks for.
+# Keyed by the function itself. An attribute would not do: functools.wraps copies attributes to wrappers, and
+# some objects claim to have every attribute.
 _infos: weakref.WeakKeyDictionary[FunctionType, HookInfo] = weakref.WeakKeyDictionary()
 
 
 def register_hook_info(hook: Hook, info: HookInfo) -> None:
-    """Note the facts about a hook of ours."""
+    """Register the facts about one of our hooks."""
     assert isinstance(hook, FunctionType)
     _infos[hook] = info
 
@@ -52,7 +53,7 @@ def hook_info(hook: object) -> HookInfo:
 def hook_name(hook: Callable[..., Any]) -> str:
     """Return ``module.qualname`` of a function, a partial's function or a callable object's class.
 
-    Functions made by ``exec`` have no module; theirs is the name alone.
+    A function made by ``exec`` has no module: return its qualname alone.
     """
     while isinstance(hook, functools.partial):
         hook = hook.func
@@ -64,8 +65,11 @@ _calls = threading.local()
 
 
 @contextlib.contextmanager
-def noting_runners() -> Iterator[list[Runner]]:
-    """Collect the runners used inside: a hook may call hooks of ours, whose futures never fail."""
+def record_runners() -> Iterator[list[Runner]]:
+    """Collect the runners used inside this context.
+
+    A user's hook may call our hooks. Their futures never fail, so the caller asks their runners for errors.
+    """
     outer, _calls.used = getattr(_calls, "used", None), []
     try:
         yield _calls.used
@@ -73,8 +77,8 @@ def noting_runners() -> Iterator[list[Runner]]:
         _calls.used = outer
 
 
-def note_use(runner: Runner) -> None:
-    """Tell the hook that is being called, if one is, that it depends on ``runner``."""
+def record_use(runner: Runner) -> None:
+    """Note that the user's hook under way, if there is one, uses ``runner``."""
     used = getattr(_calls, "used", None)
     if used is not None:
         used.append(runner)

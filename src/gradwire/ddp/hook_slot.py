@@ -1,4 +1,7 @@
-"""A model's one hook slot. DDP takes one hook in its life, so ours stays and the bridge behind it changes."""
+"""The hook slot of a model.
+
+DDP takes one hook per model, for good. So ours stays registered, and the bridge behind it changes.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.hook_info import hook_name
-from gradwire.ddp.mixed_precision import take_over
+from gradwire.ddp.mixed_precision import average_by
 
 
 class HookSlot:
-    """The closure that DDP holds, and the bridge behind it, if one is attached."""
+    """The hook that DDP holds for a model, and the bridge behind it while one is attached."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.bridge: Bridge | None = None
         self.give_way: Callable[[], None] | None = None
-        """Frees the slot for somebody else; None if the bridge in it stays."""
-        # Weakly: DDP's reducer holds the closure, and the closure this.
+        """Frees the slot for another bridge; None if the current bridge stays."""
+        # Weakly: DDP's reducer holds the hook, and the hook holds this.
         self._ddp = weakref.ref(ddp)
         self._registered = False
 
@@ -40,7 +43,7 @@ class HookSlot:
         return self._ddp() is ddp
 
     def take(self, bridge: Bridge) -> None:
-        """Put ``bridge`` behind the closure, registered if it is not yet; an earlier bridge gives way."""
+        """Put ``bridge`` behind the hook, and register the hook if needed; an earlier bridge gives way."""
         if not self._registered:
             ddp = self.model
 
@@ -49,11 +52,11 @@ class HookSlot:
                 return self._run(bucket)
 
             if ddp.mixed_precision is not None:
-                take_over(ddp, self._run)
+                average_by(ddp, self._run)
             else:
                 ddp.register_comm_hook(None, gradwire_hook)
-            # DDP keeps a second reference for its Python reducer alone, which would end in copies and
-            # pickles of the model.
+            # DDP keeps a second reference to the hook, for its Python reducer only. Copies and pickles of the
+            # model would include it.
             ddp._comm_hooks.clear()
             self._registered = True
         if self.give_way is not None:
@@ -61,7 +64,7 @@ class HookSlot:
         self.bridge = bridge
 
     def leave(self, bridge: Bridge) -> None:
-        """Return to plain averaging, unless another bridge has the slot by now."""
+        """Return to plain averaging, unless another bridge has taken the slot."""
         if self.bridge is bridge:
             self.bridge = None
 
@@ -83,7 +86,7 @@ class HookSlot:
 
 
 def divides_by_active(model: weakref.ref[DistributedDataParallel]) -> bool:
-    """Return True if ``join()`` was told to divide by the ranks that still have input."""
+    """Return True if ``join()`` divides by the number of ranks that still have input."""
     ddp = model()
     return ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size
 
@@ -92,7 +95,7 @@ _slots: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.W
 
 
 def free_slot(ddp: DistributedDataParallel) -> HookSlot:
-    """Return the model's slot; ValueError if something is attached that does not give way."""
+    """Return the model's slot; ValueError if it is taken and does not give way."""
     slot = _slots.get(ddp)
     if slot is None:
         if ddp._comm_hooks and ddp.mixed_precision is None:

@@ -1,9 +1,9 @@
-"""The watchdog of a user's hook, which ends the waiting when a peer has failed, died or never answers.
+"""The watchdog of a user's hook, which ends the wait for a peer that has failed, died or never answers.
 
-Our own exchanges wait in groups of their own and learn of a failure when those close. A user's hook waits in
-a group that we must not touch. So the ranks of a wire that runs such a hook also form a ring. Each rank waits
-for its successor there, and closes when that one closes: a failure goes round the ring in milliseconds.
-Nothing is sent over the ring except what ranks must agree on.
+Our own exchanges wait in their own groups, and learn of a failure when those close. A user's hook waits in a
+group that we must not touch. So the ranks that run such a hook also form a ring. Each rank waits for its
+successor there, and closes when the successor closes: a failure goes round the ring in milliseconds. Only
+messages on which ranks must agree are sent over the ring.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.errors import Place, WireError, locate
-from gradwire.lanes import CollectiveWork, end_with, join_threads
+from gradwire.lanes import CollectiveWork, join_threads, register_finalizer
 from gradwire.peers import (
     Failure,
     PeerUnreachable,
@@ -33,16 +33,16 @@ from gradwire.peers import (
     timeout_of,
 )
 
-# A peer that ends normally closes the ring as well, while its last messages may still be on their way.
-# One that was killed closes the hook's own connections too, which the hook usually notices by itself.
+# Seconds to wait after the ring has closed without a known failure. A peer that ends normally closes the ring
+# too, while its last messages may still travel. If a peer was killed, the hook usually notices by itself.
 _GRACE_S = 20.0
 
-Over = concurrent.futures.Future[None]
-"""The end of a collective over the ring: done when that is over, however it ended."""
+Completion = concurrent.futures.Future[None]
+"""Done when a collective over the ring has ended, with or without an error."""
 
 
 class HookWatchdog:
-    """Gives up futures that would otherwise never be completed, and keeps the first failure."""
+    """Give up futures that would never be completed, and keep the first failure."""
 
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
         self._ring = ring = _Ring(group, prefix)
@@ -53,7 +53,7 @@ class HookWatchdog:
         for thread in threads:
             thread.start()
         watcher = StallWatcher(ring.failure, ring.timeout_s, ring.look, prefix)
-        self._finalizer = end_with(self, _end, ring, threads, watcher)
+        self._finalizer = register_finalizer(self, _end, ring, threads, watcher)
 
     @property
     def failure(self) -> WireError | None:
@@ -64,19 +64,19 @@ class HookWatchdog:
         self._ring.add(future, place, give_up)
 
     def fail(self, error: WireError) -> None:
-        """Give up, on every rank."""
+        """Fail with ``error``, on every rank."""
         self._ring.fail(error)
 
-    def start_collective(self, work: CollectiveWork, place: Place) -> Over:
-        """Run ``work`` over the ring, after those before it; what it raises is a failure."""
+    def start_collective(self, work: CollectiveWork, place: Place) -> Completion:
+        """Run ``work`` over the ring, after the work started before it; an error in it is a failure."""
         return self._ring.start_collective(work, place)
 
     def add_reason(self, error: WireError, place: Place, waited_s: float) -> None:
-        """Add why a hook may have failed: for whom it waited long, or what failed on another rank before."""
-        if waited_s > self._ring.timeout_s / 2:  # its own timeout has struck
-            error.text += f". {self._ring.who(place, timed_out=True)}"
+        """Add to ``error`` the rank that the hook waited for, or an earlier failure of another rank."""
+        if waited_s > self._ring.timeout_s / 2:  # the hook's own timeout has probably expired
+            error.text += f". {self._ring.describe_slowest(place, timed_out=True)}"
         elif (before := self._ring.failure.posted_text()) is not None:
-            # Who comes late finds the connections of its hook closed, and no more than that.
+            # A late rank finds only that the connections of its hook are closed, not why.
             error.text += f". Before that another rank had failed: {before}"
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ class HookWatchdog:
 
 
 @dataclass(frozen=True)
-class _Wait:
-    """The wait for one bucket whose hook has been called."""
+class _WatchedFuture:
+    """The wait for the future of one hook call; times are by ``time.monotonic()``."""
 
     since: float
     deadline: float
@@ -95,15 +95,15 @@ class _Wait:
 
 @dataclass(frozen=True)
 class _Collective:
-    """Messages to exchange over the ring."""
+    """Collective work to run over the ring."""
 
     run: CollectiveWork
     place: Place
-    over: Over
+    completion: Completion
 
 
 class _Ring:
-    """The ranks in a ring, the calls that wait, and the collectives to run."""
+    """The connections of the ring, the futures to watch, and the collectives to run."""
 
     def __init__(self, group: dist.ProcessGroup, prefix: str) -> None:
         self.failure = Failure(group, prefix)
@@ -111,25 +111,25 @@ class _Ring:
         self.group = open_gloo(group, prefix)
         self.collectives: queue.SimpleQueue[_Collective | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._pending: dict[Future[Tensor], _Wait] = {}
+        self._pending: dict[Future[Tensor], _WatchedFuture] = {}
         self._broken = self._closed = False
         self._last: tuple[Place | None, float] = None, time.monotonic()
 
     def look(self) -> Progress:
         with self._changed:
-            oldest = min(self._pending.values(), key=lambda wait: wait.since, default=None)
+            oldest = min(self._pending.values(), key=lambda watched: watched.since, default=None)
             if oldest is None:
                 return Progress(self._last[0], True, self._last[1])
             return Progress(oldest.place, False, oldest.since)
 
     def add(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
         with self._changed:
-            # A failure while the hook was called has given up all there was then, and this was not there.
+            # A failure during the hook's call has given up the futures of that time, and not this one.
             has_failed = self.failure.error is not None
             if not has_failed:
                 patience = min(_GRACE_S, self.timeout_s) if self._broken else self.timeout_s
                 now = time.monotonic()
-                self._pending[future] = _Wait(now, now + patience, place, give_up)
+                self._pending[future] = _WatchedFuture(now, now + patience, place, give_up)
                 self._changed.notify()
         if has_failed:
             give_up()
@@ -138,9 +138,9 @@ class _Ring:
 
     def _remove(self, future: Future[Tensor]) -> None:
         with self._changed:
-            wait = self._pending.pop(future, None)
-            if wait is not None:  # buckets may be done in any order
-                place, last = wait.place, self._last[0]
+            watched = self._pending.pop(future, None)
+            if watched is not None:  # buckets may finish in any order
+                place, last = watched.place, self._last[0]
                 is_later = last is None or (last.step, last.bucket) < (place.step, place.bucket)
                 self._last = place if is_later else last, time.monotonic()
 
@@ -156,24 +156,24 @@ class _Ring:
         self.collectives.put(None)
         self.group.close()
 
-    def start_collective(self, work: CollectiveWork, place: Place) -> Over:
-        over = Over()
+    def start_collective(self, work: CollectiveWork, place: Place) -> Completion:
+        completion = Completion()
         with self._changed:
             if not self._closed:
-                self.collectives.put(_Collective(work, place, over))
-                return over
-        over.set_result(None)
-        return over
+                self.collectives.put(_Collective(work, place, completion))
+                return completion
+        completion.set_result(None)
+        return completion
 
     def serve_collectives(self) -> None:
         while (collective := self.collectives.get()) is not None:
             if self.failure.error is None:
                 self._run(collective)
-            over = collective.over
-            # Whoever waits for it may then drop the model: keep nothing of it.
+            completion = collective.completion
+            # Whoever waits for it may then drop the model. Hold no reference to it.
             del collective
-            over.set_result(None)
-            del over
+            completion.set_result(None)
+            del completion
 
     def _run(self, collective: _Collective) -> None:
         try:
@@ -200,8 +200,8 @@ class _Ring:
             self._broken = True
             soon = time.monotonic() + min(_GRACE_S, self.timeout_s)
             self._pending = {
-                future: replace(wait, deadline=min(wait.deadline, soon))
-                for future, wait in self._pending.items()
+                future: replace(watched, deadline=min(watched.deadline, soon))
+                for future, watched in self._pending.items()
             }
             self._changed.notify()
         self.group.close()
@@ -211,7 +211,7 @@ class _Ring:
             with self._changed:
                 if self._closed:
                     return
-                first = min(self._pending.values(), key=lambda wait: wait.deadline, default=None)
+                first = min(self._pending.values(), key=lambda watched: watched.deadline, default=None)
                 if first is None or (left := first.deadline - time.monotonic()) > 0:
                     self._changed.wait(None if first is None else left)
                     continue
@@ -220,11 +220,11 @@ class _Ring:
                 if self._broken
                 else f"the hook's future was not completed within {self.timeout_s:g} s"
             )
-            who = self.who(first.place, timed_out=not self._broken)
+            who = self.describe_slowest(first.place, timed_out=not self._broken)
             self.fail(WireError(f"{first.place}: {reason}. {who}"))
 
-    def who(self, place: Place, *, timed_out: bool) -> str:
-        """Say who is furthest behind, by what each rank says; whom a hook waits for is not known."""
+    def describe_slowest(self, place: Place, *, timed_out: bool) -> str:
+        """Name the rank that is furthest behind by its own account; a hook does not tell whom it awaits."""
         if self.failure.store is not None:
             self.failure.store.post_status(RankStatus(place.step, place.bucket, timed_out=timed_out))
         return self.failure.describe_furthest_behind(timed_out=timed_out)
@@ -232,8 +232,8 @@ class _Ring:
     def _give_up(self) -> None:
         with self._changed:
             abandoned, self._pending = list(self._pending.values()), {}
-        for wait in abandoned:
-            wait.give_up()
+        for watched in abandoned:
+            watched.give_up()
 
 
 def _end(ring: _Ring, threads: list[threading.Thread], watcher: StallWatcher) -> None:

@@ -1,9 +1,9 @@
-"""DDP's ``mixed_precision=`` with an averaging of ours.
+"""DDP's ``mixed_precision=`` with our averaging.
 
-DDP then registers a hook of its own, which casts a bucket to ``reduce_dtype``, lets the reducer sum it,
-divides, and restores full-precision parameters and gradients; there is no second slot. That hook finds
-reducer and process group through a reference in its state. So the hook stays, and the reference is
-replaced by one to a stand-in whose reducer averages as we do, in a group of one.
+With that option, DDP registers its own hook, and there is no second slot. The hook casts a bucket to
+``reduce_dtype``, lets the reducer sum it, divides, and restores full-precision parameters and gradients. It
+finds the reducer and the process group through a weak reference in its state. So we keep the hook, and
+replace the reference by one to a stand-in. The stand-in's reducer averages as we do, in a group of one rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from gradwire.buckets import Layouts
 Run = Callable[[GradBucket], "Future[Tensor]"]
 
 
-def has_events() -> bool:
-    """Whether this machine has what DDP's ``mixed_precision=`` waits with: CPU streams have none."""
+def supports_events() -> bool:
+    """Return True if this machine has the events that DDP's ``mixed_precision=`` needs; CPUs have none."""
     try:
         torch.Event().record()
     except RuntimeError:
@@ -34,7 +34,7 @@ def has_events() -> bool:
     return True
 
 
-def take_over(ddp: DistributedDataParallel, run: Run) -> None:
+def average_by(ddp: DistributedDataParallel, run: Run) -> None:
     """Let DDP's own mixed-precision hook average by ``run``."""
     state: Any = ddp._comm_hooks[0][1]
     state.ddp_weakref = functools.partial(_stand_in, weakref.ref(ddp), run)
@@ -42,20 +42,22 @@ def take_over(ddp: DistributedDataParallel, run: Run) -> None:
 
 def _stand_in(ddp: weakref.ref[DistributedDataParallel], run: Run) -> SimpleNamespace:
     model = ddp()
-    assert model is not None, "a hook is called by its model's reducer alone"
+    assert model is not None, "only the model's reducer calls its hook"
     return SimpleNamespace(
         reducer=SimpleNamespace(_run_allreduce_hook=functools.partial(_average, run)),
-        process_group=SimpleNamespace(size=lambda: 1),  # to divide by: we have divided
+        process_group=SimpleNamespace(
+            size=lambda: 1
+        ),  # DDP divides by this size; our average is divided already
         mixed_precision=model.mixed_precision,
         module=model.module,
     )
 
 
 def _average(run: Run, bucket: GradBucket) -> Future[Tensor]:
-    """Average in place: DDP's hook looks at the bucket, not at the future."""
+    """Average in place, since DDP's hook reads the bucket and not the future."""
     local = bucket.buffer()
-    # torch 2.13 hands out buckets that miss gradients: at the first step all of them, and with
-    # gradient_as_bucket_view from the third step on. The parameters have them.
+    # torch 2.13 passes buckets without the gradients: in the first step, and with gradient_as_bucket_view
+    # from the third step on. The parameters hold them.
     for slot, parameter in zip(Layouts().of(bucket).slots, bucket.parameters(), strict=True):
         gradient = parameter.grad
         slot.view(local).copy_(gradient if gradient is not None else torch.zeros_like(parameter))

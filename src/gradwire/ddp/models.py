@@ -1,4 +1,4 @@
-"""Facts about a DDP model: its parameters, its buckets, and what all ranks must have alike."""
+"""Facts about a DDP model: its parameters, its buckets, and what must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.recipes import Recipe, fingerprint, resolve_for_module
 
 
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Return ``DistributedDataParallel(module, **options)``, for packages that do not know DDP themselves."""
+    """Return ``DistributedDataParallel(module, **options)``, for packages that must not import DDP."""
     return DistributedDataParallel(module, **options)
 
 
@@ -25,7 +25,7 @@ def is_ddp(model: nn.Module) -> bool:
 
 
 def unwrap(model: nn.Module) -> DistributedDataParallel:
-    """Return the ``DistributedDataParallel`` that ``model`` is or compiles; TypeError if it is none."""
+    """Return the ``DistributedDataParallel`` in ``model``, compiled or not; TypeError if there is none."""
     inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
     if isinstance(inner, DistributedDataParallel):
         return inner
@@ -43,7 +43,10 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
         if parameter.requires_grad:
             device: torch.device = parameter.device
             return device
-    raise ValueError("no parameter of this model requires a gradient any more: there is nothing to average")
+    raise ValueError(
+        "no parameter of this model requires a gradient any more: there is nothing to average; "
+        "unfreeze a parameter before you attach"
+    )
 
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -51,14 +54,14 @@ def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cuda" and backend_name(group, device) == "nccl"
 
 
-def trained(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+def trained_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients are averaged, by name."""
     return {name: p for name, p in _not_ignored(ddp).items() if p.requires_grad}
 
 
-def in_buckets(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    """Return the parameters that may lie in buckets: those `trained`, and those frozen after DDP was made."""
-    now = trained(ddp)
+def bucketed_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """Return the parameters that may be in buckets: trained ones, and those frozen after DDP was made."""
+    now = trained_parameters(ddp)
     was_frozen_later = len(now) != ddp._get_ddp_logging_data()["num_parameter_tensors"]
     return _not_ignored(ddp) if was_frozen_later else now
 
@@ -69,25 +72,25 @@ def _not_ignored(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 
 def claim_of(ddp: DistributedDataParallel, chosen: dict[str, str]) -> dict[str, str]:
-    """Return what must be the same on every rank that averages this model by what is ``chosen``."""
+    """Return the facts that must be equal on all ranks: the ``chosen`` ones, and those of the model."""
     return {
         **fingerprint.of_version(),
         **chosen,
         "find_unused_parameters": str(ddp.find_unused_parameters),
         "static_graph": str(ddp.static_graph),
-        **fingerprint.of_parameters(trained(ddp).items()),
+        **fingerprint.of_parameters(trained_parameters(ddp).items()),
     }
 
 
 def num_transient(ddp: DistributedDataParallel) -> int:
-    """Return after how many steps DDP rebuilds its buckets; 0 for never, or if buckets cannot wait."""
+    """Return the number of steps before DDP rebuilds its buckets; 0 if never, or if buckets cannot wait."""
     if ddp.mixed_precision is not None:
-        return 0  # its hook waits for one bucket before it takes the next
+        return 0  # DDP's own hook waits for each bucket before it takes the next
     if ddp.static_graph:
         return 2
     return 0 if ddp.find_unused_parameters else 1
 
 
 def resolve_for_model(recipe: Recipe, ddp: DistributedDataParallel) -> Recipe:
-    """Return ``recipe`` with routes for this model's parameters; ValueError if it does not fit the model."""
-    return resolve_for_module(recipe, ddp.module, trained(ddp), ddp.process_group.size())
+    """Return ``recipe`` resolved for this model's parameters; ValueError if it does not fit the model."""
+    return resolve_for_module(recipe, ddp.module, trained_parameters(ddp), ddp.process_group.size())

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.ddp.models import trained
+from gradwire.ddp.models import trained_parameters
 
 OnNonfinite = Literal["propagate", "skip", "raise"]
 
 
 def check_mode(mode: str) -> None:
-    """Raise ValueError unless ``mode`` is one of the three."""
+    """Raise ValueError unless ``mode`` is an `OnNonfinite`."""
     if mode not in typing.get_args(OnNonfinite):
         raise ValueError(f"on_nonfinite must be 'propagate', 'skip' or 'raise', not {mode!r}")
 
 
 class NonfinitePolicy:
-    """Looks at a model's gradients after each backward pass that has averaged them.
+    """Check a model's averaged gradients after each backward pass.
 
     Averaged gradients are the same on every rank, so each rank decides alone, and all decide alike.
     """
@@ -30,25 +30,27 @@ class NonfinitePolicy:
     def __init__(self, mode: OnNonfinite, ddp: DistributedDataParallel) -> None:
         self.num_skipped = 0
         self._mode = mode
-        self._ddp = weakref.ref(ddp)  # the model's hook holds this
+        self._ddp = weakref.ref(ddp)  # weakly: the model's hook holds this
         self._pending: tuple[int, list[str], Tensor, torch.cuda.Event] | None = None
 
     def look(self, step: int) -> None:
         """Skip or raise if a gradient is not finite.
 
-        Skipping needs to know at once, so on CUDA it waits for the device. Raising does not: there, it
-        comes after the next backward pass.
+        On CUDA, skipping waits for the device, since the decision is needed at once. Raising does not wait:
+        the error comes after the next backward pass.
         """
         ddp = self._ddp()
         assert ddp is not None, "the model is gone"
-        # Parameters that DDP was told to ignore are each rank's own: ranks would not decide alike.
-        averaged = {name: _values(p.grad) for name, p in trained(ddp).items() if p.grad is not None}
+        # Parameters that DDP ignores differ between ranks, and would make ranks decide differently.
+        averaged = {
+            name: _values(p.grad) for name, p in trained_parameters(ddp).items() if p.grad is not None
+        }
         named = {name: values for name, values in averaged.items() if values.numel()}
         if not named:
             return
-        # The largest magnitude: one pass over memory, and NaN where there is one.
+        # The largest magnitude takes one pass over memory, and is NaN if any value is.
         largest = torch._foreach_norm(list(named.values()), ord=float("inf"))
-        is_finite = torch.stack(largest).isfinite()  # in the widest of their dtypes
+        is_finite = torch.stack(largest).isfinite()  # stack promotes to the widest dtype
         if self._mode == "skip":
             if not bool(is_finite.all()):
                 self.num_skipped += 1
@@ -63,7 +65,7 @@ class NonfinitePolicy:
         copied = is_finite.to("cpu", non_blocking=True)
         self._pending = step, names, copied, torch.cuda.current_stream(is_finite.device).record_event()
         if before is not None:
-            before[-1].synchronize()  # long over: a whole step lies between
+            before[-1].synchronize()  # no wait in practice: a whole step lies between
             _raise_unless_finite(*before[:-1])
 
 

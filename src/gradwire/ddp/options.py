@@ -1,4 +1,4 @@
-"""The options of `attach` beside the recipe: checked, and compared with the other ranks'."""
+"""The options of `attach` beside the recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradwire.telemetry import Meter, Recorder, Telemetry
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one `attach`; TypeError or ValueError for those that cannot be."""
+    """The options of one `attach`; TypeError or ValueError if one is invalid."""
 
     on_nonfinite: OnNonfinite = "propagate"
     verify_every: int = 0
@@ -34,17 +34,21 @@ class Options:
         _require("telemetry", self.telemetry, Telemetry, "gradwire.Telemetry")
         if self.grad_scaler is not None and self.on_nonfinite != "propagate":
             raise ValueError(
-                "a GradScaler has to see gradients that are not finite, and skips such steps itself: leave "
+                "a GradScaler must see gradients that are not finite, and skips such steps itself: leave "
                 f"on_nonfinite={self.on_nonfinite!r} out"
             )
 
     def check(self, chosen: Recipe | Callable[..., Any], device: torch.device, *, is_nccl: bool) -> None:
-        """Raise ValueError or TypeError unless these options go with that recipe or hook, and its device."""
+        """Raise ValueError or TypeError if these options do not go with the recipe or hook, or the device."""
         if not isinstance(chosen, Recipe):
             if self.grad_scaler is not None:
-                raise TypeError("grad_scaler= goes with a recipe; a hook of your own has its own memory")
+                raise TypeError(
+                    "grad_scaler= goes with a recipe; leave it out: a hook keeps its own residuals"
+                )
             if self.verify_every and device.type != "cpu" and not is_nccl:
-                raise ValueError(f"verify_every= with a hook on {device.type} needs NCCL")
+                raise ValueError(
+                    f"verify_every= with a hook on {device.type} needs NCCL; otherwise leave it out"
+                )
             return
         if self.on_nonfinite != "propagate":
             require_averaging(chosen, f"ranks would not {self.on_nonfinite} together")
@@ -52,7 +56,7 @@ class Options:
             require_averaging(chosen, "verify_every would find them to differ")
 
     def claim(self) -> dict[str, str]:
-        """Return what all ranks must have alike."""
+        """Return the options that must be equal on all ranks."""
         return {
             "on_nonfinite": self.on_nonfinite,
             "verify_every": str(self.verify_every),
@@ -66,23 +70,23 @@ class Options:
         return self.telemetry.every if self.telemetry is not None and self.telemetry.errors else None
 
     def check_file(self, rank: int) -> None:
-        """Raise OSError if this rank's events cannot be written."""
+        """Raise OSError if this rank's telemetry file cannot be written."""
         if self.telemetry is not None:
             self.telemetry.check_file(rank)
 
     def checks(self, ddp: DistributedDataParallel, recorder: Recorder | None) -> StepChecks:
-        """Return what is looked at after each backward pass."""
+        """Return the checks that follow each backward pass."""
         policy = None if self.on_nonfinite == "propagate" else NonfinitePolicy(self.on_nonfinite, ddp)
         verification = Verification(self.verify_every, ddp) if self.verify_every else None
         return StepChecks(policy, verification, recorder)
 
     def loss_scale(self) -> LossScale | None:
-        """Return what residuals follow, if the loss is scaled."""
+        """Return the loss scale that residuals follow; None if the loss is not scaled."""
         is_scaled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
         return LossScale(self.grad_scaler) if self.grad_scaler is not None and is_scaled else None
 
     def meter(self) -> Meter | None:
-        """Return what compares averages with exact ones, if that is asked for."""
+        """Return the meter that compares averages with exact ones; None if telemetry does not ask for it."""
         return None if self.every is None else Meter(self.every)
 
 

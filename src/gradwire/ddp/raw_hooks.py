@@ -1,8 +1,8 @@
-"""Bridges for hooks that DDP calls itself, without `attach`.
+"""Engines and bridges for raw hooks, which are registered with DDP itself and not with `attach`.
 
-Such a hook learns of its model and its ranks from its first bucket, which every rank reaches. It must not
-wait for other ranks, since autograd's thread runs it. DDP inspects the annotations of a hook, so this module
-keeps them as objects.
+A raw hook sees its model and its ranks only when its first bucket comes, which happens on every rank. It must
+not wait for other ranks, since autograd's thread runs it. DDP inspects the annotations of a hook, so this
+module keeps them as objects.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from gradwire.peers import next_rendezvous
 from gradwire.recipes import Recipe
 
 OpenBridge = Callable[[Any, GradBucket], Bridge]
-"""Open the bridge of a hook, from its state and its first bucket."""
+"""Open the bridge of a hook, given the hook's state and first bucket."""
 
 
 def open_raw_lane(group: dist.ProcessGroup, bucket: GradBucket) -> Lane:
-    """Open a lane for buckets like ``bucket``, which connects while they queue."""
+    """Open a lane for a raw hook; it connects while buckets queue."""
     return open_lane(group, bucket.buffer().device, next_rendezvous(group), late=True)
 
 
@@ -35,15 +35,15 @@ def open_raw_engine(
     bucket: GradBucket,
     state: RunState | None = None,
     *,
-    may_skip: bool = False,
+    may_have_unused: bool = False,
 ) -> Engine:
-    """Open an engine for buckets like ``bucket``, whose lane connects while they queue."""
+    """Open an engine for a raw hook; its lane connects while buckets queue."""
     rendezvous, device = next_rendezvous(group), bucket.buffer().device
-    return open_engine(recipe, group, device, rendezvous, state, late=True, may_skip=may_skip)
+    return open_engine(recipe, group, device, rendezvous, state, late=True, may_have_unused=may_have_unused)
 
 
 def hook_with_bridge(open_bridge: OpenBridge, name: str, info: HookInfo) -> Hook:
-    """Return a hook that opens its bridge at its first bucket, and sends all buckets over it."""
+    """Return a hook that opens a bridge at its first bucket, and averages all buckets over it."""
     bridges: list[Bridge] = []
 
     def hook(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:

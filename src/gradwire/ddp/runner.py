@@ -1,4 +1,4 @@
-"""The protocol of what averages a model's buckets."""
+"""The protocol of a runner, which averages a model's buckets."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from gradwire.telemetry import StatsCollector
 
 
 class Runner(Protocol):
-    """Averages buckets, and remembers the first failure of any rank.
+    """Averages buckets, and keeps the first failure of any rank.
 
-    An `Engine` is one; so are a hook of the user's and an optimizer that steps what another runner averages.
+    `Engine` averages by a recipe, `HookRunner` by a user's hook. `SteppingRunner` wraps another runner and
+    steps an optimizer with its results.
     """
 
     stats: StatsCollector
@@ -29,24 +30,24 @@ class Runner(Protocol):
     def failure(self) -> WireError | None: ...
 
     @property
-    def runs_at_once(self) -> bool:
+    def runs_inline(self) -> bool:
         """True if `start` leaves no work behind once it has returned for the last bucket."""
         ...
 
     def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
-        """Begin to average a bucket."""
+        """Begin to average ``bucket``, and return a future of the result."""
         ...
 
     def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
-        """Run ``work`` on every rank after all that was started before it, and wait for its end."""
+        """Run ``work`` on every rank after all buckets started before it, and wait for its end."""
         ...
 
     def fail(self, error: WireError) -> None:
-        """Give up, on every rank."""
+        """Fail with ``error``, on every rank."""
         ...
 
     def give_up(self) -> None:
-        """Complete the buckets that wait for later ones, as they are."""
+        """Complete the waiting buckets as they are; no later bucket will come."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What is looked at when DDP has finished a backward pass."""
+"""The checks and records that follow each backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.telemetry import ParameterStats, Recorder
 
 @dataclass(frozen=True)
 class StepChecks:
-    """The checks and records of a wire, each of which may be absent."""
+    """The checks and records of a wire; None for each that was not asked for."""
 
     policy: NonfinitePolicy | None = None
     verification: Verification | None = None
@@ -24,28 +24,28 @@ class StepChecks:
 
     @property
     def num_skipped(self) -> int:
-        """The number of steps that ``on_nonfinite="skip"`` has left out."""
+        """The number of steps that ``on_nonfinite="skip"`` has skipped."""
         return 0 if self.policy is None else self.policy.num_skipped
 
     @property
     def parameters(self) -> tuple[ParameterStats, ...]:
-        """The last step that telemetry compared, parameter by parameter."""
+        """The errors of the last step that telemetry measured, parameter by parameter."""
         return () if self.recorder is None else self.recorder.parameters
 
     def finish_step(self, runner: Runner, place: Place, device: torch.device) -> None:
-        """Look at the gradients that a backward pass has averaged, and record the step."""
+        """Check the gradients that a backward pass has averaged, and record the step."""
         try:
             self.verify(runner, place, device, shadow=False)
             if self.policy is not None:
                 self.policy.look(place.step)
         except (FloatingPointError, WireError) as error:
-            self.tell_failure(place.step, error)
+            self.record_failure(place.step, error)
             raise
         if self.recorder is not None:
             self.recorder.end_step(place.step, runner.stats, self.num_skipped)
 
     def verify(self, runner: Runner, place: Place, device: torch.device, *, shadow: bool) -> None:
-        """Compare the gradients with those of the other ranks, if it is time."""
+        """Compare the gradients with the other ranks', if this step is due."""
         if self.verification is None or not self.verification.is_due(place.step):
             return
         own, everyone = self.verification.hashes(shadow=shadow), []
@@ -58,12 +58,12 @@ class StepChecks:
             raise runner.failure.with_traceback(None)
         self.verification.conclude(place.step, place.rank, everyone)
 
-    def tell(self, event: str, step: int, **details: object) -> None:
+    def record_event(self, event: str, step: int, **details: object) -> None:
         """Record an event."""
         if self.recorder is not None:
             self.recorder.write_event(event, step, **details)
 
-    def tell_failure(self, step: int, error: Exception) -> None:
+    def record_failure(self, step: int, error: Exception) -> None:
         """Record an error, once."""
         if self.recorder is not None:
             self.recorder.write_failure(step, error)

@@ -1,4 +1,4 @@
-"""Optimizer steps taken as soon as a bucket has been averaged."""
+"""A runner that steps an optimizer as soon as a bucket has been averaged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from gradwire.lanes import CollectiveWork, Lane, Promise, Task
 from gradwire.peers import Group
 
 Step = Callable[[Sequence[Tensor], Sequence[Tensor], Group], None]
-"""Step parameters with their averaged gradients; the group is the lane's."""
+"""Step parameters with their averaged gradients, over the group of the lane."""
 
 
 def step_parameters(optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Step some of an optimizer's parameters, with these gradients, and leave the others as they are."""
+    """Step only these parameters of an optimizer, with these gradients."""
     some = set(map(id, parameters))
     everyone = [group["params"] for group in optimizer.param_groups]
     own = [parameter.grad for parameter in parameters]
@@ -43,7 +43,7 @@ def step_parameters(optimizer: Optimizer, parameters: Sequence[Tensor], gradient
 
 @dataclass(frozen=True, eq=False)
 class _ParameterStep:
-    """The step of one bucket's parameters, once the bucket is averaged."""
+    """The optimizer step of one bucket's parameters, which waits for the bucket's average."""
 
     runner: Runner
     step: Step
@@ -69,10 +69,10 @@ class _ParameterStep:
 
 
 class SteppingRunner:
-    """Averages a bucket with another runner, then steps its parameters, on a lane of their own.
+    """Average a bucket with another runner, then step its parameters on a separate lane.
 
-    A bucket's parameters are not read any more when it is complete: every gradient that needs them has
-    been computed. A failed averaging is not stepped with. A failed step fails the averaging, so that
+    Stepping during backward is safe: when a bucket is complete, every gradient that needs its parameters has
+    been computed. After a failed average no step is taken. A failed step fails the averaging too, so that
     all ranks learn of it.
     """
 
@@ -85,7 +85,7 @@ class SteppingRunner:
         after_backward: Callable[[], None] | None = None,
         at_the_end: bool = False,
     ) -> None:
-        """Step each bucket as it arrives, or, ``at_the_end``, all of them when the last has been computed."""
+        """Step each bucket once it is averaged; with ``at_the_end``, step all once the last has arrived."""
         self.inner = inner
         self.stats = inner.stats
         self._lane = lane
@@ -103,8 +103,8 @@ class SteppingRunner:
         return self.inner.failure or self._lane.failure
 
     @property
-    def runs_at_once(self) -> bool:
-        return self.inner.runs_at_once and self._lane.runs_at_once
+    def runs_inline(self) -> bool:
+        return self.inner.runs_inline and self._lane.runs_inline
 
     def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
         if not bucket.is_shadow:
@@ -118,8 +118,8 @@ class SteppingRunner:
             if bucket.is_last:
                 for each in self._pending.take():
                     self._lane.submit(each.task())
-        elif self._lane.runs_at_once and not averaged.done():
-            # The bucket may wait for others, and the lane must not wait for it.
+        elif self._lane.runs_inline and not averaged.done():
+            # The bucket may wait for later ones, and this lane would block them.
             averaged.add_done_callback(lambda _: self._lane.submit(step.task()))
         else:
             self._lane.submit(step.task())
@@ -137,13 +137,13 @@ class SteppingRunner:
         self._pending.give_up()
 
     def close(self) -> None:
-        # First the runner that the steps wait for.
+        # The inner runner closes first, since the steps wait for it.
         self.inner.close()
         self._lane.close()
 
 
 def _gradients(layout: BucketLayout, parameters: Sequence[Tensor], result: Tensor) -> list[Tensor]:
-    """Return every parameter's gradient, strided as the parameter is."""
+    """Return every parameter's gradient, with the strides of the parameter."""
     if result.is_sparse:
         return [result]
     views = layout.views(result.contiguous()).values()
@@ -157,6 +157,6 @@ def _require_gradients(bucket: Bucket) -> None:
     for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
         if parameter.grad is None:
             raise ValueError(
-                f"parameter {slot.name} got no gradient in this step: whether others used it is known "
-                "after the backward pass alone, too late for a step in it. Freeze it, or step as usual"
+                f"parameter {slot.name} got no gradient in this step; if other ranks used it, DDP knows only "
+                "after the backward pass, too late to step during it. Freeze it, or step as usual"
             )

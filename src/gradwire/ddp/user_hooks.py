@@ -1,4 +1,4 @@
-"""Hooks of the user's as runners, with their results checked."""
+"""The runner of a user's hook, which checks the hook's results."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.averaging import Bucket, LayoutCheck, Pending
-from gradwire.ddp.hook_info import hook_name, noting_runners
-from gradwire.ddp.hook_watchdog import HookWatchdog, Over
+from gradwire.ddp.hook_info import hook_name, record_runners
+from gradwire.ddp.hook_watchdog import Completion, HookWatchdog
 from gradwire.ddp.runner import Runner
 from gradwire.errors import Place, WireError, locate, original
 from gradwire.lanes import CollectiveWork, Promise, completed
 from gradwire.peers import Group
 from gradwire.telemetry import StatsCollector
 
-# Ranks whose layouts differ must not call the hook: Gloo ends the process when sizes do. So they wait for one
-# another, but not for ever: before a rank's bucket may stand a collective of the user's own with this rank.
+# Seconds to wait for the comparison of layouts. Ranks with different layouts must not call the hook, since
+# Gloo ends the process when sizes differ. But the wait must end: before another rank reaches this bucket, it
+# may need this rank for a collective of the user's.
 _PATIENCE_S = 2.0
 
 
@@ -35,14 +36,15 @@ class _Call:
     used: list[Runner]
     """The runners that the hook has used."""
     begin: float
+    """The time when the hook returned its future."""
     work_s: float
     """The seconds until the hook returned its future."""
 
 
 class HookRunner:
-    """Runs a hook of the user's or of torch's, and checks what it returns."""
+    """Run a hook, and check its results."""
 
-    runs_at_once = False
+    runs_inline = False
 
     def __init__(
         self,
@@ -54,8 +56,12 @@ class HookRunner:
     ) -> None:
         """Run ``hook`` with ``state``.
 
-        A ``watchdog`` ends the waiting for peers that have failed. New layouts are compared with the other
-        ranks' by ``layout_check``, if there is one: over the watchdog's ring, or else over ``peers``.
+        Args:
+            hook: called with ``(state, bucket)``.
+            state: the first argument of the hook.
+            watchdog: ends the wait for peers that have failed; None if nothing waits.
+            peers: the group for collective work if there is no watchdog, whose ring is used otherwise.
+            layout_check: compares new layouts with the other ranks'; None to compare none.
         """
         self.name = hook_name(hook)
         self.stats = StatsCollector()
@@ -72,20 +78,21 @@ class HookRunner:
         return self._failure if self._watchdog is None else self._watchdog.failure
 
     def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
-        assert bucket.grad_bucket is not None, "hooks take buckets of DDP's alone"
+        assert bucket.grad_bucket is not None, "hooks take only DDP's buckets"
         compared = self._compare(bucket, place)
         if self.failure is not None:
             return completed(bucket.flat)
         begin = time.perf_counter()
-        with noting_runners() as used:
+        with record_runners() as used:
             answer = require_future(self.name, self._hook(self._state, bucket.grad_bucket))
         returned = time.perf_counter()
         call = _Call(Promise(bucket.flat), place, used, returned, returned - begin)
         held = [self]
 
         def take(done: Future[Any]) -> None:
-            # A thread of the hook's group runs this, and may still be here when the model and the runner are
-            # gone. It must not be the one to drop the group: a thread that joins itself aborts the process.
+            # A thread of the hook's group runs this. The model and the runner may be gone meanwhile, and this
+            # thread must not hold the last reference to its group: a thread that joins itself aborts the
+            # process.
             result = held.pop()._check(done, call)
             call.used.clear()
             if compared is None:
@@ -98,38 +105,6 @@ class HookRunner:
             self._watchdog.watch(answer, place, call.promise.give_up)
         answer.add_done_callback(take)
         return call.promise.future
-
-    def _check(self, done: Future[Any], call: _Call) -> Tensor:
-        """Return the hook's result; if it is wrong, fail and return the bucket as it was."""
-        local = call.promise.flat
-        # torch would only log what is raised here, and DDP would wait for ever.
-        try:
-            value = check_result(self.name, done.value(), local)
-            for failure in filter(None, (runner.failure for runner in call.used)):
-                raise failure
-        except Exception as error:
-            located = locate(original(error), call.place)
-            if self._watchdog is not None:
-                self._watchdog.add_reason(located, call.place, time.perf_counter() - call.begin)
-            self.fail(located)
-            return local
-        waited_s = time.perf_counter() - call.begin
-        times = (None, None) if local.is_cuda else (waited_s, call.work_s)
-        self.stats.record(call.place, None, None, *times)
-        return value
-
-    def _compare(self, bucket: Bucket, place: Place) -> Over | None:
-        """Compare a new layout with the other ranks', once; return its end, if that may be still to come."""
-        work = None if self._layout_check is None else self._layout_check.work_for(bucket.layout)
-        if work is None:
-            return None
-        if self._watchdog is None:
-            if self._peers is not None:
-                self.run_collective(work, place, bucket.flat.device)
-            return None
-        compared = self._watchdog.start_collective(work, place)
-        concurrent.futures.wait([compared], _PATIENCE_S)
-        return compared
 
     def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
         if self._watchdog is not None:
@@ -154,21 +129,53 @@ class HookRunner:
         if self._watchdog is not None:
             self._watchdog.close()
 
+    def _check(self, done: Future[Any], call: _Call) -> Tensor:
+        """Return the hook's result; if it is invalid, fail and return the bucket as it was."""
+        local = call.promise.flat
+        # torch would only log an error raised in this callback, and DDP would wait for ever.
+        try:
+            value = check_result(self.name, done.value(), local)
+            for failure in filter(None, (runner.failure for runner in call.used)):
+                raise failure
+        except Exception as error:
+            located = locate(original(error), call.place)
+            if self._watchdog is not None:
+                self._watchdog.add_reason(located, call.place, time.perf_counter() - call.begin)
+            self.fail(located)
+            return local
+        waited_s = time.perf_counter() - call.begin
+        times = (None, None) if local.is_cuda else (waited_s, call.work_s)
+        self.stats.record(call.place, None, None, *times)
+        return value
+
+    def _compare(self, bucket: Bucket, place: Place) -> Completion | None:
+        """Compare a new layout with the other ranks'; return its completion if it may be still under way."""
+        work = None if self._layout_check is None else self._layout_check.work_for(bucket.layout)
+        if work is None:
+            return None
+        if self._watchdog is None:
+            if self._peers is not None:
+                self.run_collective(work, place, bucket.flat.device)
+            return None
+        compared = self._watchdog.start_collective(work, place)
+        concurrent.futures.wait([compared], _PATIENCE_S)
+        return compared
+
 
 def require_future(name: str, answer: object) -> Future[Any]:
-    """Return ``answer`` if a hook may return it; else raise TypeError."""
+    """Return ``answer`` if it is a future; otherwise raise TypeError."""
     if not isinstance(answer, torch._C.Future):
         kind = type(answer)
         raise TypeError(
             f"{name} must return a torch.futures.Future object, but got {kind.__module__}.{kind.__qualname__}"
         )
-    return answer  # type: ignore[return-value]  # torch.futures.Future is its Python face
+    return answer  # type: ignore[return-value]  # torch.futures.Future derives from it
 
 
 def check_result(name: str, value: object, bucket: Tensor, *, is_copied: bool = False) -> Tensor:
-    """Return ``value`` if it can be the bucket's new content; else raise TypeError or ValueError.
+    """Return ``value`` if it fits the bucket; otherwise raise TypeError or ValueError.
 
-    With ``is_copied``, dtype and device may differ from the bucket's.
+    With ``is_copied`` the caller copies it to the bucket, so dtype and device may differ.
     """
     if not isinstance(value, Tensor):
         kind = type(value)

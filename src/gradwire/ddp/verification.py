@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.ddp.models import trained
+from gradwire.ddp.models import trained_parameters
 from gradwire.errors import WireError
 from gradwire.peers import Group, gather
 
 _CHUNK = 1 << 20
-# 64-bit values in halves: of two sign bits in bit 63, the changes would cancel out.
+# The integer dtype to read values of each size as. 64-bit values are read in halves, since two changes of
+# bit 63 would cancel out modulo 2**64.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-# Weights 1 + n * _STRIDE are odd, and so is _CARRY: no change of a single value is lost modulo 2**64.
+# Weights 1 + n * _STRIDE are odd, and so is _CARRY. So every change of a single value changes the hash.
 _STRIDE, _CARRY = 0x1E3779B97F4A7C14, 0x1F123BB5159A55E5
 
 
@@ -28,21 +29,21 @@ def check_interval(verify_every: int) -> None:
 
 
 class Verification:
-    """Compares the hashes of every gradient over the ranks, every so many steps."""
+    """Compare hashes of the gradients over ranks, every so many steps."""
 
     def __init__(self, every: int, ddp: DistributedDataParallel) -> None:
         self._every = every
-        self._ddp = weakref.ref(ddp)  # the model's hook holds this
+        self._ddp = weakref.ref(ddp)  # weakly: the model's hook holds this
 
     def is_due(self, step: int) -> bool:
         ddp = self._ddp()
         assert ddp is not None, "the model is gone"
-        # There, DDP asks all ranks which parameters they used, on some before this and on others after it.
+        # Then DDP exchanges the used parameters, on some ranks before this and on others after it.
         may_not = ddp.find_unused_parameters and ddp._join_config.enable
         return step % self._every == 0 and not may_not
 
     def hashes(self, *, shadow: bool) -> Tensor:
-        """Return this rank's hashes after a 1; after a 0, zeros for a rank that ``join()`` keeps in step."""
+        """Return a 1 and this rank's hashes; only zeros for a ``shadow`` rank, which is out of input."""
         named = list(self._trained().items())
         if shadow:
             return torch.zeros(1 + len(named), dtype=torch.int64)
@@ -51,7 +52,7 @@ class Verification:
         return torch.stack([torch.ones_like(hashes[0]), *hashes])
 
     def conclude(self, step: int, rank: int, everyone: list[list[int]]) -> None:
-        """Raise WireError if what `compare` returned differs, with the first parameter in which it does."""
+        """Raise WireError with the first parameter that differs, if `compare` has found a difference."""
         ranks = [r for r, row in enumerate(everyone) if row[0]]
         if len({tuple(everyone[r]) for r in ranks}) < 2:
             return
@@ -67,17 +68,17 @@ class Verification:
         raise WireError(
             f"rank {rank}, step {step}: the averaged gradient of {names[bad[0]]}{more} is not the same on "
             f"every rank: one on {told}. Something changed it after it was averaged, or the hook leaves each "
-            "rank its own; go on from a checkpoint that is older than the difference"
+            "rank its own; resume from a checkpoint that is older than the difference"
         )
 
     def _trained(self) -> dict[str, nn.Parameter]:
         ddp = self._ddp()
         assert ddp is not None, "the model is gone"
-        return trained(ddp)
+        return trained_parameters(ddp)
 
 
 def compare(hashes: Tensor, group: Group, device: torch.device) -> list[list[int]]:
-    """Return every rank's hashes: all of them as one number, or, only if those differ, one by one."""
+    """Return every rank's hashes: one hash of them all, or each one if those differ."""
     own = hashes.to(device)
     everyone = _gather(torch.stack([own[0], _hash(own)]), group)
     return everyone if len({tuple(row) for row in everyone if row[0]}) < 2 else _gather(own, group)
@@ -93,7 +94,7 @@ def _gather(own: Tensor, group: Group) -> list[list[int]]:
 
 @torch.no_grad()
 def _hash(values: Tensor | None) -> Tensor:
-    """Return a number that depends on each bit and its place: a sum of integers modulo 2**64.
+    """Return a hash of all bits and their places, a weighted sum modulo 2**64.
 
     >>> _hash(torch.tensor([1.0, 2.0])) == _hash(torch.tensor([2.0, 1.0]))
     tensor(False)

@@ -1,4 +1,4 @@
-"""The handle to what is attached to a model."""
+"""The handle that `attach` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from gradwire.averaging import checkpoint
 from gradwire.buckets import BucketLayout
 from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.hook_info import Hook
-from gradwire.ddp.models import claim_of, device_of, in_buckets, resolve_for_model, trained
+from gradwire.ddp.models import (
+    bucketed_parameters,
+    claim_of,
+    device_of,
+    resolve_for_model,
+    trained_parameters,
+)
 from gradwire.errors import WireError
 from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
@@ -29,16 +35,16 @@ from gradwire.telemetry import WireStats
 
 
 class Wire:
-    """What `attach` returns: look at it with `stats`, end it with `detach`."""
+    """The attachment of a recipe or hook to a model: read it with `stats`, end it with `detach`."""
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
-        self._first_step = 0  # of this wire; steps before a resume are counted by the bridge
+        self._first_step = 0  # the bridge counts all steps of the run, this wire only its own
 
     @property
     def recipe(self) -> Recipe | Hook:
         """The recipe, or the user's hook."""
-        return self._attachment.choice.what
+        return self._attachment.choice.recipe_or_hook
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -56,7 +62,7 @@ class Wire:
         return self._attachment.bridge.runner.failure
 
     def stats(self) -> WireStats:
-        """Return bytes sent, messages, time waiting and working: in total, per step and per bucket."""
+        """Return bytes, messages, and times of waiting and working: in total, per step and per bucket."""
         bridge = self._attachment.bridge
         if self._attachment.is_disabled:
             return WireStats(0, None, None, None, None, ())
@@ -67,47 +73,49 @@ class Wire:
         )
 
     def plan(self, step: int | None = None) -> WirePlan:
-        """Return what each step sends: which parameters by which recipe, and how many bytes; ``print`` it.
+        """Return what a step sends: each parameter's recipe and bytes; ``print`` it.
 
-        For a recipe that changes by step, that is what ``step`` sends; by default a step of the stage that
-        sends most. The figures are exact for the buckets of the last step, except where buckets share
-        messages, on NCCL: up to 63 bytes between them are added for each bucket and message. Before the
-        first step, DDP's buckets are not known. The figures are then those of one bucket for each dtype, off
-        by a few bytes for each further bucket. Sparse gradients, which travel as they are, are counted as
-        if they were dense.
+        For a recipe that changes by step, this is the plan of ``step``, by default a step of the stage that
+        sends most. The figures are exact for the buckets of the last step, with two exceptions. Buckets that
+        share messages, on NCCL, add up to 63 bytes per bucket and message. Sparse gradients are counted as
+        if they were dense. Before the first step DDP's buckets are not known: the figures are those of one
+        bucket per dtype, and off by a few bytes for each further bucket.
 
-        Raises TypeError for a hook: what it sends cannot be known.
+        Raises TypeError for a hook, whose messages cannot be known.
         """
         recipe, group = self._attachment.choice.recipe, self._attachment.group
         if recipe is None:
-            raise TypeError(f"what the hook {self._attachment.choice.name} sends cannot be known")
+            raise TypeError(
+                f"the hook {self._attachment.choice.name} has no plan, since what it sends cannot be known; "
+                "attach a recipe"
+            )
         layouts = self._attachment.layouts
-        buckets = layouts.current() or layouts.one_per_dtype(list(trained(self.model).values()))
+        buckets = layouts.current() or layouts.one_per_dtype(list(trained_parameters(self.model).values()))
         return make_plan(recipe, buckets, group.rank(), group.size(), step)
 
     def layout(self) -> tuple[BucketLayout, ...]:
-        """Return where each parameter lies in the buckets seen so far."""
+        """Return the layouts of the buckets seen so far."""
         return self._attachment.layouts.current()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank needs to go on bit for bit: residuals, the step count, the layout in use.
+        """Return what this rank needs to resume bit for bit: residuals, the step count, the layouts in use.
 
-        Plain tensors (copies) and numbers, in a form that ``torch.save`` and
+        The state is plain tensors (copies) and numbers, which ``torch.save`` and
         ``torch.distributed.checkpoint.save`` take. Each rank saves its own. Call it between steps.
         """
         own = self._attachment
         return own.state.save(own.choice.name, own.bridge.num_steps, own.group.rank(), own.group.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`, also on another number of ranks; collective.
+        """Load what `state_dict` returned, also on another number of ranks; collective.
 
         Args:
-            state: this rank's own, or, if the number of ranks has changed, those of all ranks as
-                `merge_state_dicts` or `checkpoint_template` gives them.
+            state: this rank's state. If the number of ranks has changed, the state of all ranks, from
+                `merge_state_dicts` or `checkpoint_template`.
 
         On the same number of ranks, the steps that follow are bit for bit those of a run that was not
         stopped. On another number, the ranks together hold back as much as before. Residuals that the
-        recipe of this wire has no use for are sent with the next gradients.
+        recipe of this wire does not keep are sent with the next gradients.
 
         Raises ValueError, on every rank, when an entry is missing, unknown or of another shape; RuntimeError
         after `detach`.
@@ -130,25 +138,16 @@ class Wire:
         own.bridge.num_steps = saved.step
         if own.engine is not None:
             own.engine.state.load(saved, device_of(self.model))
-        own.tell("load", saved_by=saved.recipe)
-
-    def _read(self, state: Mapping[str, Any]) -> checkpoint.Saved:
-        """Check a state against the model's parameters; ValueError names what is wrong with it."""
-        recipe, group = self._attachment.choice.recipe, self._attachment.group
-        seen = {slot.name for layout in self.layout() for slot in layout.slots}
-        may_be = {n: p for n, p in in_buckets(self.model).items() if not seen or n in seen}
-        must_be = seen or trained(self.model).keys()
-        reduction = "mean" if recipe is None else recipe.reduction
-        return checkpoint.read(state, may_be, must_be, group.rank(), group.size(), reduction)
+        own.record_event("load", saved_by=saved.recipe)
 
     def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:
-        """Return what ``torch.distributed.checkpoint.load`` fills with the state saved under ``key``.
+        """Return a state that ``torch.distributed.checkpoint.load`` fills with the one saved under ``key``.
 
         Args:
-            metadata: what ``FileSystemReader(path).read_metadata()`` returns.
+            metadata: the result of ``FileSystemReader(path).read_metadata()``.
             key: the key of the checkpoint under which the state was saved.
 
-        Raises ValueError when there is none.
+        Raises ValueError if there is no state under ``key``.
 
         Example::
 
@@ -164,8 +163,8 @@ class Wire:
     def swap(self, recipe: str | Recipe) -> None:
         """Average by another recipe from the next step on; collective, between steps.
 
-        The new recipe takes over what the one before has held back. If it keeps no residuals, they are
-        sent with its next gradients: nothing is lost.
+        The new recipe takes over the residuals of the old one. If it keeps no residuals, they are sent with
+        its next gradients. Nothing is lost.
 
         Raises ValueError when there is no such recipe, or ranks swap to different ones or at different
         steps; then all go on as before. TypeError for a wire that runs a hook, RuntimeError after `detach`.
@@ -190,14 +189,14 @@ class Wire:
         if own.engine is not None and not own.is_disabled:
             group, device = own.group, device_of(self.model)
             own.engine.swap(chosen, lambda: open_lane(group, device, call.rendezvous))
-        own.tell("swap", recipe=str(chosen), before=own.choice.name)
+        own.record_event("swap", recipe=str(chosen), before=own.choice.name)
         own.choice = own.choice.with_recipe(chosen)
 
     def detach(self) -> None:
         """Return the model to plain averaging, and end the lane.
 
-        DDP takes one hook in its life, so ours stays registered and averages as DDP does without a hook.
-        `attach` works again afterwards. Call it on every rank, between steps.
+        DDP takes one hook per model, for good. So ours stays registered, and averages as DDP does without a
+        hook. You can `attach` again afterwards. Call it on every rank, between steps.
         """
         self._attachment.detach()
 
@@ -210,7 +209,16 @@ class Wire:
     def __repr__(self) -> str:
         return f"<Wire {self._attachment.choice.name}, {'attached' if self.attached else 'detached'}>"
 
+    def _read(self, state: Mapping[str, Any]) -> checkpoint.Saved:
+        """Check a state against the model and return it; ValueError says what does not fit."""
+        recipe, group = self._attachment.choice.recipe, self._attachment.group
+        seen = {slot.name for layout in self.layout() for slot in layout.slots}
+        may_be = {n: p for n, p in bucketed_parameters(self.model).items() if not seen or n in seen}
+        must_be = seen or trained_parameters(self.model).keys()
+        reduction = "mean" if recipe is None else recipe.reduction
+        return checkpoint.read(state, may_be, must_be, group.rank(), group.size(), reduction)
+
 
 def attachment_of(wire: Wire) -> Attachment:
-    """Return what stands behind a wire; for gradwire's own packages."""
+    """Return the attachment behind a wire; internal to gradwire."""
     return wire._attachment

@@ -1,4 +1,7 @@
-"""Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks``: the same names, arguments and meanings."""
+"""Drop-in for ``torch.distributed.algorithms.ddp_comm_hooks``: the same names, arguments and meanings.
+
+Hooks that torch does not have belong to `recipes`; `attach` is in `ddp`.
+"""
 
 import enum
 import functools
@@ -39,7 +42,7 @@ def _attach_low_rank(
 
 
 def _member(comm_hook: Callable[..., Any] | str) -> Any:
-    """How a hook or a recipe is attached, as an enum's value."""
+    """Return the enum value that attaches a hook or a recipe."""
     return _value(functools.partial(_attach, comm_hook=comm_hook))
 
 
@@ -48,14 +51,14 @@ def _low_rank_member(comm_hook: Callable[..., Any], rank: int) -> Any:
 
 
 def _value(attach_to: Callable[..., None]) -> Any:
-    """From Python 3.11 on, a callable in an enum must say that it is no method."""
+    """Mark a callable as an enum member: from Python 3.11 on it would count as a method otherwise."""
     return enum.member(attach_to) if hasattr(enum, "member") else attach_to
 
 
 class DDPCommHookType(enum.Enum):
-    """The hooks by name; each value is called as ``value(model=..., state=...)``.
+    """Hooks by name; call a value as ``value(model=..., state=...)``.
 
-    Those of torch first, then recipes that torch has not, with their default options.
+    torch's hooks come first, then recipes that torch does not have, with their default options.
     """
 
     ALLREDUCE = _member(default.allreduce_hook)
@@ -81,10 +84,10 @@ def register_ddp_comm_hook(
     """Attach a hook to a ``DistributedDataParallel``, over the model's own process group.
 
     Args:
-        comm_hook_type: which hook.
-        model: the model; `gradwire.attach` says which kinds, and what is refused.
-        state: None or the model's process group; another group raises ValueError, since torch would
-            average over it in silence.
+        comm_hook_type: the hook to attach.
+        model: the model; `gradwire.attach` lists the kinds it takes, and the errors it raises.
+        state: None or the model's process group. Another group raises ValueError; torch would silently
+            average over it.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Recipes as raw hooks, for ``model.register_comm_hook(process_group, hook)``."""
+"""Recipes as raw hooks, to register with ``model.register_comm_hook(process_group, hook)``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gradwire.recipes import Recipe
 
 
 class _Models:
-    """A bridge for each model that runs a recipe as a raw hook; it ends with the model's parameters.
+    """The bridges of all models that run one recipe as a raw hook; each lives as long as its parameters.
 
-    DDP does not tell a hook which model a bucket belongs to, so a model is known by its parameters. A bucket
-    of new parameters belongs to a new model, unless the backward pass has brought others before. So models
-    that share parameters or their first backward pass share a bridge.
+    DDP does not tell a hook to which model a bucket belongs, so parameters identify a model. A bucket of new
+    parameters belongs to a new model, unless an earlier bucket of the same backward pass had a bridge. So
+    models that share parameters, or their first backward pass, share a bridge.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class _Models:
         self._latest: tuple[int, weakref.ref[Bridge]] | None = None
 
     def bridge_of(self, bucket: GradBucket, make: Callable[[], Bridge]) -> Bridge:
-        """Return the bridge of the model that ``bucket`` belongs to, made if that model is new."""
+        """Return the bridge of the bucket's model; make one if the model is new."""
         parameters = bucket.parameters()
         bridge: Bridge | None = next((self._bridges[p] for p in parameters if p in self._bridges), None)
         if bridge is None:
@@ -44,7 +44,7 @@ class _Models:
         if self._latest is None:
             return None
         number, bridge = self._latest
-        # Outside a backward pass, as in ``join()``, models come one after the other.
+        # Outside a backward pass, as in ``join()``, all buckets of one model come before those of the next.
         is_same_pass = number == _pass() if _pass() != -1 else bucket.index() > 0
         return bridge() if is_same_pass else None
 
@@ -55,9 +55,9 @@ _models: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Recipe, str], _
 
 
 def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average ``bucket`` over a group, by default the world, with a lane per group, recipe and model.
+    """Average ``bucket`` over a group, by default the world, with one engine per group, recipe and model.
 
-    The lane is opened at the model's first bucket, which every rank of the group reaches.
+    The engine is opened at the model's first bucket, which comes on every rank of the group.
     """
     group = group_or_world(process_group)
     device = bucket.buffer().device
@@ -76,7 +76,7 @@ def _pass() -> int:
 
 
 def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group that a raw hook's state stands for; TypeError if it is none."""
+    """Return the process group, or the world for None; TypeError for anything else."""
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(

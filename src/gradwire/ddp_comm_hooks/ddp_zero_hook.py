@@ -1,9 +1,8 @@
 """Steps of a ``ZeroRedundancyOptimizer`` that overlap with the backward pass, on Gloo and NCCL.
 
-Each rank steps the parameters it owns, bucket by bucket, and sends them to the others. Who owns what is
-decided before the first step and by parameter, so nothing waits for DDP to rebuild its buckets, no step
-is lost, and optimizer state is never held twice. DDP inspects the annotations of a hook, so this module
-keeps them as objects.
+Each rank steps the parameters that it owns, bucket by bucket, and sends them to the others. Owners are chosen
+by parameter, before the first step. So no step is lost while DDP rebuilds its buckets, and no optimizer state
+is held twice. DDP inspects the annotations of a hook, so this module keeps them as objects.
 """
 
 import weakref
@@ -35,22 +34,22 @@ from gradwire.peers import Group, backend_name, gather
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
-# DDP's default; with another, ranks own other parameters, and results are the same.
+# DDP's default bucket size. It decides which rank owns which parameter, and does not change results.
 _BUCKET_BYTES = 25 << 20
 
 
 def hook_with_zero_step(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """``hook``, and the optimizer's step when the last bucket has been computed.
+    """Return a hook that runs ``hook``, and steps the optimizer once the last bucket has arrived.
 
     Args:
-        hook: averages gradients; any hook.
+        hook: any hook that averages gradients.
         ddp: the model.
-        zero: made with ``overlap_with_ddp=True``, from any param groups; its ``step()`` does nothing.
+        zero: the optimizer, made with ``overlap_with_ddp=True``; its ``step()`` does nothing.
         shard_buckets: balance ranks by the size of single parameters, not of whole buckets.
 
-    Raises ValueError when ``zero`` does not overlap, or belongs to other ranks than the model.
+    Raises ValueError if ``zero`` does not overlap, or has other ranks than the model.
     """
     return _zero_hook(hook, ddp, zero, shard_buckets, at_the_end=True)
 
@@ -58,7 +57,7 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """``hook``, and the optimizer's step bucket by bucket, as each has been averaged.
+    """Return a hook that runs ``hook``, and steps each bucket's parameters once it is averaged.
 
     Arguments and errors are those of `hook_with_zero_step`.
     """
@@ -68,7 +67,7 @@ def hook_with_zero_step_interleaved(
 def _zero_hook(
     hook: Hook,
     ddp: DistributedDataParallel,
-    zero: Any,  # torch's stubs leave out most of it
+    zero: Any,  # torch's stubs lack most of its attributes
     shard_buckets: bool,
     at_the_end: bool,
 ) -> Hook:
@@ -79,7 +78,7 @@ def _zero_hook(
     ddp_ref = weakref.ref(ddp)
 
     def step(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], group: Group) -> None:
-        # A scheduler changes the groups that the user sees.
+        # A scheduler changes only the param groups that the user sees.
         zero._sync_param_groups(zero.param_groups, zero.optim.param_groups)
         mine = [i for i, p in enumerate(parameters) if owners.get(p) == zero.rank]
         if mine:
@@ -88,7 +87,7 @@ def _zero_hook(
 
     def open_bridge(state: Any, bucket: GradBucket) -> Bridge:
         model = ddp_ref()
-        assert model is not None, "a hook is called by its model's reducer alone"
+        assert model is not None, "only the model's reducer calls its hook"
         lane = open_raw_lane(model.process_group, bucket)
         runner = SteppingRunner(HookRunner(hook, state), lane, step, at_the_end=at_the_end)
         return Bridge(runner, Layouts(model.module), model.process_group.rank())
@@ -107,12 +106,14 @@ def _check(group: dist.ProcessGroup, zero: Any) -> None:
         )
     device = zero._default_device
     if device.type == "cuda" and backend_name(group, device) != "nccl":
-        raise ValueError("a model on CUDA needs an NCCL group to send the parameters that ranks have stepped")
+        raise ValueError(
+            "a model on CUDA needs an NCCL group to send stepped parameters; make the model with one"
+        )
 
 
 def _owners(zero: Any, shard_buckets: bool) -> dict[torch.Tensor, int]:
-    """Which rank steps which parameter, the same on all ranks."""
-    # DDP computes gradients, and so fills buckets, from the last parameter to the first.
+    """Return the rank that steps each parameter, the same on all ranks."""
+    # Backward computes gradients, and so DDP fills buckets, from the last parameter to the first.
     parameters = list(reversed(zero._all_params))
     if shard_buckets:
         sizes, owners = [0] * zero.world_size, {}
@@ -132,12 +133,12 @@ def _owners(zero: Any, shard_buckets: bool) -> dict[torch.Tensor, int]:
 
 
 def _initialize(zero: Any, owners: dict[torch.Tensor, int]) -> None:
-    """Give this rank an optimizer for what it owns, so that schedulers and checkpoints find it."""
+    """Give ``zero`` an inner optimizer for the parameters of this rank; schedulers and checkpoints use it."""
     kinds: dict[Any, Any] = {functional: kind for kind, functional in functional_optim_map.items()}
     kind = kinds.get(zero._optim_constructor)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ValueError(
-            f"{zero._optim_constructor} stands for no torch.optim.Optimizer, which gradwire steps"
+            f"{zero._optim_constructor} corresponds to no torch.optim.Optimizer, which gradwire needs to step"
         )
     zero._clear_cache()
     zero._partition_parameters_cache = [[] for _ in range(zero.world_size)]
@@ -150,9 +151,9 @@ def _initialize(zero: Any, owners: dict[torch.Tensor, int]) -> None:
 
 
 def _send_parameters(shares: list[list[torch.Tensor]], group: Group) -> None:
-    """Give every rank what each rank has stepped: ``shares[r]`` are the parameters of rank r."""
+    """Send stepped parameters to all ranks; ``shares[r]`` are the parameters that rank r has stepped."""
     first = next((p for share in shares for p in share), None)
-    if group.size == 1 or first is None:  # ZeRO may have a part of the model alone
+    if group.size == 1 or first is None:  # the optimizer may hold only a part of the model
         return
     flats = [first.new_empty(sum(p.numel() for p in share)) for share in shares]
     for parameter, part in _parts(shares[group.rank], flats[group.rank]):

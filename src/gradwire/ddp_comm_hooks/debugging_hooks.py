@@ -1,4 +1,4 @@
-"""Hooks for measuring."""
+"""Hooks for measurements."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ __all__ = ["noop_hook"]
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Leave the bucket as it is, without communication: what a step would cost if that were free."""
+    """Leave the bucket as it is, to measure a step without communication."""
     return completed(bucket.buffer())
 
 

@@ -1,4 +1,4 @@
-"""Plain averaging and 16-bit averaging.
+"""Uncompressed averaging and 16-bit averaging.
 
 DDP inspects the annotations of a hook, so this module keeps them as objects.
 """
@@ -32,7 +32,7 @@ def _hook(recipe: Recipe, name: str, doc: str) -> Hook:
 
     # DDP refuses hooks called "bf16_compress_hook" on machines without NCCL.
     hook.__name__ = f"gradwire_{name}"
-    hook.__qualname__ = name  # what pickle looks it up by
+    hook.__qualname__ = name  # pickle finds the hook by this name
     hook.__doc__ = doc
     register_hook_info(hook, HookInfo(recipe=recipe))
     return hook
@@ -49,7 +49,8 @@ fp16_compress_hook = _hook(
     "fp16_compress_hook",
     """Average gradients with fp16 on the wire.
 
-    Each message has a power-of-two scale of its own, and sums are fp32: a mean that fits is not lost.
+    Each message has its own power-of-two scale, and sums are fp32. So values beyond
+    65504 travel too.
     """,
 )
 
@@ -89,7 +90,7 @@ def _wrapper(hook: Hook, dtype: torch.dtype, name: str, around_allreduce: Hook) 
 
         def decompress(done: Future[torch.Tensor]) -> torch.Tensor:
             bucket.set_buffer(original)
-            # Checked here, where it still is the hook's own: one value would be copied to all places.
+            # Checked before the copy, which would broadcast a result of another shape.
             return original.copy_(check_result(hook_name(hook), done.value(), original, is_copied=True))
 
         return require_future(hook_name(hook), hook(state, bucket)).then(decompress)

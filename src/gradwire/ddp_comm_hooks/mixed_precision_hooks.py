@@ -1,4 +1,4 @@
-"""torch's own, since DDP imports them from torch; `gradwire.attach` combines them with any recipe."""
+"""torch's own hooks, since DDP imports them from torch; `gradwire.attach` combines them with any recipe."""
 
 from torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks import (
     _AllreduceUpcastHookState,

@@ -1,4 +1,4 @@
-"""Optimizer steps inside a hook, with torch's names; `gradwire.overlap_optimizer` is the public form.
+"""Optimizer steps inside a hook, under torch's names; new code should use `gradwire.overlap_optimizer`.
 
 DDP inspects the annotations of a hook, so this module keeps them as objects.
 """
@@ -34,20 +34,20 @@ __all__: list[str] = []
 
 
 class _OptimizerHookState(upstream._OptimizerHookState):
-    """A functional optimizer, one with ``step_param(parameter, gradient)``, and what it may step."""
+    """A functional optimizer, with ``step_param(parameter, gradient)``, and the parameters it may step."""
 
     __slots__ = ()
 
     @classmethod
     def from_functional_optim(cls, functional_optim: Any, params: Any = None) -> "_OptimizerHookState":
-        """The same as the constructor, under the name it once had."""
+        """Call the constructor; an older name that torch keeps."""
         return cls(functional_optim, params)
 
 
 def _hook_then_optimizer(hook: Hook, optimizer_state: upstream._OptimizerHookState) -> Hook:
     """Run ``hook``, then step the bucket's parameters with what its future holds.
 
-    When the hook fails, nothing is stepped, and ``backward()`` raises.
+    If the hook fails, nothing is stepped and ``backward()`` raises.
     """
     chosen = getattr(optimizer_state, "params_to_optimize", None)
 
@@ -58,7 +58,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: upstream._OptimizerHookSta
 
     def open_bridge(state: Any, bucket: GradBucket) -> Bridge:
         group = getattr(state, "process_group", state)
-        # A state without a group stands for the world, as upstream.
+        # A state without a group means the world, as in torch.
         rank = group.rank() if isinstance(group, dist.ProcessGroup) else dist.get_rank()
         return _stepping_bridge(HookRunner(hook, state), bucket, rank, step)
 
@@ -66,11 +66,11 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: upstream._OptimizerHookSta
 
 
 def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
-    """Average plainly, then step the optimizers that ``_apply_optimizer_in_backward`` gave the parameters.
+    """Average uncompressed, then step the optimizers that ``_apply_optimizer_in_backward`` has set up.
 
-    The hook's state is a weak reference to the ``DistributedDataParallel``. DDP registers torch's own
-    hook for such models at their first forward pass; `gradwire.attach` takes ours instead, on CPU too.
-    Gradients are None after ``backward()``, whatever ``gradient_is_bucket_view`` says.
+    The hook's state is a weak reference to the ``DistributedDataParallel``. DDP registers torch's own hook
+    for such models at their first forward pass. With `gradwire.attach` ours is used instead, on CPU too.
+    Gradients are None after ``backward()``, whatever ``gradient_is_bucket_view`` is.
     """
 
     def step(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], group: Group) -> None:
@@ -88,16 +88,16 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
                     parameter.grad = None
 
         ddp = state()
-        assert ddp is not None, "a hook is called by its model's reducer alone"
+        assert ddp is not None, "only the model's reducer calls its hook"
         group = ddp.process_group
         inner = open_raw_engine(fp32(), group, bucket)
         return _stepping_bridge(inner, bucket, group.rank(), step, drop_gradients)
 
-    return hook_with_bridge(open_bridge, "_apply_optim_in_backward", HookInfo(prepare=_take_over))
+    return hook_with_bridge(open_bridge, "_apply_optim_in_backward", HookInfo(prepare=_stop_backward_steps))
 
 
-def _take_over(ddp: DistributedDataParallel) -> None:
-    """Keep the optimizers from stepping before the averaging, and DDP from registering torch's hook."""
+def _stop_backward_steps(ddp: DistributedDataParallel) -> None:
+    """Stop the optimizers from stepping before the averaging, and DDP from registering torch's hook."""
     for parameter in ddp.module.parameters():
         for handle in param_to_optim_hook_handle_map.get(parameter, []):
             handle.remove()

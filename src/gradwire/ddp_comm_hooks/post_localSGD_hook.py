@@ -1,7 +1,7 @@
-"""Post-local SGD: average over all ranks for a while, then within each machine alone.
+"""Post-local SGD: average gradients over all ranks for a while, then only within each machine.
 
-The averaging of parameters that follows is torch's (``PostLocalSGDOptimizer`` and its averagers) or the
-caller's; `gradwire.LocalSGD` does both halves in one.
+The caller averages parameters, for example with torch's ``PostLocalSGDOptimizer``. `gradwire.LocalSGD`
+does both.
 """
 
 import logging
@@ -25,11 +25,11 @@ _GROUPS = ("process_group", "subgroup")
 
 
 class PostLocalSGDState(upstream.PostLocalSGDState):
-    """When to stop averaging globally, and over which groups; a ``PostLocalSGDState`` of torch's as well.
+    """The step at which global averaging stops, and the groups; a subclass of torch's ``PostLocalSGDState``.
 
-    ``process_group=None`` is the world, ``subgroup=None`` the ranks on the same machine, made out by
-    its name at the first step that needs them. It pickles, and loads with ``torch.load``'s defaults,
-    without its groups.
+    ``process_group=None`` is the world. ``subgroup=None`` is the ranks on the same machine, found by host
+    name at the first step that needs them. The state pickles without its groups, and loads with
+    ``torch.load``'s defaults.
     """
 
     __slots__ = ()
@@ -54,8 +54,8 @@ torch.serialization.add_safe_globals([PostLocalSGDState])
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: N802
     """Average over ``state.process_group`` in the first ``start_localSGD_iter`` steps, then in the subgroup.
 
-    With ``post_local_gradient_allreduce=False`` gradients stay as they are from then on. Combine it with
-    an averaging of parameters after the optimizer's step, or ranks drift apart.
+    With ``post_local_gradient_allreduce=False`` gradients stay as they are from then on. Average parameters
+    after the optimizer's step too, or ranks drift apart.
     """
     if state.iter < state.start_localSGD_iter:
         state.maybe_increase_iter(bucket)
@@ -69,13 +69,13 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 
 
 def _group_of_this_machine(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return the group of ranks on a machine of the same name; collective over ``group``."""
+    """Return the group of the ranks with the same host name; collective over ``group``."""
     store, rendezvous = group.get_group_store(), next_rendezvous(group)
     store.set(f"{rendezvous}/machine/{group.rank()}", socket.gethostname())
     machines = [store.get(f"{rendezvous}/machine/{rank}") for rank in range(group.size())]
     world_ranks = dist.get_process_group_ranks(group)
     mine = machines[group.rank()]
-    # Members alone call it: the model's group need not be the world.
+    # Only members call this, since the model's group need not be the world.
     subgroup: dist.ProcessGroup = dist.new_group(
         [rank for rank, machine in zip(world_ranks, machines, strict=True) if machine == mine],
         backend=backend_name(group, device),

@@ -32,27 +32,27 @@ _OPTIONS = (
     "compression_stats_logging_frequency",
     "batch_tensors_with_same_shape",
 )
-# A raw hook cannot know after how many steps DDP rebuilds its buckets; never after more.
+# The most steps after which DDP rebuilds its buckets. A raw hook cannot know the exact number.
 _MAX_TRANSIENT = 2
 _COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 _PARTS = ("counters", "memory", "layouts", "by_name")
 
 
 class PowerSGDState:
-    """The options of PowerSGD, and what it remembers from step to step, by parameter.
+    """The options of PowerSGD, and its state from step to step, by parameter.
 
     Args:
-        process_group: over which to average; None is the world, or the model's own group where
-            `gradwire.attach` sees the model.
+        process_group: the ranks to average over. None is the world, or with `gradwire.attach` the model's
+            own group.
         matrix_approximation_rank: the rank of the factors.
-        start_powerSGD_iter: the first step that compresses; those before it average plainly.
-        min_compression_rate: a matrix is compressed if that makes it smaller by more than this factor.
+        start_powerSGD_iter: the first step that compresses; earlier steps average uncompressed.
+        min_compression_rate: compress a matrix if its factors are smaller by more than this rate.
         use_error_feedback: add what a step leaves out to the next one.
         warm_start: start from the factors of the step before, not from random ones.
-        orthogonalization_epsilon: taken, not needed: the orthogonalisation never divides by zero.
-        random_seed: where random factors come from; global generators are left alone.
-        compression_stats_logging_frequency: how many steps lie between two lines of statistics in the log.
-        batch_tensors_with_same_shape: taken, not needed: matrices of one shape always share their products.
+        orthogonalization_epsilon: accepted and ignored: the orthogonalisation never divides by zero.
+        random_seed: the seed of random factors; torch's global generators are left alone.
+        compression_stats_logging_frequency: the number of steps between lines of statistics in the log.
+        batch_tensors_with_same_shape: accepted and ignored: matrices of one shape are always batched.
 
     Raises ValueError if ``start_powerSGD_iter`` is below 2 with error feedback or warm start, as torch
     does; the recipe ``"powersgd"`` may start at step 0.
@@ -76,10 +76,12 @@ class PowerSGDState:
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
-        if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
+        remembers = use_error_feedback or warm_start
+        if remembers and start_powerSGD_iter < 2:
             raise ValueError(
-                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, as "
-                'torch does. gradwire.attach(model, "powersgd:start=0") has no such limit'
+                f"start_powerSGD_iter={start_powerSGD_iter} is too early: with residuals or a warm start, "
+                "the first two steps must be plain, as in torch. Choose 2 or more, or attach the recipe "
+                '"powersgd:start=0", which may compress from the first step on'
             )
         self.process_group = process_group
         self.matrix_approximation_rank = matrix_approximation_rank
@@ -92,33 +94,35 @@ class PowerSGDState:
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.iter = 0
-        """How many steps there have been."""
+        """The number of steps so far."""
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
-        self._open(Memory(), None)
-        self._recipe(whole=False)  # raises for options that cannot be
+        """The step of the next line of statistics in the log."""
+        self._reset()
+        self._recipe(whole=False)  # raises ValueError for options that no recipe takes
 
-    def _open(self, memory: Memory, loaded_names: bool | None) -> None:
-        self._memory = memory
+    def _reset(self) -> None:
+        """Forget everything but the options and the counters."""
+        self._memory = Memory()
         self._layouts, self._has_names = Layouts(), False
-        # Whether what was loaded goes by name; None if nothing was.
-        self._loaded_names = loaded_names
-        # One matrix for all of a bucket goes on in the buckets it was saved in, until DDP has them again.
+        # True if the loaded state goes by parameters' names, False if by positions; None if none was loaded.
+        self._loaded_names: bool | None = None
+        # The one matrix of a bucket is averaged in the buckets it was saved in, until DDP has rebuilt them.
         self._loaded_layouts: list[tuple[int, Grouping]] = []
         self._num_transient = _MAX_TRANSIENT
         self._bridges: dict[tuple[Recipe, str, int], Bridge] = {}
 
     def gradwire_bind(self, ddp: DistributedDataParallel) -> None:
-        """Go by the names of the model's parameters; `gradwire.attach` calls it."""
+        """Use the names of the model's parameters; `gradwire.attach` calls this."""
         self._layouts, self._has_names = Layouts(ddp.module), True
         self._num_transient = num_transient(ddp)
         self._bridges.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that an exact resume needs, of this rank: numbers and tensors that any ``torch.load`` reads.
+        """Return what this rank needs to resume exactly: numbers and tensors that any ``torch.load`` reads.
 
-        Residuals differ from rank to rank, so each rank saves its own.
+        Residuals differ between ranks, so each rank saves its own state.
         """
         memory = {
             name: {parameter: value.clone() for parameter, value in values.items()}
@@ -129,18 +133,10 @@ class PowerSGDState:
         values = (counters, memory, layouts, self._has_names)
         return dict(zip(_PARTS, values, strict=True))
 
-    def _timeline(self) -> list[tuple[int, Grouping]]:
-        """Which buckets held the one matrix for all that the memory is of, if it is of such."""
-        for (recipe, *_), bridge in self._bridges.items():
-            if _is_whole(recipe):
-                assert isinstance(bridge.runner, Engine)
-                return bridge.runner.state.timeline.save(self.iter)
-        return self._loaded_layouts
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken; before the first step, or between two.
+        """Load what `state_dict` returned; before the first step, or between two steps.
 
-        Raises ValueError, and loads nothing, if this is no such state.
+        Raises ValueError, and loads nothing, if it is not the state of a PowerSGDState.
         """
         _require_state(state_dict)
         self._set(state_dict["counters"])
@@ -150,12 +146,12 @@ class PowerSGDState:
         self._bridges.clear()
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """The rate of compression so far, and how many values there were before and after it."""
+        """Return the compression rate so far, and the numbers of values before and after compression."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Count the step that ends with ``bucket``, if one does."""
+        """Count a step if ``bucket`` is its last."""
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
@@ -170,9 +166,17 @@ class PowerSGDState:
             "a restored PowerSGDState averages over the world; set its process_group if it was another"
         )
         self.process_group = dist.group.WORLD if dist.is_initialized() else None
-        self._open(Memory(), None)
+        self._reset()
         self._set({name: value for name, value in state.items() if name != "state_dict"})
         self.load_state_dict(state["state_dict"])
+
+    def _timeline(self) -> list[tuple[int, Grouping]]:
+        """Return the groupings of the buckets whose factors the memory holds, if a bucket is one matrix."""
+        for (recipe, *_), bridge in self._bridges.items():
+            if _is_whole(recipe):
+                assert isinstance(bridge.runner, Engine)
+                return bridge.runner.state.timeline.save(self.iter)
+        return self._loaded_layouts
 
     def _take(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -197,13 +201,20 @@ class PowerSGDState:
             wants = "gradwire.attach(model, hook, state=state)"
             raise ValueError(
                 f"this PowerSGDState was saved {'from' if self._loaded_names else 'without'} {wants}, and "
-                "goes by parameters' " + ("names: use that again" if self._loaded_names else "positions")
+                + (
+                    "holds parameters by name: use that again"
+                    if self._loaded_names
+                    else "holds parameters by position: register the hook with DDP itself again"
+                )
             )
         recipe, group = self._recipe(whole=whole), group_or_world(self.process_group)
         key = recipe, bucket.buffer().device.type, id(group)
         bridge = self._bridges.get(key)
         if bridge is None:
-            engine = open_raw_engine(recipe, group, bucket, self._run_state(whole=whole), may_skip=whole)
+            # A raw hook cannot know if a parameter is unused; the one matrix of a bucket must check.
+            engine = open_raw_engine(
+                recipe, group, bucket, self._run_state(whole=whole), may_have_unused=whole
+            )
             bridge = self._bridges[key] = Bridge(engine, self._layouts, group.rank())
         if bucket.index() == 0:
             bridge.num_steps = self.iter
@@ -213,7 +224,7 @@ class PowerSGDState:
         return future
 
     def _run_state(self, *, whole: bool) -> RunState:
-        # A raw hook cannot know whether a parameter may be unused; one matrix for all must.
+        # Only the one matrix of a bucket depends on the buckets, so only it needs the loaded timeline.
         num_transient = self._num_transient if whole and self._loaded_layouts else 0
         timeline = Timeline(num_transient)
         if num_transient:
@@ -238,12 +249,12 @@ torch.serialization.add_safe_globals([PowerSGDState])
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: N802
-    """Average each matrix of gradients as two factors of low rank, and all else as it is."""
+    """Average each matrix of gradients as two low-rank factors, and all else uncompressed."""
     return _checked(state)._run(bucket, whole=False)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:  # noqa: N802
-    """Average a bucket as two factors of one square matrix: cheaper, and less accurate by far."""
+    """Average a bucket as two low-rank factors of one square matrix: cheaper, and far less accurate."""
     return _checked(state)._run(bucket, whole=True)
 
 
@@ -257,7 +268,7 @@ def _require_keys(what: str, part: object, wanted: tuple[str, ...]) -> None:
     for key in sorted(has.symmetric_difference(wanted)):
         raise ValueError(
             f"this is no state_dict of a PowerSGDState: {what}"
-            + (f"has no {key!r}" if key in wanted else f"has a {key!r}, which none has")
+            + (f"has no {key!r}" if key in wanted else f"has an unknown {key!r}")
         )
 
 

@@ -1,7 +1,7 @@
-"""8-bit averaging with one affine range per message, or per so many values of it.
+"""8-bit averaging with one affine range per message, or per group of values.
 
-The ranges are torch's, what travels is not: torch's hooks gather every rank's gradients on every rank, so
-their bytes grow with the number of ranks; ours send about two bytes for each value, however many there are.
+Ranges are computed as in torch, messages differ. torch's hooks gather every rank's gradients on every rank,
+so their bytes grow with the number of ranks. Ours send about two bytes per value, for any number of ranks.
 
 DDP inspects the annotations of a hook, so this module keeps them as objects.
 """
@@ -32,7 +32,7 @@ def _per_channel(bucket_size: int) -> Recipe:
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """Average gradients in 8 bits, with one range for all of a rank's part of the bucket."""
+    """Average gradients in 8 bits, with one range per message, which is one rank's part of the bucket."""
     return run_recipe(_PER_TENSOR, process_group, bucket)
 
 

@@ -1,6 +1,6 @@
 """Protocols that average one bucket over a group of ranks, each a generator of rounds.
 
-Encodings belong to `codecs`; where and when an exchange runs is decided by `lanes` and `averaging`.
+Encodings belong to `codecs`; threads and streams belong to `lanes`, and the order of buckets to `averaging`.
 """
 
 from gradwire.exchanges.context import Context

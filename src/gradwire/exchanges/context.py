@@ -1,4 +1,4 @@
-"""What an exchange works with beside the values of its bucket."""
+"""The context of an exchange: everything it needs beside the values of its bucket."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gradwire.peers import Group
 
 @dataclass(frozen=True)
 class Context:
-    """One bucket's place in the run: with whom, in which step, with which memory."""
+    """The group, step, layout and memory with which one bucket is averaged."""
 
     group: Group
     scratch: Scratch
     scale: Scale
-    """What the sum over ranks is multiplied with: 1/W for a mean."""
+    """The factor of the sum over ranks: 1/W for a mean over W ranks."""
     layout: BucketLayout
     memory: Memory = field(default_factory=Memory)
     step: int = 0
-    may_skip: bool = False
-    """Whether parameters may have no gradient in a step, so that DDP drops what we make of theirs."""
+    may_have_unused: bool = False
+    """True if a step may leave parameters unused; DDP drops the averaged gradient of those."""

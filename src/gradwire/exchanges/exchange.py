@@ -1,4 +1,4 @@
-"""The protocol that every exchange follows, and the averaging of one bucket by it."""
+"""The protocol of an exchange, and a function that averages one bucket by it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from gradwire.ops import Family
 
 
 class Exchange(Protocol):
-    """A way to average one bucket. A value: its state from step to step lives in the context's memory."""
+    """A way to average one bucket.
+
+    An exchange is a frozen value. Its state from step to step lives in the context's memory.
+    """
 
     @property
     def communicates(self) -> bool:
-        """True if it needs the other ranks at all."""
+        """True if it exchanges messages with other ranks."""
         ...
 
     @property
     def kernels(self) -> frozenset[Family]:
-        """The kernels it computes with, to be compiled before the first backward pass."""
+        """The kernels to compile before the first backward pass."""
         ...
 
     @property
     def sees_parameters(self) -> bool:
-        """True if what it sends depends on a bucket's parameters, not only on its number of values."""
+        """True if its messages depend on a bucket's parameters, not only on its number of values."""
         ...
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first step of each stage, in order; ``(0,)`` if it sends the same in every step."""
+        """The first step of each stage, in order; ``(0,)`` if every step sends the same bytes."""
         ...
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
         """Replace ``flat`` by the sum over ranks of ``flat * scale``, the same bits on every rank.
 
-        A generator: it stops where it needs sums over ranks, and goes on when they have been taken.
+        A generator: it yields the sums over ranks that it needs, and goes on when they have been taken.
         """
         ...
 
@@ -49,16 +52,16 @@ class Exchange(Protocol):
         ...
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
-        """Return the exact bytes that each rank sends for a bucket, except votes on unused parameters."""
+        """Return the exact bytes that each rank sends for a bucket, votes on unused parameters excepted."""
         ...
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
-        """Return the largest number of messages that a rank sends, one after the other, to a peer."""
+        """Return the largest number of messages that one rank sends to one peer, one after the other."""
         ...
 
 
 def average(flat: Tensor, exchange: Exchange, context: Context) -> Tensor:
-    """Average one bucket by itself and return the result: ``flat`` itself, unless that is sparse."""
+    """Average one bucket and return the result: ``flat`` itself if dense, a new tensor if sparse."""
     if flat.is_sparse:
         return average_sparse(flat, context.group, context.scale)
     run_rounds([exchange.rounds(flat, context)], context)

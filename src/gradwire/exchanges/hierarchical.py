@@ -1,4 +1,4 @@
-"""Averaging in two levels: as it is within a node, encoded between nodes."""
+"""Averaging in two levels: uncompressed within a node, encoded between nodes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from torch import Tensor
 from gradwire.buckets import BucketLayout, as_real
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.links import Links
+from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Rounds
-from gradwire.exchanges.skipped import skipped_parameters
 from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, average_alone, bounds_of, two_shot_bytes
 from gradwire.exchanges.two_shot import TwoShot
+from gradwire.exchanges.unused import keep_unused_residuals
 from gradwire.ops import Family
 from gradwire.peers import Subgroup
 
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """Sum within each node, average between nodes, spread within each node.
+    """Sum within each node, average between nodes, then gather within each node.
 
-    The ranks of a node are neighbours: 0 to ``local_size`` - 1 are the first node. Rank i of a node sums the
-    i-th part of the bucket over its node, uncompressed; then the i-th ranks of all nodes average that part
-    by ``between``; then each node's ranks tell each other. So a node sends through its network card what
-    one rank would, not ``local_size`` times as much. All ranks end with the same bits.
+    Ranks 0 to ``local_size - 1`` are the first node, the next ``local_size`` ranks the second, and so on.
+
+    1. Rank i of a node sums the i-th part of the bucket over its node, uncompressed.
+    2. The i-th ranks of all nodes average that part by ``between``.
+    3. The ranks of each node send each other their parts.
+
+    So a node sends through its network card what one rank would send, not ``local_size`` times as much. All
+    ranks end with the same bits.
     """
 
     between: TwoShot
@@ -43,57 +47,41 @@ class Hierarchical:
 
     def __post_init__(self) -> None:
         if self.local_size < 2:
-            raise ValueError(f"a node has at least two ranks, not {self.local_size}")
+            raise ValueError(f"local_size must be at least 2 ranks, not {self.local_size}")
 
     @property
     def codec(self) -> Codec:
-        """What travels between nodes."""
+        """The encoding of messages between nodes."""
         return self.between.codec
 
     @property
     def feedback(self) -> torch.dtype | None:
-        """The dtype of residuals, if there are any."""
+        """The dtype of residuals; None if the exchange keeps none."""
         return self.between.feedback
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
         group = context.group
         self._num_nodes(group.size)
         flat = as_real(flat)
-        yield from take_over_residuals(flat, context, self.feedback)
+        yield from migrate_residuals(flat, context, self.feedback)
         residual = self.between.residual(flat, context)
         if group.size == 1:
             average_alone(flat, residual, context)
             return
-        wide = self._wide(flat.dtype)
+        wide = self._node_dtype(flat.dtype)
         values = flat if flat.dtype == wide else context.scratch.like("node", flat, wide).copy_(flat)
-        mask = yield from self.between.mask_of_skipped(values, context)
-        with skipped_parameters(mask, values, residual):
+        mask = yield from self.between.unused_mask(values, context)
+        with keep_unused_residuals(mask, values, residual):
             self._average(values, residual, context)
         if values is not flat:
             flat.copy_(values)
 
-    def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
-        group = context.group
-        node, index = divmod(group.rank, self.local_size)
-        within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
-        across = Subgroup(group, range(index, group.size, self.local_size))
-        shots = TwoPhaseReduce([Sum(values)], replace(context, group=within, scale=1.0))
-        shots.scatter_reduce()
-        start, end = bounds_of(values.numel(), self.local_size)[index]
-        kept = None if residual is None else residual[start:end]
-        if across.size == 1:
-            average_alone(values[start:end], kept, context)
-        else:
-            # Also when this part is empty: all ranks issue the same rounds.
-            self.between.average(values[start:end], kept, replace(context, group=across))
-        shots.gather()
-
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        return 0  # its messages go to subgroups
+        return 0  # its messages go to subgroups, which other buckets do not use
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         num_nodes, (numel, dtype) = self._num_nodes(world_size), layout.real_values
-        wide = self._wide(dtype)
+        wide = self._node_dtype(dtype)
         within = two_shot_bytes(Raw(wide), numel, self.local_size)
         codec, parts = self.codec.resolve(wide), bounds_of(numel, self.local_size)
         across = [two_shot_bytes(codec, end - start, num_nodes) for start, end in parts]
@@ -103,12 +91,31 @@ class Hierarchical:
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
         return Links(2, 2 if self._num_nodes(world_size) > 1 else 0)
 
+    def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
+        group = context.group
+        node, index = divmod(group.rank, self.local_size)
+        within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
+        across = Subgroup(group, range(index, group.size, self.local_size))
+        node_reduce = TwoPhaseReduce([Sum(values)], replace(context, group=within, scale=1.0))
+        node_reduce.scatter_reduce()
+        start, end = bounds_of(values.numel(), self.local_size)[index]
+        kept = None if residual is None else residual[start:end]
+        if across.size == 1:
+            average_alone(values[start:end], kept, context)
+        else:
+            # An empty part is averaged too: all ranks must exchange the same messages.
+            self.between.average(values[start:end], kept, replace(context, group=across))
+        node_reduce.gather()
+
     def _num_nodes(self, world_size: int) -> int:
         num_nodes, rest = divmod(world_size, self.local_size)
         if rest:
-            raise ValueError(f"{world_size} ranks cannot be nodes of {self.local_size}")
+            raise ValueError(
+                f"{world_size} ranks cannot be nodes of {self.local_size}; "
+                "local_size must divide the number of ranks"
+            )
         return num_nodes
 
-    def _wide(self, dtype: torch.dtype) -> torch.dtype:
-        """What is sent within a node: sums are sent again, so they are fp32 at least."""
+    def _node_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of messages within a node: at least fp32, since sums travel on to other nodes."""
         return self.codec.works_in or torch.promote_types(dtype, torch.float32)

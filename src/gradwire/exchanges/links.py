@@ -1,4 +1,4 @@
-"""Figures of what ranks send for a bucket, told before they do."""
+"""Figures of what a rank sends for a bucket, computed without sending it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 
 class Links(NamedTuple):
-    """A figure for the links of one rank; an exchange that knows of no nodes has all of it `across`."""
+    """A number of bytes or messages of one rank, split by where they go.
+
+    An exchange that does not distinguish nodes counts everything as `across`.
+    """
 
     within: int
-    """Of messages to ranks of its own node."""
+    """The figure for messages to ranks of the same node."""
     across: int
-    """Of messages to all others."""
+    """The figure for messages to all other ranks."""

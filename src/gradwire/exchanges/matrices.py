@@ -1,4 +1,4 @@
-"""Which matrices a bucket holds for low-rank exchanges, and where their factors lie."""
+"""The matrices of a bucket for low-rank exchanges, and the layouts of their factors."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ import torch
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.ops import Batch, Batches, Matrix, cached_on_owner
 
-# How far from a square the one matrix of a bucket may be, to leave out fewer values.
+# The number of widths, from the square root down, that are tried for the one matrix of a bucket. A matrix
+# that is not quite square may leave out fewer values.
 _NUM_SIDES = 64
 
 
-@dataclass(frozen=True, eq=False)  # one object for each bucket, not compared field by field
-class Plan:
-    """What becomes of each value of a bucket: compressed in a matrix, or sent as it is."""
+@dataclass(frozen=True, eq=False)  # compared by identity: one object per bucket
+class MatrixPlan:
+    """A bucket's values, divided into matrices to compress and runs to send as they are."""
 
     batches: Batches
     runs: tuple[tuple[int, int], ...]
-    """Where what is sent as it is begins and ends."""
+    """The start and end, in the bucket, of each run of values that is sent as it is."""
     sums: BucketLayout
-    """Where the residuals of compressed values lie."""
+    """The layout of the residuals of compressed values."""
     plain: BucketLayout
-    """Where parameters lie of which nothing is compressed, one after the other."""
+    """The layout of the parameters that are not compressed, one after the other."""
     left: BucketLayout
+    """The layout of all factors P."""
     right: BucketLayout
+    """The layout of all factors Q."""
 
     @property
     def num_matrices(self) -> int:
@@ -38,8 +41,8 @@ class Plan:
         return sum(end - start for start, end in self.runs)
 
 
-def pays(rows: int, columns: int, rank: int, min_compression_rate: float) -> bool:
-    """Whether the factors of a matrix are that much smaller than the matrix; a vector has none."""
+def compression_pays(rows: int, columns: int, rank: int, min_compression_rate: float) -> bool:
+    """Return True if a matrix's factors are smaller by more than the rate; False for a vector."""
     return (
         min(rows, columns) > 1
         and (rows + columns) * min(rows, columns, rank) * min_compression_rate < rows * columns
@@ -47,10 +50,10 @@ def pays(rows: int, columns: int, rank: int, min_compression_rate: float) -> boo
 
 
 @cached_on_owner
-def plan_of(layout: BucketLayout, rank: int, min_compression_rate: float, whole: bool) -> Plan:
-    """One matrix for each parameter for which that pays, or with ``whole`` one for all of the bucket."""
-    matrices = _whole(layout) if whole else [_matrix(slot) for slot in layout.slots if slot.numel]
-    chosen = [m for m in matrices if whole or pays(m.rows, m.columns, rank, min_compression_rate)]
+def plan_of(layout: BucketLayout, rank: int, min_compression_rate: float, whole: bool) -> MatrixPlan:
+    """Return one matrix per parameter worth compressing, or, with ``whole``, one matrix for the bucket."""
+    matrices = _whole_matrix(layout) if whole else [_matrix(slot) for slot in layout.slots if slot.numel]
+    chosen = [m for m in matrices if whole or compression_pays(m.rows, m.columns, rank, min_compression_rate)]
     by_shape: dict[tuple[int, int], list[Matrix]] = {}
     for matrix in chosen:
         by_shape.setdefault((matrix.rows, matrix.columns), []).append(matrix)
@@ -62,42 +65,45 @@ def plan_of(layout: BucketLayout, rank: int, min_compression_rate: float, whole:
         sums += len(group) * rows * columns
         left += len(group) * own_rank * rows
         right += len(group) * own_rank * columns
-    return Plan(
+    return MatrixPlan(
         batches=Batches(tuple(batches)),
-        runs=_between(chosen, layout.numel),
-        # One matrix for all holds its values where the bucket does, and their residuals go by parameter.
+        runs=_gaps(chosen, layout.numel),
+        # The one matrix of a bucket has its values where the bucket has them. Its residuals go by parameter.
         sums=layout if whole else _packed(layout, [m.name for batch in batches for m in batch.matrices]),
-        plain=_packed(layout, [] if whole else _others(layout, chosen)),
+        plain=_packed(layout, [] if whole else _uncompressed(layout, chosen)),
         left=_factors(layout, batches, lambda matrix: matrix.rows),
         right=_factors(layout, batches, lambda matrix: matrix.columns),
     )
 
 
 def _matrix(slot: Slot) -> Matrix:
-    """The first dimension against the rest, as far as memory has it so; else memory's own outermost."""
+    """Return a parameter as a matrix: its first dimension against the rest, if memory is ordered so.
+
+    Otherwise the dimension that is outermost in memory takes the place of the first.
+    """
     strides = [(stride, dim) for dim, stride in enumerate(slot.stride) if slot.shape[dim] > 1]
     if not strides:
         return Matrix(slot.name, slot.offset, slot.numel, 1)
     outermost, innermost = max(strides)[1], min(strides)[1]
-    if innermost == 0 and len(strides) > 1:  # its transpose, which has the same factors
+    if innermost == 0 and len(strides) > 1:  # the transpose, whose factors are the same, swapped
         columns = slot.shape[0]
         return Matrix(slot.name, slot.offset, slot.numel // columns, columns)
     rows = slot.shape[outermost]
     return Matrix(slot.name, slot.offset, rows, slot.numel // rows)
 
 
-def _whole(layout: BucketLayout) -> list[Matrix]:
-    """The most nearly square matrix that leaves out next to nothing of the bucket."""
+def _whole_matrix(layout: BucketLayout) -> list[Matrix]:
+    """Return the bucket as one nearly square matrix that leaves out as few values as possible."""
     if layout.numel < 4:
         return []
     side = math.isqrt(layout.numel)
     columns = min(range(side, max(side - _NUM_SIDES, 1), -1), key=lambda c: layout.numel % c)
-    # Its factors belong to no parameter: another set of parameters is another matrix.
+    # The factors belong to no single parameter, so the name tells apart matrices of other parameters.
     name = f"{layout.slots[0].name}..{layout.slots[-1].name} ({layout.numel} values)"
     return [Matrix(name, 0, layout.numel // columns, columns)]
 
 
-def _between(matrices: Iterable[Matrix], numel: int) -> tuple[tuple[int, int], ...]:
+def _gaps(matrices: Iterable[Matrix], numel: int) -> tuple[tuple[int, int], ...]:
     runs, position = [], 0
     for matrix in sorted(matrices, key=lambda m: m.start):
         runs.append((position, matrix.start))
@@ -105,13 +111,13 @@ def _between(matrices: Iterable[Matrix], numel: int) -> tuple[tuple[int, int], .
     return tuple((start, end) for start, end in [*runs, (position, numel)] if end > start)
 
 
-def _others(layout: BucketLayout, matrices: list[Matrix]) -> list[str]:
+def _uncompressed(layout: BucketLayout, matrices: list[Matrix]) -> list[str]:
     names = {matrix.name for matrix in matrices}
     return [slot.name for slot in layout.slots if slot.name not in names]
 
 
 def _packed(layout: BucketLayout, names: list[str]) -> BucketLayout:
-    """These parameters, one after the other."""
+    """Return the layout of these parameters, one after the other."""
     slots = {slot.name: slot for slot in layout.slots}
     return BucketLayout.packed(layout.index, layout.dtype, (slots[name] for name in names))
 

@@ -1,4 +1,4 @@
-"""No exchange at all."""
+"""The exchange that sends nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.ops import Family
 
 @dataclass(frozen=True)
 class Noop:
-    """Leave every rank its own gradients: what a step would cost if communication were free."""
+    """Leave every rank its own gradients, to measure a step without communication."""
 
     communicates = False
     sees_parameters = False

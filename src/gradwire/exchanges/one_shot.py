@@ -1,4 +1,4 @@
-"""One-shot sums of few values: every rank gets every rank's, and adds them up itself."""
+"""One-shot sums of few values: every rank gathers all ranks' values and adds them up itself."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, aligned_rows, aver
 from gradwire.ops import Seed
 from gradwire.peers import gather
 
-# A second round costs a fast network about as much time as this many bytes.
+# Bytes that a fast network sends in about the time of one more round.
 _ROUND_BYTES = 16 << 10
 
 
 def sum_values(values: Tensor, context: Context) -> None:
     """Replace ``values`` by the sum over ranks of ``values * scale``, in one round or two.
 
-    In rank order, in fp32 or fp64, whichever ``values`` are; over NCCL two rounds are its own allreduce.
+    The sum is in rank order and in the dtype of ``values``. Over NCCL, two rounds are NCCL's own allreduce.
     """
     group = context.group
     num_bytes = values.numel() * values.element_size()
@@ -40,7 +40,7 @@ def sum_values(values: Tensor, context: Context) -> None:
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world_size: int) -> list[int]:
-    """The exact bytes that each rank sends in `sum_values`."""
+    """Return the exact bytes that each rank sends in `sum_values`."""
     num_bytes = numel * dtype.itemsize
     if one_round_pays(num_bytes, world_size):
         return [(world_size - 1) * num_bytes] * world_size
@@ -48,6 +48,6 @@ def sum_bytes(numel: int, dtype: torch.dtype, world_size: int) -> list[int]:
 
 
 def one_round_pays(num_bytes: int, world_size: int) -> bool:
-    """Whether a second round would cost more than what it saves; two ranks send the same either way."""
+    """Return True if one round is faster than two; between two ranks both send the same bytes."""
     saved = (world_size - 1) * num_bytes * (1 - 2 / world_size)
     return saved <= _ROUND_BYTES

@@ -1,4 +1,4 @@
-"""Rounds of sums over ranks, taken for one exchange or for several side by side."""
+"""Rounds of sums over ranks, for one exchange or for several side by side."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from gradwire.exchanges.one_shot import sum_values
 from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce
 
 Round = tuple[Sum, ...]
-"""Sums that one exchange asks for at once."""
+"""Sums over ranks that one exchange needs before it can go on."""
 
 Rounds = Generator[Round, None, None]
+"""An exchange under way: it yields one round after another."""
 
 
 def run_rounds(rounds: Iterable[Rounds], context: Context) -> None:
-    """Run exchanges to their ends, side by side; sums that they ask for at once share messages.
+    """Run exchanges to their ends, side by side, so that the sums of one round share messages.
 
-    Group, scratch memory and scale are those of ``context``.
+    The group, the scratch memory and the scale are those of ``context``.
     """
     running = list(rounds)
     try:
         while running:
             asked = [(each, round_) for each in running if (round_ := next(each, None)) is not None]
             running = [each for each, _ in asked]
-            _take([each for _, round_ in asked for each in round_ if each.values.numel()], context)
+            _sum_round([each for _, round_ in asked for each in round_ if each.values.numel()], context)
     finally:
         for each in running:
-            each.close()  # so that it puts back what it holds
+            each.close()  # runs its finally blocks, which restore residuals
 
 
-def _take(sums: list[Sum], context: Context) -> None:
+def _sum_round(sums: list[Sum], context: Context) -> None:
+    """Take the sums of one round: encoded ones in one message, exact ones in one message per dtype."""
     encoded = [each for each in sums if each.codec is not None]
     if encoded:
         TwoPhaseReduce(encoded, context).run()
@@ -46,7 +48,7 @@ def _take(sums: list[Sum], context: Context) -> None:
 
 
 def _sum_exactly(parts: list[Tensor], context: Context) -> None:
-    """Sum parts in one message, copied together: a backend that adds them up itself takes one tensor."""
+    """Sum parts in one message, as one tensor: a backend with a sum of its own takes a single tensor."""
     if len(parts) == 1:
         sum_values(parts[0], context)
         return

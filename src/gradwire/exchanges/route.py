@@ -16,13 +16,14 @@ from gradwire.exchanges.selector import Selector
 from gradwire.ops import Family, cached_on_owner
 
 Part = tuple[Exchange, BucketLayout, tuple[Slot, ...]]
+"""An exchange, the layout of its part of a bucket, and the part's parameters as they lie in the bucket."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Each parameter by the exchange of the first selector that fits it.
+    """Average each parameter by the exchange of the first selector that fits it.
 
-    The values of each exchange are copied together, exchanged as a bucket of their own, and copied back.
+    The parameters of each exchange are copied into a bucket of their own, averaged, and copied back.
     """
 
     routes: tuple[tuple[Selector, Exchange], ...]
@@ -42,16 +43,17 @@ class Route:
         return tuple(sorted({start for _, exchange in self.routes for start in exchange.starts}))
 
     def check(self, slots: Iterable[Slot]) -> None:
-        """ValueError for a selector that no parameter goes by, or a parameter without one."""
+        """Raise ValueError for a route without a parameter, or a parameter without a route."""
         used = {self.choose(slot) for slot in slots}
         for number, (selector, _) in enumerate(self.routes):
             if number not in used:
                 raise ValueError(
-                    f"no parameter goes by the route {str(selector)!r}: check its spelling and its place"
+                    f"no parameter goes by the route {str(selector)!r}; check its spelling, and that no "
+                    "earlier route takes its parameters"
                 )
 
     def split(self, layout: BucketLayout) -> tuple[Part, ...]:
-        """Each exchange with its part of a bucket, and where the part's parameters lie in the whole."""
+        """Return the parts of a bucket, one per exchange that has parameters in it."""
         return _split(layout, self)
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
@@ -77,7 +79,7 @@ class Route:
                 whole.copy_(own)
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        # If some of the bucket shares messages, the rest waits as long.
+        # A bucket waits as a whole. So if one part can share messages, the bytes of all parts count.
         shared = [(exchange.shared_bytes(part, step), part) for exchange, part, _ in self.split(layout)]
         if not any(num_bytes for num_bytes, _ in shared):
             return 0
@@ -92,22 +94,22 @@ class Route:
         return Links(*map(sum, zip(*parts, strict=True)))
 
     def choose(self, slot: Slot) -> int:
-        """The number of a parameter's route; ValueError if it has none."""
+        """Return the number of a parameter's route; ValueError if none fits."""
         for number, (selector, _) in enumerate(self.routes):
             if selector.fits(slot):
                 return number
         shape = tuple(slot.shape)
-        raise ValueError(f"no route fits parameter {slot.name!r} of shape {shape}; end with one for '*'")
+        raise ValueError(f"no route fits parameter {slot.name!r} of shape {shape}; end with a route for '*'")
 
 
-# The patterns of every parameter of a bucket, in every step, would take longer than a small exchange.
+# Cached: matching the patterns in every step would take longer than a small exchange.
 @cached_on_owner
 def _split(layout: BucketLayout, route: Route) -> tuple[Part, ...]:
     parts = []
     for number, (_, exchange) in enumerate(route.routes):
         own = tuple(slot for slot in layout.slots if route.choose(slot) == number)
         if own:
-            # An index of its own: seeds of stochastic rounding must differ from part to part.
+            # Each part has its own index, since seeds of stochastic rounding must differ between parts.
             index = layout.index * len(route.routes) + number
             parts.append((exchange, BucketLayout.packed(index, layout.dtype, own), own))
     return tuple(parts)

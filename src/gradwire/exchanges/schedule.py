@@ -1,4 +1,4 @@
-"""One exchange after another, by step."""
+"""Exchanges that follow one another, by step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gradwire.ops import Family
 
 @dataclass(frozen=True)
 class Schedule:
-    """Each stage from its step on; steps are counted over the whole run, also when it is resumed."""
+    """Average by each stage from its first step on; a resumed run goes on counting steps."""
 
     stages: tuple[tuple[int, Exchange], ...]
-    """First steps, ascending from 0, each with its exchange."""
+    """Pairs of a first step and an exchange; first steps ascend from 0."""
 
     @property
     def communicates(self) -> bool:
@@ -45,7 +45,7 @@ class Schedule:
         return self.at(step).shared_bytes(layout, step)
 
     def at(self, step: int) -> Exchange:
-        """The exchange of a step."""
+        """Return the exchange of a step."""
         return next(each for start, each in reversed(self.stages) if start <= step)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:

@@ -1,4 +1,4 @@
-"""Memory that exchanges reuse from bucket to bucket."""
+"""Scratch memory that exchanges reuse from bucket to bucket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 class Scratch:
     """Named buffers that grow to the largest request, so that a steady state allocates nothing.
 
-    A buffer holds until the next request of the same name and device.
+    A buffer is valid until the next request with the same name and device.
     """
 
     def __init__(self) -> None:
@@ -17,11 +17,11 @@ class Scratch:
         self._parts: dict[int, Scratch] = {}
 
     def part(self, number: int) -> Scratch:
-        """Buffers of their own, for one of several buckets that are exchanged side by side."""
+        """Return separate buffers for one of several buckets that are exchanged side by side."""
         return self._parts.setdefault(number, Scratch())
 
     def bytes(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
-        """A buffer of ``num_bytes`` bytes, its content undefined."""
+        """Return a buffer of ``num_bytes`` bytes with undefined content."""
         buffer = self._buffers.get((name, device))
         if buffer is None or buffer.numel() < num_bytes:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -29,5 +29,5 @@ class Scratch:
         return buffer[:num_bytes]
 
     def like(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A buffer of the size of ``tensor``, in ``dtype``, its content undefined."""
+        """Return a flat buffer with as many values as ``tensor``, in ``dtype``, with undefined content."""
         return self.bytes(name, tensor.numel() * dtype.itemsize, tensor.device).view(dtype)

@@ -1,4 +1,4 @@
-"""Which parameters a route is for: by name, shape and size."""
+"""Selectors of parameters by name, shape and size."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FIGURES: dict[str, Callable[[Slot], int]] = {
 
 @dataclass(frozen=True)
 class Selector:
-    """One or more conditions that a parameter meets, separated by ``&``.
+    """One or more conditions on a parameter, separated by ``&``; all must hold.
 
-    A condition is a pattern of names as ``fnmatch`` has it (``*.norm*``), a bound on a figure (``ndim<2``,
-    ``numel>=65536``), or a shape with ``*`` for any size: ``(50257, *)``. Raises ValueError for another.
+    A condition is a pattern of names as in ``fnmatch`` (``*.norm*``), a bound (``ndim<2``,
+    ``numel>=65536``), or a shape with ``*`` for any size (``(50257, *)``). Raises ValueError for other text.
 
     >>> embedding = Slot("embed.weight", 0, torch.Size([50, 20]), (20, 1))
     >>> Selector("embed.* & numel>=1000").fits(embedding)
@@ -43,12 +43,12 @@ class Selector:
     def __post_init__(self) -> None:
         if "=" in re.sub("<=|>=", "", self.text) or ";" in self.text:
             raise ValueError(
-                f"a route's pattern has no ';', and no '=' but in '<=' and '>=', unlike {self.text!r}"
+                f"the route's pattern {self.text!r} must have no ';', and no '=' except in '<=' and '>='"
             )
         for condition in self._conditions:
-            _meaning(condition)
+            _parse_condition(condition)
         if self.text.count("(") != self.text.count(")"):
-            raise ValueError(f"a route's pattern closes the parentheses that it opens, unlike {self.text!r}")
+            raise ValueError(f"the route's pattern {self.text!r} must close the parentheses that it opens")
 
     def __str__(self) -> str:
         return self.text
@@ -58,35 +58,37 @@ class Selector:
         return [part.strip() for part in self.text.split("&")]
 
     def fits(self, slot: Slot) -> bool:
-        """Whether a parameter meets all conditions; a complex one counts as pairs, as in its bucket."""
-        return all(_meaning(condition)(slot) for condition in self._conditions)
+        """Return True if a parameter meets all conditions; a complex one counts as pairs of real values."""
+        return all(_parse_condition(condition)(slot) for condition in self._conditions)
 
 
-def _meaning(condition: str) -> Callable[[Slot], bool]:
+def _parse_condition(condition: str) -> Callable[[Slot], bool]:
     if not condition:
         raise ValueError("a route has an empty pattern; '*' fits every parameter")
     if condition.startswith("("):
-        return _shape(condition)
+        return _parse_shape(condition)
     if "<" in condition or ">" in condition:
-        return _comparison(condition)
+        return _parse_comparison(condition)
     return lambda slot: fnmatchcase(slot.name, condition)
 
 
-def _comparison(condition: str) -> Callable[[Slot], bool]:
+def _parse_comparison(condition: str) -> Callable[[Slot], bool]:
     found = _COMPARISON.fullmatch(condition)
     if found is None or found[1] not in _FIGURES:
         raise ValueError(
-            f"a route compares ndim or numel with a number, as in 'ndim<2', unlike {condition!r}"
+            f"a route must compare ndim or numel with a number, as in 'ndim<2', not {condition!r}"
         )
     figure, compare, bound = _FIGURES[found[1]], _OPERATORS[found[2]], int(found[3])
     return lambda slot: compare(figure(slot), bound)
 
 
-def _shape(condition: str) -> Callable[[Slot], bool]:
+def _parse_shape(condition: str) -> Callable[[Slot], bool]:
     inside = condition.removeprefix("(").removesuffix(")").strip().removesuffix(",")
     sizes = [size.strip() for size in inside.split(",")] if inside else []
     if not condition.endswith(")") or not all(size == "*" or re.fullmatch(_NUMBER, size) for size in sizes):
-        raise ValueError(f"a route's shape is of numbers and '*', as in '(50257, *)', unlike {condition!r}")
+        raise ValueError(
+            f"a route's shape must be made of numbers and '*', as in '(50257, *)', not {condition!r}"
+        )
 
     wanted = [None if size == "*" else int(size) for size in sizes]
 

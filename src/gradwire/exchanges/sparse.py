@@ -10,10 +10,10 @@ from gradwire.peers import Group, gather
 
 
 def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:
-    """The sum over ranks of ``gradient * scale``, as a coalesced sparse tensor, the same on every rank.
+    """Return the sum over ranks of ``gradient * scale``, coalesced, the same bits on every rank.
 
-    Every rank gathers every rank's indices and values, uncompressed, and adds them in rank order. How
-    many there are must be known on the host, so on CUDA this waits for the device.
+    Every rank gathers all ranks' indices and values, uncompressed, and adds them in rank order. The host
+    must know how many there are, so on CUDA this waits for the device.
     """
     gradient = gradient.coalesce()
     if group.size == 1:
@@ -28,7 +28,7 @@ def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:
 
     index_bytes = indices.shape[0] * indices.element_size()
     value_bytes = values.shape[1:].numel() * values.element_size()
-    # Indices, then values, which may have to start at a multiple of 16 bytes.
+    # A row holds indices, then values. Values start at a multiple of 16 bytes, as wide dtypes must.
     splits = [-(-n * index_bytes // 16) * 16 for n in num_entries]
     rows = [
         torch.empty(split + n * value_bytes, dtype=torch.uint8, device=device)
@@ -50,6 +50,6 @@ def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:
         torch.cat([i for i, _ in views], dim=1),
         torch.cat([v for _, v in views]).to(wide).mul_(scale),
         gradient.shape,
-        check_invariants=False,  # they are each rank's own; without a word torch warns
+        check_invariants=False,  # every rank's tensor was valid; if nothing is said here, torch warns
     )
     return total.coalesce().to(values.dtype)

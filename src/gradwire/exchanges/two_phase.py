@@ -1,4 +1,4 @@
-"""Sums over ranks in two shots, of several buckets side by side."""
+"""Sums over ranks in two phases, scatter-reduce and gather, of several buckets side by side."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from gradwire.exchanges.scratch import Scratch
 from gradwire.ops import Scale, Seed
 from gradwire.peers import Group
 
-# Chunks, rows and segments start at multiples of this many values and bytes, for the sake of vector loads.
+# Chunks start at multiples of this many values, rows and segments at multiples of this many bytes, so that
+# kernels can use vector loads.
 _ALIGNMENT = 64
 _NO_SEED = Seed(0, 0)
-# Of how many sums the places are kept: those of a model with hundreds of buckets, and of a few more models.
-# One more is found again in microseconds for each rank.
+# The number of cached layouts: enough for a few models with hundreds of buckets each. A miss costs a few
+# microseconds per rank.
 _NUM_KEPT = 2048
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Values that are to become the sum over ranks of ``values * scale``: exactly, or as a codec has them."""
+    """Values to replace by the sum over ranks of ``values * scale``, exact or encoded."""
 
     values: Tensor
     codec: Codec | None = None
     residual: Tensor | None = None
-    """Is added to this rank's values, and becomes what the codec leaves out of them."""
+    """Added to this rank's values; then it holds what the codec has left out of them."""
     seeds: Sequence[Seed] | None = None
-    """Where rounding by chance starts, for each rank's chunk."""
+    """The seed of stochastic rounding for each rank's chunk."""
 
 
 class TwoPhaseReduce:
-    """Every rank sums one chunk of each of the values, then tells the others.
+    """Sum several tensors over ranks: each rank sums one chunk of every tensor, then sends it to the others.
 
-    What a rank sends to another is one row, in which each of the sums has a segment that it is encoded to and
-    decoded from, so what shares a message is not copied together, and is the same bits as what goes alone.
+    A message is one row, in which every sum has a segment. Values are encoded into their segment and decoded
+    from it, so sums that share a message need no further copy. Their bits do not depend on the sharing.
     """
 
     def __init__(self, sums: Sequence[Sum], context: Context) -> None:
-        """Sum values of dtypes that their codecs take, which must lie on one device."""
+        """Prepare the rows; values must be on one device, in dtypes that their codecs take."""
         group, scratch, device = context.group, context.scratch, sums[0].values.device
         codecs = [each.codec or Raw(each.values.dtype) for each in sums]
         numels = [each.values.numel() for each in sums]
@@ -68,7 +69,7 @@ class TwoPhaseReduce:
         self.gather()
 
     def scatter_reduce(self) -> None:
-        """Leave the sums of chunks r, over all ranks, in rank r's chunks r and, encoded, in its row r."""
+        """Leave the sum of every chunk r on rank r: in its chunk r, and encoded in its row r."""
         group, own_row = self._group, self._rows[self._group.rank]
         messages = group.post([row[: own_row.numel()] for row in self._arriving])
         for peer in _peers(group):
@@ -80,7 +81,7 @@ class TwoPhaseReduce:
             share.reduce(self._arriving, group.rank, self._scale)
 
     def gather(self) -> None:
-        """Give every rank every owner's row, and decode them."""
+        """Send every rank the encoded sums of all others, and decode them."""
         group = self._group
         messages = group.post(self._rows)
         for peer in _peers(group):
@@ -94,7 +95,7 @@ class TwoPhaseReduce:
 
 @dataclass(frozen=True)
 class _Share:
-    """One of the sums: its chunks, and where in the rows they are encoded."""
+    """One of the sums: its chunks, and the segments that they are encoded in."""
 
     codec: Codec
     chunks: Sequence[Tensor]
@@ -121,7 +122,7 @@ class _Share:
             self.codec.encode(self.chunks[peer], self.segments[peer], self.residuals[peer], self.seeds[peer])
 
     def reduce(self, arriving: Tensor, rank: int, scale: Scale) -> None:
-        """Sum this rank's chunk, of which the others' parts have arrived."""
+        """Sum this rank's chunk from the rows that have arrived."""
         own, segment, begin = self.chunks[rank], self.segments[rank], self.begins[rank]
         if segment.numel():
             rows = arriving[:, begin : begin + _aligned(segment.numel())]
@@ -133,7 +134,7 @@ class _Share:
 
 
 def seeds_of(codec: Codec, seed: int, context: Context) -> list[Seed] | None:
-    """Noise of its own for every row: of this rank, in this step, of this bucket, for each chunk."""
+    """Return a seed per chunk, different for every rank, step and bucket; None if nothing is random."""
     if not codec.stochastic:
         return None
     rank, size, index = context.group.rank, context.group.size, context.layout.index
@@ -141,7 +142,7 @@ def seeds_of(codec: Codec, seed: int, context: Context) -> list[Seed] | None:
 
 
 def average_alone(flat: Tensor, residual: Tensor | None, context: Context) -> None:
-    """What one rank does: nothing is left out, and what was is let go."""
+    """Average on a single rank: add the residual, which then is zero, and scale."""
     if residual is not None:
         flat.add_(residual)
         residual.zero_()
@@ -149,20 +150,20 @@ def average_alone(flat: Tensor, residual: Tensor | None, context: Context) -> No
 
 
 def two_shot_bytes(codec: Codec, numel: int, world_size: int) -> list[int]:
-    """The exact bytes that each rank sends for the sum of ``numel`` values that share no message."""
+    """Return the exact bytes that each rank sends for a sum of ``numel`` values in messages of its own."""
     sizes = [codec.wire_bytes(end - start) for start, end in bounds_of(numel, world_size)]
     total = sum(sizes)
     return [total - own + (world_size - 1) * own for own in sizes]
 
 
 def _peers(group: Group) -> list[int]:
-    """The other ranks, each rank's list starting with its successor, so that no rank is hit by all."""
+    """Return the other ranks, starting with the successor, so that not all ranks send to the same one."""
     return [(group.rank + distance) % group.size for distance in range(1, group.size)]
 
 
 @functools.lru_cache(_NUM_KEPT)
 def bounds_of(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
-    """Where each of nearly equal chunks starts and ends; some may be empty."""
+    """Return the start and end of nearly equal chunks; some may be empty."""
     num_units = -(-numel // _ALIGNMENT)
     edges = [min(num_units * i // num_chunks * _ALIGNMENT, numel) for i in range(num_chunks)]
     return tuple(pairwise([*edges, numel]))
@@ -172,14 +173,14 @@ def bounds_of(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
 def _layouts(
     shapes: tuple[tuple[Codec, int], ...], num_ranks: int
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Where in the row of each rank's chunks the segments of so many values begin and end."""
+    """Return the start and end of every sum's segment, for the row of each rank."""
     layouts = []
     for rank in range(num_ranks):
         end, layout = 0, []
         for codec, numel in shapes:
             first, last = bounds_of(numel, num_ranks)[rank]
             num_bytes = codec.wire_bytes(last - first)
-            # An empty one, which may be the last, needs no room before it.
+            # An empty segment needs no alignment; it may be the last one.
             begin = _aligned(end) if num_bytes else end
             end = begin + num_bytes
             layout.append((begin, end))
@@ -188,7 +189,7 @@ def _layouts(
 
 
 def aligned_rows(scratch: Scratch, name: str, num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
-    """Scratch memory with ``num_rows`` aligned rows of at least ``row_bytes``."""
+    """Return scratch memory of ``num_rows`` aligned rows of at least ``row_bytes`` bytes."""
     stride = _aligned(row_bytes)
     return scratch.bytes(name, num_rows * stride, device).view(num_rows, stride)
 

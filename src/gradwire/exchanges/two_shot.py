@@ -1,4 +1,4 @@
-"""Two-shot averaging: every rank sums one chunk of the bucket, then tells the others."""
+"""Two-shot averaging: every rank sums one chunk of the bucket, then sends it to the others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from gradwire.buckets import BucketLayout, as_real
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.handover import take_over_residuals
 from gradwire.exchanges.links import Links
+from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Round, Rounds
-from gradwire.exchanges.skipped import mask_of_skipped, skipped_parameters
 from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, average_alone, seeds_of, two_shot_bytes
+from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
 from gradwire.ops import Family
 
 
@@ -23,25 +23,25 @@ from gradwire.ops import Family
 class TwoShot:
     """Scatter-reduce, then gather, with every message encoded by one codec.
 
-    The owner of a chunk sums it in fp32 (fp64 for fp64 buckets that travel as they are) and in rank
-    order, whatever travels, so a sum does not depend on who owns it. All ranks, the owner too, end with
-    what the owner's row decodes to, so all ranks have the same bits. Over NCCL, fp32 and fp64 buckets that
-    travel as they are go by NCCL's own allreduce, in an order of its own.
+    The owner of a chunk sums it in fp32 and in rank order, whatever the encoding. (Uncompressed fp64 buckets
+    are summed in fp64.) So a sum does not depend on which rank owns it. All ranks, the owner included, end
+    with what the owner's row decodes to, so all have the same bits. Over NCCL, uncompressed fp32 and fp64
+    buckets use NCCL's own allreduce, which sums in an order of its own.
 
     Note [One residual for two shots]: with feedback, a rank adds to its gradients what its earlier rows
-    have left out (Seide et al., 2014; Karimireddy et al., arXiv:1901.09847). In the chunks of others
-    that is its worker residual. In its own chunk, which it need not send, it is what its rows of sums
-    have left out, divided by the scale of the mean: held back from all ranks, but kept as if it were held
-    back from this rank's gradients alone. So one tensor per bucket, in units of local gradients, has
-    both, and it stays true whoever owns a chunk when DDP rebuilds its buckets:
+    have left out (Seide et al., 2014; Karimireddy et al., arXiv:1901.09847). For the chunks of other ranks,
+    that is the error of the rows it sent to their owners. For its own chunk, it is the error of the sums
+    that it sent to all ranks, divided by the scale of the mean. That error is missing on every rank, but it
+    is kept as if it were missing from this rank's gradients alone. So one tensor per bucket, in units of
+    local gradients, holds both errors. It stays right when DDP rebuilds its buckets and chunks change owners:
     ``sum over ranks and steps of gradients == sum of results / scale + sum over ranks of residuals``.
     """
 
     codec: Codec
     feedback: torch.dtype | None = None
-    """The dtype of residuals, if there are any."""
+    """The dtype of residuals; None to keep none."""
     seed: int = 0
-    """Where stochastic rounding starts."""
+    """The seed of stochastic rounding."""
 
     communicates = True
     sees_parameters = False
@@ -53,13 +53,13 @@ class TwoShot:
 
     def __post_init__(self) -> None:
         if self.feedback is not None and not self.codec.keeps_residual:
-            raise ValueError(f"{self.codec} leaves out nothing that feedback could keep")
+            raise ValueError(f"{self.codec} leaves out nothing that feedback could keep: leave feedback out")
         if self.feedback not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(f"residuals are torch.float32 or torch.bfloat16, not {self.feedback}")
+            raise ValueError(f"feedback must be torch.float32, torch.bfloat16 or None, not {self.feedback}")
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
         flat = as_real(flat)
-        yield from take_over_residuals(flat, context, self.feedback)
+        yield from migrate_residuals(flat, context, self.feedback)
         codec, group = self.codec.resolve(flat.dtype), context.group
         residual = self.residual(flat, context)
         if group.size == 1:
@@ -72,8 +72,8 @@ class TwoShot:
         if codec.works_in not in (None, flat.dtype):
             assert codec.works_in is not None
             values = context.scratch.like("values", flat, codec.works_in).copy_(flat)
-        mask = yield from self.mask_of_skipped(values, context)
-        with skipped_parameters(mask, values, residual):
+        mask = yield from self.unused_mask(values, context)
+        with keep_unused_residuals(mask, values, residual):
             yield (self._sum(values, residual, context),)
         if values is not flat:
             flat.copy_(values)
@@ -84,24 +84,20 @@ class TwoShot:
         return 0 if _is_exact(codec, dtype) else codec.wire_bytes(numel)
 
     def residual(self, flat: Tensor, context: Context) -> Tensor | None:
-        """What earlier rows have left out of this bucket, if it is kept."""
+        """Return what earlier steps have left out of this bucket; None if that is not kept."""
         if self.feedback is None:
             return None
         return context.memory.flat("residual", context.layout, self.feedback, flat.device)
 
-    def mask_of_skipped(self, values: Tensor, context: Context) -> Generator[Round, None, Tensor | None]:
-        """True where parameters that no rank has used keep their residuals, if there can be such."""
-        if self.feedback is None or not context.may_skip or context.layout.dtype.is_complex:
+    def unused_mask(self, values: Tensor, context: Context) -> Generator[Round, None, Tensor | None]:
+        """Return the mask of unused parameters, whose residuals stay; None if there can be none."""
+        if self.feedback is None or not context.may_have_unused or context.layout.dtype.is_complex:
             return None
-        return (yield from mask_of_skipped(values, context))
+        return (yield from unused_mask(values, context))
 
     def average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
         """Average values of a dtype that the codec takes, over a group of any size."""
         TwoPhaseReduce([self._sum(values, residual, context)], context).run()
-
-    def _sum(self, values: Tensor, residual: Tensor | None, context: Context) -> Sum:
-        codec = self.codec.resolve(values.dtype)
-        return Sum(values, codec, residual, seeds_of(codec, self.seed, context))
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         numel, dtype = layout.real_values
@@ -110,9 +106,13 @@ class TwoShot:
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
         return Links(0, 2)
 
+    def _sum(self, values: Tensor, residual: Tensor | None, context: Context) -> Sum:
+        codec = self.codec.resolve(values.dtype)
+        return Sum(values, codec, residual, seeds_of(codec, self.seed, context))
+
 
 def _is_exact(codec: Codec, dtype: torch.dtype) -> bool:
-    """Whether what is sent is what is added up, so that a backend may do it in an order of its own."""
+    """Return True if values travel as they are summed, so that a backend may sum them itself."""
     return codec.in_place and dtype in (torch.float32, torch.float64)
 
 

@@ -1,10 +1,10 @@
-"""Where averaging runs: worker threads for CPU buckets, a side stream for CUDA ones.
+"""Lanes, which run tasks in order: on worker threads for CPU buckets, on a side stream for CUDA buckets.
 
-What a task does is its caller's business.
+What a task computes and sends belongs to `exchanges` and `averaging`.
 """
 
 from gradwire.lanes.lane import Lane, open_lane, open_local_lane
-from gradwire.lanes.lifetime import end_with, join_threads
+from gradwire.lanes.lifetime import join_threads, register_finalizer
 from gradwire.lanes.task import (
     CollectiveWork,
     Promise,
@@ -23,9 +23,9 @@ __all__ = [
     "Task",
     "collective_task",
     "completed",
-    "end_with",
     "join_threads",
     "open_lane",
     "open_local_lane",
+    "register_finalizer",
     "report_nothing",
 ]

@@ -1,8 +1,8 @@
-"""Lanes: where tasks run, on worker threads for CPU buckets and on a side stream for CUDA ones.
+"""The protocol of a lane, and functions that open one.
 
-A lane begins tasks in the order in which it takes them, the same on all ranks, so every rank issues the same
-messages in the same order. It keeps every promise with a tensor. An error is kept beside it, in `failure`,
-and raised by the caller.
+A lane begins tasks in the order in which they are submitted. That order is the same on all ranks, so all
+ranks exchange the same messages in the same order. A lane completes every promise with a tensor, also after
+an error. The first error is kept in `failure`, and the caller raises it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from gradwire.lanes.task import Task
 from gradwire.lanes.workers import WorkerLane
 from gradwire.peers import Failure, NcclGroup, SingleRankGroup, backend_name, open_gloo, timeout_of
 
-# Buckets in flight. Each has scratch memory of its own: twice what the largest bucket takes on the wire.
+# The number of buckets in flight on a worker lane. Each has its own scratch memory, twice the size of the
+# largest bucket on the wire.
 NUM_IN_FLIGHT = 2
 
 
 class Lane(Protocol):
-    """A place where tasks run, in the order in which they come."""
+    """Runs tasks in the order in which they are submitted."""
 
     shares_messages: bool
-    """True if buckets of few bytes had better wait for one another than send messages of their own."""
-    runs_at_once: bool
-    """True if `submit` runs the task itself; a task that waits for a later one would then wait for ever."""
+    """True if small buckets are faster when they wait for one another and share messages."""
+    runs_inline: bool
+    """True if `submit` itself runs the task; a task that waits for a later one then waits for ever."""
 
     @property
     def failure(self) -> WireError | None:
@@ -37,27 +38,33 @@ class Lane(Protocol):
         ...
 
     def submit(self, task: Task) -> None:
-        """Begin the task after those submitted before it, and keep its promises, whatever happens."""
+        """Begin the task after those submitted before it; complete its promises, also after an error."""
         ...
 
     def fail(self, error: WireError) -> None:
-        """Give the lane up, on every rank."""
+        """Fail with ``error``, on every rank."""
         ...
 
     def close(self) -> None:
-        """End the lane; tasks under way are given up."""
+        """End the lane, and give up the tasks under way."""
         ...
 
 
 def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str, *, late: bool = False) -> Lane:
-    """Open a lane for buckets on ``device``; collective over ``group``, and ``prefix`` must be new to it.
+    """Open a lane for buckets on ``device``; collective over ``group``.
 
-    With ``late``, its threads connect while tasks queue: a hook must not wait for other ranks.
+    Args:
+        group: the ranks to exchange messages with.
+        device: where the buckets are.
+        prefix: a name that all ranks share, and that the group has not used before.
+        late: True to connect while tasks queue; for hooks, which must not wait for other ranks.
     """
     if device.type == "cuda" and backend_name(group, device) == "nccl":
         return StreamLane(NcclGroup(group), Failure(group, prefix), timeout_of(group))
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"gradwire averages gradients on cpu and cuda, not on {device.type}")
+        raise ValueError(
+            f"gradwire averages gradients on cpu and cuda, not on {device.type}; move the model there"
+        )
     failure, timeout = Failure(group, prefix), timeout_of(group)
     with contextlib.ExitStack() as undo:
         groups = []

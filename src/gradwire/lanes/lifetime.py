@@ -1,4 +1,4 @@
-"""The end of objects that own threads or connections."""
+"""Finalizers of objects that own threads or connections."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def end_with(owner: object, end: Callable[..., None], *args: Any) -> weakref.finalize[Any, Any]:
+def register_finalizer(owner: object, end: Callable[..., None], *args: Any) -> weakref.finalize[Any, Any]:
     """Call ``end(*args)`` once: when the result is called, when ``owner`` is collected, or at exit.
 
-    A process that was forked off this one does nothing: threads and connections are not its own.
+    A forked child process does not call it, since the threads and connections are its parent's.
     """
     pid = os.getpid()
 

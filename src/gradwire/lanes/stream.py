@@ -10,7 +10,7 @@ import torch
 
 from gradwire.errors import WireError, locate
 from gradwire.exchanges import Scratch
-from gradwire.lanes.lifetime import end_with
+from gradwire.lanes.lifetime import register_finalizer
 from gradwire.lanes.stream_progress import StreamMark, StreamProgress
 from gradwire.lanes.task import Task
 from gradwire.peers import Failure, NcclGroup, SingleRankGroup, StallWatcher
@@ -19,10 +19,10 @@ log = logging.getLogger("gradwire")
 
 
 class StreamLane:
-    """A side stream per device: work is enqueued in order, and the host never waits."""
+    """Run tasks on a side stream per device; the host enqueues them in order and never waits."""
 
     shares_messages = True
-    runs_at_once = True
+    runs_inline = True
 
     def __init__(self, group: NcclGroup | SingleRankGroup, failure: Failure, timeout: timedelta) -> None:
         self._group = group
@@ -31,7 +31,7 @@ class StreamLane:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._progress = StreamProgress(timeout.total_seconds() / 2)
         watcher = StallWatcher(failure, timeout.total_seconds(), self._progress.look, "stream")
-        self._finalizer = end_with(self, watcher.end)
+        self._finalizer = register_finalizer(self, watcher.end)
 
     @property
     def failure(self) -> WireError | None:
@@ -48,7 +48,7 @@ class StreamLane:
         with torch.cuda.stream(stream):
             before = self._group.traffic.copy()
             results = task.flats
-            if self.failure is None:  # after one, ranks may disagree about what to send
+            if self.failure is None:  # after a failure, ranks may disagree about what to send
                 self._progress.running = task.place, time.monotonic()
                 try:
                     results = list(task.run(task.flats, self._group, self._scratch))
@@ -57,12 +57,12 @@ class StreamLane:
                 self._progress.running = None
                 self._progress.add(StreamMark(task.place, stream.record_event(), device, time.monotonic()))
             task.report(task.place, self._group.traffic.since(before), None)
-            # Completed under the side stream, a future makes whoever reads it wait for that stream.
+            # A future completed under the side stream makes its readers wait for that stream.
             task.keep(results)
 
     def fail(self, error: WireError) -> None:
         if self.failure is None:
-            # The other ranks wait on their devices, and torch may end this process before it raises.
+            # Logged now: other ranks hang on their devices, and torch may end this process before it raises.
             log.error("%s", error)
         self._failure.set(error)
 

@@ -1,4 +1,4 @@
-"""The progress of a device along a stream, seen without making it wait."""
+"""The progress of a device along a stream, read without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from gradwire.peers import Progress
 
 @dataclass(frozen=True)
 class StreamMark:
-    """The end of a bucket's exchange on a stream, and when it was enqueued."""
+    """The end of a bucket's exchange on a stream."""
 
     place: Place
     end: torch.cuda.Event
     device: torch.device
     since: float
+    """The time when the exchange was enqueued, by ``time.monotonic()``."""
 
     def is_done(self) -> bool:
-        # A thread's device is 0, and a query would make a context there. After an error of the device
-        # every query raises, and nothing is known to be done any more.
+        # The device is set because a new thread has device 0, and a query would create a CUDA context there.
+        # After a device error every query raises; then nothing counts as done.
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             return bool(self.end.query())
         return False
 
 
 class StreamProgress:
-    """The buckets of a lane, in order; the stall watcher holds this, and not the lane."""
+    """The latest buckets of a lane, in order; the stall watcher holds this instead of the lane."""
 
     def __init__(self, patience_s: float) -> None:
-        """Leave the device alone for ``patience_s`` after each bucket: a graph may be captured meanwhile."""
+        """Query no event until ``patience_s`` after the last bucket: a CUDA graph may be captured before."""
         self._patience_s = patience_s
         self._begin = time.monotonic()
-        # Host and device are rarely more than a step apart; the oldest that is not done is what counts.
+        # Bounded: host and device are rarely more than a step apart, and only the oldest open bucket matters.
         self._marks: collections.deque[StreamMark] = collections.deque(maxlen=256)
         self.running: tuple[Place, float] | None = None
-        """The bucket that the host is at, and since when: some exchanges wait for the device or a peer."""
+        """The bucket that the host enqueues, and since when; some exchanges make the host wait."""
 
     def add(self, mark: StreamMark) -> None:
         self._marks.append(mark)
 
     def look(self) -> Progress:
-        """Return the oldest bucket that the device, or else the host, has not finished; or the last one."""
+        """Return the oldest bucket that the device or the host has not finished; otherwise the last one."""
         last = self._marks[-1] if self._marks else None
         if last is not None and time.monotonic() - last.since >= self._patience_s:
             for mark in list(self._marks):

@@ -1,4 +1,4 @@
-"""Tasks: what a lane runs, and the promises that it keeps."""
+"""Tasks that a lane runs, and promises that it keeps."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from gradwire.exchanges import Scratch
 from gradwire.peers import Group, Traffic
 
 Run = Callable[[Sequence[Tensor], Group, Scratch], Sequence[Tensor]]
-"""Turn the values of some buckets into their results."""
+"""Average the values of one or more buckets, and return the results."""
 
 Report = Callable[[Place, Traffic, "float | None"], None]
-"""Take the figures of a task: what it sent, and the seconds it took, if they are known."""
+"""Take the figures of a task: its traffic, and the seconds it took or None if they are not known."""
 
 CollectiveWork = Callable[[Group, torch.device], None]
 """Exchange messages that belong to no bucket, with tensors on the given device."""
 
 
 class Promise:
-    """One bucket's values, and the future that will hold their result.
+    """One bucket's values, and the future of their result.
 
-    DDP waits for the future without a limit, so it is always completed: with a result, or with the values
-    as they are. It is completed once, by whoever comes first.
+    DDP waits for the future without a time limit, so every promise is completed: with a result, or with the
+    values as they are. Only the first completion counts.
     """
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
         self.future: Future[Tensor] = Future(devices=[flat.device]) if flat.is_cuda else Future()
-        # When the values are there on the device: the task may be submitted much later.
+        # Marks when the values are complete on the device; the task may be submitted much later.
         self.ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
         self._lock = threading.Lock()
         self._is_kept = False
 
     def keep(self, result: Tensor) -> None:
-        """Complete the future with ``result``, unless that has been done."""
+        """Complete the future with ``result``, unless it is completed."""
         with self._lock:
             if self._is_kept:
                 return
@@ -48,12 +48,12 @@ class Promise:
         self.future.set_result(result)
 
     def give_up(self) -> None:
-        """Complete the future with the values as they are, unless that has been done."""
+        """Complete the future with the values as they are, unless it is completed."""
         self.keep(self.flat)
 
 
 def completed(value: Tensor) -> Future[Tensor]:
-    """Return a future that holds ``value`` already."""
+    """Return a future that already holds ``value``."""
     promise = Promise(value)
     promise.give_up()
     return promise.future
@@ -65,14 +65,14 @@ def report_nothing(place: Place, traffic: Traffic, elapsed_s: float | None) -> N
 
 @dataclass(frozen=True)
 class Task:
-    """Work for a lane: the exchange of one or more buckets."""
+    """Work for a lane: the averaging of one or more buckets."""
 
     run: Run
     promises: tuple[Promise, ...]
     place: Place
     report: Report = report_nothing
     overlaps: bool = False
-    """True if it may run beside others that overlap; else it has the lane to itself."""
+    """True if it may run beside other tasks that overlap; otherwise it runs alone."""
 
     @property
     def flats(self) -> list[Tensor]:

@@ -16,28 +16,28 @@ from torch import Tensor
 
 from gradwire.errors import WireError, describe, locate
 from gradwire.exchanges import Scratch
-from gradwire.lanes.lifetime import end_with, join_threads
+from gradwire.lanes.lifetime import join_threads, register_finalizer
 from gradwire.lanes.task import Task
 from gradwire.peers import Failure, GlooGroup, PeerUnreachable, Progress, SingleRankGroup, StallWatcher
 
 
 class WorkerLane:
-    """Daemon threads, each with a Gloo group of its own, so that averaging overlaps with backward.
+    """Run tasks on daemon threads, each with its own Gloo group, so that averaging overlaps with backward.
 
-    Tasks go to the threads in turn, to the same ones on every rank. So while one bucket waits for its
-    messages, the next is encoded and sent, and each group's messages are in one order on every rank.
+    Tasks go to the threads in turn, the same way on every rank. So the next bucket is encoded and sent while
+    one waits for its messages, and each group's messages have the same order on every rank.
     """
 
     shares_messages = False
-    runs_at_once = False
+    runs_inline = False
 
     def __init__(
         self, groups: Sequence[GlooGroup | SingleRankGroup], failure: Failure, timeout: timedelta, name: str
     ) -> None:
-        """Start a thread for each of ``groups``, which are the lane's own and close with it."""
+        """Start a thread for each of ``groups``, which belong to the lane and close with it."""
         self._pool = _Pool(groups, failure)
         watcher = StallWatcher(failure, timeout.total_seconds(), self._pool.look, name)
-        # The threads know the pool alone, so a lane that nobody holds any more ends.
+        # The threads hold the pool, not the lane: a lane that nobody else holds can be collected.
         threads = [
             threading.Thread(
                 target=worker.serve, args=(self._pool,), name=f"gradwire-{name}/{number}", daemon=True
@@ -46,15 +46,15 @@ class WorkerLane:
         ]
         for thread in threads:
             thread.start()
-        # Runs at exit too: a Gloo group that outlives the interpreter may abort the process.
-        self._finalizer = end_with(self, _end, self._pool, threads, watcher)
+        # The finalizer also runs at exit: a Gloo group that outlives the interpreter may abort the process.
+        self._finalizer = register_finalizer(self, _end, self._pool, threads, watcher)
 
     @property
     def failure(self) -> WireError | None:
         return self._pool.failure.error
 
     def submit(self, task: Task) -> None:
-        if not self._pool.deal(task):
+        if not self._pool.submit(task):
             task.keep(task.flats)
 
     def fail(self, error: WireError) -> None:
@@ -66,16 +66,17 @@ class WorkerLane:
 
 @dataclass(frozen=True)
 class _QueuedTask:
-    """A task in a worker's queue; it begins when ``after`` are over."""
+    """A task in a worker's queue."""
 
     number: int
     task: Task
     after: tuple[threading.Event, ...]
-    over: threading.Event = field(default_factory=threading.Event)
+    """The ends of the tasks that must be done before this one begins."""
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class _Pool:
-    """The workers of a lane, and what they share."""
+    """The workers of a lane, and the state that they share."""
 
     def __init__(self, groups: Sequence[GlooGroup | SingleRankGroup], failure: Failure) -> None:
         self.failure = failure
@@ -83,35 +84,35 @@ class _Pool:
         self.ended = False
         self.lock = threading.Lock()
         self._explaining = threading.Lock()
-        self._num_dealt = 0
-        # The end of each worker's last task, and that of the last task that ran alone.
-        self._last = [_over() for _ in groups]
-        self._last_alone = _over()
+        self._num_submitted = 0
+        # The end of each worker's last task, and of the last task that ran alone.
+        self._last = [_set_event() for _ in groups]
+        self._last_alone = _set_event()
 
-    def deal(self, task: Task) -> bool:
-        """Give a task to the worker whose turn it is; return False when the lane has ended."""
+    def submit(self, task: Task) -> bool:
+        """Queue a task for the worker whose turn it is; return False if the lane has ended."""
         with self.lock:
             if self.ended:
                 return False
-            turn = self._num_dealt % len(self.workers)
+            turn = self._num_submitted % len(self.workers)
             after = (self._last_alone,) if task.overlaps else tuple(self._last)
-            queued = _QueuedTask(self._num_dealt, task, after)
-            self._num_dealt += 1
-            self._last[turn] = queued.over
+            queued = _QueuedTask(self._num_submitted, task, after)
+            self._num_submitted += 1
+            self._last[turn] = queued.done
             if not task.overlaps:
-                self._last_alone = queued.over
+                self._last_alone = queued.done
             self.workers[turn].queue.put(queued)
             return True
 
     def look(self) -> Progress:
-        """Return the progress of the earliest task that is not done, or else of the last."""
+        """Return the progress of the earliest task that is not done; otherwise of the last task."""
         found = [worker.progress for worker in self.workers]
         under_way = [each for each in found if not each[1].is_done]
         by_number = operator.itemgetter(0)
         return (min(under_way, key=by_number) if under_way else max(found, key=by_number))[1]
 
     def explain(self, closed: PeerUnreachable) -> None:
-        """Fail because a peer cannot be reached; one of the workers says where this rank stands."""
+        """Fail because a peer cannot be reached; only the first worker to call this explains why."""
         with self._explaining:
             if self.failure.error is None:
                 first = self.look()
@@ -120,7 +121,7 @@ class _Pool:
 
     def fail(self, error: WireError) -> None:
         self.failure.set(error)
-        # Closing carries the failure on to every rank that waits for this one.
+        # Closing the groups wakes every rank that waits for this one.
         self.close()
 
     def close(self) -> None:
@@ -140,7 +141,7 @@ class _Worker:
 
     @property
     def progress(self) -> tuple[int, Progress]:
-        """The number of the task that this worker is at, or has done last, and how far it has come."""
+        """The number and the progress of the task that this worker runs, or has run last."""
         number, progress = self._at
         waits_for = self.group.waits_for if isinstance(self.group, GlooGroup) else None
         return number, replace(progress, waits_for=waits_for)
@@ -151,19 +152,19 @@ class _Worker:
             while (queued := self.queue.get()) is not None:
                 for earlier in queued.after:
                     earlier.wait()
-                promises, over = queued.task.promises, queued.over
+                promises, done = queued.task.promises, queued.done
                 with contextlib.ExitStack() as streams:
                     results = self._results(pool, queued, streams)
-                    # Whoever waits for a future may then drop the model and this lane: keep neither alive.
+                    # Whoever waits for a future may then drop the model and this lane: hold neither.
                     del queued
                     while results:
                         promises[-len(results)].keep(results.pop(0))
                 del promises, results
-                over.set()
-                del over
+                done.set()
+                del done
 
     def _connect(self) -> None:
-        """Connect whatever becomes of the tasks, so that no other rank waits for this one."""
+        """Connect even if no task comes, so that no other rank waits; keep an error for the tasks."""
         if isinstance(self.group, GlooGroup):
             try:
                 self.group.open()
@@ -171,12 +172,12 @@ class _Worker:
                 self._unconnected = error
 
     def _results(self, pool: _Pool, queued: _QueuedTask, streams: contextlib.ExitStack) -> list[Tensor]:
-        """Return the results of a task, whatever happens: DDP waits for them without a limit."""
+        """Return the results of a task; after an error, its values as they are."""
         task = queued.task
         try:
             if task.promises[0].ready is None:
                 return self._run(pool, queued, task.flats)
-            # CUDA buckets over Gloo go through host memory, on a stream of this thread's own.
+            # CUDA buckets over Gloo go through host memory, on a stream of this thread.
             own_stream = torch.cuda.Stream(task.promises[0].flat.device)
             streams.enter_context(torch.cuda.stream(own_stream))
             for promise in task.promises:
@@ -186,7 +187,9 @@ class _Worker:
             return [_to_device(result, flat) for result, flat in zip(results, task.flats, strict=True)]
         except Exception as error:
             pool.fail(locate(error, task.place))
-        except BaseException as error:  # SystemExit would end this thread alone, with the bucket never done
+        except (
+            BaseException
+        ) as error:  # SystemExit would end only this thread, and the bucket would never be done
             pool.fail(WireError(f"{task.place}: {describe(error)}"))
         return task.flats
 
@@ -213,7 +216,7 @@ def _to_device(result: Tensor, flat: Tensor) -> Tensor:
     return result.to(flat.device) if result.is_sparse else flat.copy_(result)
 
 
-def _over() -> threading.Event:
+def _set_event() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
@@ -221,16 +224,17 @@ def _over() -> threading.Event:
 
 def _end(pool: _Pool, threads: list[threading.Thread], watcher: StallWatcher) -> None:
     if threading.current_thread() in threads:
-        # One of its own threads has held the lane last. At exit nobody waits for that thread, a daemon, and
-        # one that is caught in C++ aborts the process. The interpreter waits for this one.
-        with contextlib.suppress(RuntimeError):  # from Python 3.12 on, when the interpreter ends already
+        # One of the lane's own threads dropped the last reference to it. That thread is a daemon: at exit the
+        # interpreter does not wait for it, and aborts the process if it is inside C++. So a thread that is
+        # no daemon does the rest.
+        with contextlib.suppress(RuntimeError):  # raised from Python 3.12 on, if the interpreter is ending
             threading.Thread(target=_end, args=(pool, threads, watcher), daemon=False).start()
             return
     with pool.lock:
         pool.ended = True
         for worker in pool.workers:
             worker.queue.put(None)
-    # Before the queues end, so that no task in them begins; no peer is told.
+    # Set before the queues end, so that no queued task begins. No peer is told.
     pool.failure.wait_until_posted()
     pool.failure.error = pool.failure.error or WireError("this wire has been detached")
     pool.close()

@@ -1,6 +1,6 @@
-"""Ways to train that build on averaging: local SGD with outer optimizers, and overlapped optimizer steps.
+"""Training methods built on averaging: local SGD, outer optimizers, and overlapped optimizer steps.
 
-A new encoding or protocol does not belong here.
+Encodings belong to `codecs`, protocols to `exchanges`, and the averaging itself to `averaging`.
 """
 
 from gradwire.training.local_sgd import LocalSGD

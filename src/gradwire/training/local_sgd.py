@@ -1,4 +1,4 @@
-"""The object that owns a run of local SGD: its period, its averaging and its checkpoint."""
+"""Local SGD: ranks train alone, and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 
 from gradwire.averaging import Engine, LayoutCheck, checkpoint, open_engine
 from gradwire.buckets import Layouts, canonical_name
-from gradwire.ddp import attach, claim_of, device_of, in_buckets, resolve_for_model, trained, unwrap
+from gradwire.ddp import (
+    attach,
+    bucketed_parameters,
+    claim_of,
+    device_of,
+    resolve_for_model,
+    trained_parameters,
+    unwrap,
+)
 from gradwire.errors import Place
 from gradwire.ops import warm_up
 from gradwire.peers import CollectiveCall, timeout_of
@@ -25,26 +33,26 @@ from gradwire.training.parameter_buckets import ParameterBucket, load_tensors, m
 
 
 class LocalSGD:
-    """Gradients averaged for ``warmup_steps`` steps; from then on parameters, every ``period`` steps.
+    """Average gradients for ``warmup_steps`` steps; from then on average parameters every ``period`` steps.
 
-    What travels is how far each rank has come since the last averaging, so low-precision recipes
-    encode small numbers, and an outer optimizer can take the mean for a gradient. All ranks have the
-    same parameters bit for bit after each averaging.
+    Ranks send how far their parameters have moved since the last averaging. So low-precision recipes encode
+    small numbers, and an outer optimizer can use the mean as a gradient. After each averaging all ranks have
+    the same parameters, bit for bit.
 
     Args:
-        model: a ``DistributedDataParallel``, or ``torch.compile`` of one, its weights loaded.
-        optimizer: the local optimizer; those of its parameters that are the model's are averaged.
-        period: number of steps from one averaging to the next.
-        warmup_steps: number of steps with averaged gradients, as without local SGD.
-        recipe: what an averaging looks like on the wire.
-        gradient_recipe: the same for gradients during warm-up; by default ``recipe``.
-        outer: None to go on from the mean, `SlowMo` or `DiLoCo`.
-        timeout: how long to wait for the other ranks when recipes change; by default the group's.
+        model: a ``DistributedDataParallel``, or ``torch.compile`` of one, with its weights loaded.
+        optimizer: the local optimizer; those of its parameters that belong to the model are averaged.
+        period: the number of steps between averagings.
+        warmup_steps: the number of first steps that average gradients, as without local SGD.
+        recipe: the recipe for parameters.
+        gradient_recipe: the recipe for gradients during warm-up; by default ``recipe``.
+        outer: the outer optimizer, `SlowMo` or `DiLoCo`; None to continue from the mean.
+        timeout: how long to wait for the other ranks when recipes change; by default the group's timeout.
 
     Raises ValueError or TypeError for arguments that do not fit, or that differ between ranks.
 
-    Collective, and so is every method but `state_dict` and `stats`. Call `step` after each step of the
-    optimizer, also after one that a ``GradScaler`` has skipped::
+    The constructor is collective, and so is every method except `state_dict` and `stats`. Call `step` after
+    each step of the optimizer, also after one that a ``GradScaler`` has skipped::
 
         local = gradwire.LocalSGD(model, optimizer, period=16, recipe="bf16", outer=gradwire.DiLoCo())
         for inputs, targets in batches:
@@ -75,7 +83,7 @@ class LocalSGD:
         with CollectiveCall(self._group, self._timeout, "gradwire.LocalSGD") as call:
             _check_counts(period, warmup_steps)
             self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
-            chosen = resolve_for_model(_averaging(recipe), ddp)
+            chosen = resolve_for_model(_parse_averaging(recipe), ddp)
             self._gradient_recipe = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
             self._parameters()
             warm_up(device_of(ddp), kernels_of(chosen, self._group))
@@ -85,9 +93,9 @@ class LocalSGD:
 
         self._num_steps = self._num_averages = 0
         self._buckets: list[ParameterBucket] = []
-        self._asked = self._wanted_recipe(0)
-        self._wire = attach(ddp, self._asked, timeout=self._timeout)
-        self._disabled = not self._wire.attached  # GRADWIRE_DISABLE leaves all to DDP
+        self._gradient_recipe_in_use = self._gradient_recipe_at(0)
+        self._wire = attach(ddp, self._gradient_recipe_in_use, timeout=self._timeout)
+        self._disabled = not self._wire.attached  # GRADWIRE_DISABLE is set
         with contextlib.ExitStack() as undo:
             undo.callback(self._wire.detach)
             if self._disabled:
@@ -103,18 +111,18 @@ class LocalSGD:
 
     @property
     def num_steps(self) -> int:
-        """How many steps have been counted."""
+        """The number of steps so far."""
         return self._num_steps
 
     @property
     def is_local(self) -> bool:
-        """Whether the warm-up is over: gradients are not averaged any more."""
+        """True if the warm-up is over, so that gradients are not averaged any more."""
         return self._num_steps >= self.warmup_steps
 
     def step(self) -> bool:
-        """Count a step, and average if a period ends with it; returns whether it has.
+        """Count a step, and average if it ends a period; return True if it does.
 
-        Raises `WireError` when the averaging fails on any rank; parameters are then as they were.
+        Raises `WireError` if the averaging fails on any rank. Parameters are then as they were.
         """
         self._num_steps += 1
         num_local = self._num_steps - self.warmup_steps
@@ -126,9 +134,9 @@ class LocalSGD:
         return True
 
     def average(self) -> None:
-        """Average now, wherever in its period training is: before an evaluation, or at the end.
+        """Average parameters now, in the middle of a period: before an evaluation, or at the end.
 
-        During warm-up there is nothing to average.
+        During warm-up this does nothing.
         """
         if not self._buckets:
             return
@@ -146,15 +154,15 @@ class LocalSGD:
         self._num_averages += 1
 
     def stats(self) -> WireStats:
-        """Bytes, messages and times of the averagings, each of which counts as a step."""
+        """Return bytes, messages and times of the averagings, each of which counts as a step."""
         return self._engine.stats.read(self._num_averages)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step count, by parameter where the period began and the outer momentum, and residuals.
+        """Return the step count, the parameters at the start of the period, the momentum and the residuals.
 
-        Of tensors and numbers alone, and the same on all ranks but for the residuals, which have the rank in
-        their key: each rank saves its own. Between two averagings the model's own parameters differ from
-        rank to rank too: `average` first, or save every rank's.
+        The state is plain tensors and numbers. Residuals differ between ranks and have the rank in their key,
+        so each rank saves its own state. Between two averagings the model's parameters differ between ranks
+        too: call `average` first, or save every rank's.
         """
         rank, size = self._group.rank(), self._group.size()
         memory = self._engine.state.memory.state_dict()
@@ -168,45 +176,24 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; the model's parameters are loaded apart.
+        """Load what `state_dict` returned; load the model's parameters separately.
 
-        On another number of ranks, what ranks held back is needed of all of them: ``state["averaging"]`` and
-        ``state["wire"]`` are then each `merge_state_dicts` of every rank's. A recipe without feedback holds
-        nothing back, and any rank's state will do.
+        On another number of ranks, the residuals of all saved ranks are needed. Then ``state["averaging"]``
+        and ``state["wire"]`` must each be `merge_state_dicts` of every rank's. A recipe without feedback has
+        no residuals, and any rank's state will do.
 
-        Raises ValueError, and loads nothing on any rank, when the state is none of a LocalSGD, belongs to
-        other parameters, misses what some rank held back, or has another step than the other ranks'.
+        Raises ValueError, and loads nothing on any rank, if the state is not that of a LocalSGD, belongs to
+        other parameters, lacks the residuals of a rank, or has another step than the other ranks'.
         """
         with CollectiveCall(self._group, self._timeout, "LocalSGD.load_state_dict") as call:
             num_steps, buckets, memory, of_wire = self._read(state)
             claim = {"the saved step": str(num_steps), "the wire's saved layout": str(of_wire.timeline)}
             claim["the wire's saved step"] = str(of_wire.step)
             call.agree({**claim, **claim_of(self._ddp, fingerprint.of_recipe(self.recipe))})
-        self._use_wire(num_steps)
+        self._attach_for(num_steps)
         self._wire.load_state_dict(state["wire"])
         self._num_steps, self._buckets = num_steps, buckets
         self._engine.state.memory.load_state_dict(memory, device_of(self._ddp))
-
-    def _read(
-        self, state: dict[str, Any]
-    ) -> tuple[int, list[ParameterBucket], checkpoint.States, checkpoint.Saved]:
-        """The step, the buckets, what this rank held back, the wire's part; ValueError if one is unfit."""
-        for key in ("num_steps", "start", "momentum", "averaging", "wire"):
-            if key not in state:
-                raise ValueError(f"this is no state of a LocalSGD: it has no {key!r}")
-        num_steps = int(state["num_steps"])
-        is_local = num_steps >= self.warmup_steps and not self._disabled
-        buckets = make_buckets(self._parameters(), self._layouts, self.outer) if is_local else []
-        load_tensors(buckets, state)
-        rank, size = self._group.rank(), self._group.size()
-        for key in ("averaging", "wire"):
-            _require_everyone(key, state[key], size)
-        named = {canonical_name(name): p for name, p in self._ddp.module.named_parameters()}
-        memory = checkpoint.read(state["averaging"], named, (), rank, size, "mean").memory
-        # The wire checks its part itself, but then another has taken its place already.
-        in_wire, must_be = in_buckets(self._ddp), trained(self._ddp).keys()
-        of_wire = checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
-        return num_steps, buckets, memory, of_wire
 
     def detach(self) -> None:
         """Return the model to plain averaging of gradients, and end the lane; call it on every rank."""
@@ -219,29 +206,29 @@ class LocalSGD:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
-    def _wanted_recipe(self, num_steps: int) -> Recipe:
+    def _gradient_recipe_at(self, num_steps: int) -> Recipe:
         return noop() if num_steps >= self.warmup_steps else self._gradient_recipe
 
-    def _use_wire(self, num_steps: int) -> None:
-        """Average gradients during warm-up, and not after it."""
-        if not self._disabled and self._asked != self._wanted_recipe(num_steps):
+    def _attach_for(self, num_steps: int) -> None:
+        """Attach the recipe for this step: the gradient recipe during warm-up, none after it."""
+        if not self._disabled and self._gradient_recipe_in_use != self._gradient_recipe_at(num_steps):
             self._wire.detach()
-            self._asked = self._wanted_recipe(num_steps)
-            self._wire = attach(self._ddp, self._asked, timeout=self._timeout)
+            self._gradient_recipe_in_use = self._gradient_recipe_at(num_steps)
+            self._wire = attach(self._ddp, self._gradient_recipe_in_use, timeout=self._timeout)
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
-        self._use_wire(self._num_steps)
+        self._attach_for(self._num_steps)
         if self._disabled:
             return
         self._buckets = make_buckets(self._parameters(), self._layouts, self.outer)
         for bucket in self._buckets:
-            # The one thing that has to be the same on all ranks for everything after it to be.
+            # All ranks must start from the same parameters; averaging keeps them the same from here on.
             dist.broadcast(bucket.start, group=self._group, group_src=0)
             bucket.write_parameters()
 
     def _parameters(self) -> list[tuple[nn.Parameter, int]]:
-        """The parameters to average, each with the number of its param group."""
+        """Return the parameters to average, each with the number of its param group."""
         own = {id(parameter) for parameter in self._ddp.module.parameters()}
         found = [
             (parameter, number)
@@ -250,7 +237,10 @@ class LocalSGD:
             if id(parameter) in own and parameter.requires_grad
         ]
         if not found:
-            raise ValueError("the optimizer holds no parameter of the model: there is nothing to average")
+            raise ValueError(
+                "the optimizer holds no parameter of the model: there is nothing to average; "
+                "make it from the model's parameters"
+            )
         return found
 
     def _check_parameters(self) -> None:
@@ -261,14 +251,35 @@ class LocalSGD:
                 "add_param_group or a change of requires_grad"
             )
 
+    def _read(
+        self, state: dict[str, Any]
+    ) -> tuple[int, list[ParameterBucket], checkpoint.States, checkpoint.Saved]:
+        """Return the step, the buckets, this rank's residuals, and the wire's state; ValueError if unfit."""
+        for key in ("num_steps", "start", "momentum", "averaging", "wire"):
+            if key not in state:
+                raise ValueError(f"this is no state of a LocalSGD: it has no {key!r}")
+        num_steps = int(state["num_steps"])
+        is_local = num_steps >= self.warmup_steps and not self._disabled
+        buckets = make_buckets(self._parameters(), self._layouts, self.outer) if is_local else []
+        load_tensors(buckets, state)
+        rank, size = self._group.rank(), self._group.size()
+        for key in ("averaging", "wire"):
+            _require_all_ranks(key, state[key], size)
+        named = {canonical_name(name): p for name, p in self._ddp.module.named_parameters()}
+        memory = checkpoint.read(state["averaging"], named, (), rank, size, "mean").memory
+        # The wire will check its state too, but by then a new wire may have replaced the old one.
+        in_wire, must_be = bucketed_parameters(self._ddp), trained_parameters(self._ddp).keys()
+        of_wire = checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
+        return num_steps, buckets, memory, of_wire
 
-def _require_everyone(key: str, part: Mapping[str, Any], size: int) -> None:
-    """ValueError if a part was saved on another number of ranks and misses what one of them held back."""
+
+def _require_all_ranks(key: str, part: Mapping[str, Any], size: int) -> None:
+    """Raise ValueError if a part was saved on another number of ranks and lacks the residuals of one."""
     saved, there = part.get("world_size"), part.get("memory", {})
     if part.get("entries") and saved not in (size, len(there)):
         raise ValueError(
-            f"this state was saved on {saved} ranks and this group has {size}, and its {key!r} has only what "
-            f"{', '.join(there)} held back: put gradwire.merge_state_dicts of every rank's {key!r} there"
+            f"this state was saved on {saved} ranks and this group has {size}, but its {key!r} has only the "
+            f"residuals of {', '.join(there)}: put gradwire.merge_state_dicts of every rank's {key!r} there"
         )
 
 
@@ -279,8 +290,8 @@ def _check_counts(period: int, warmup_steps: int) -> None:
         raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")
 
 
-def _averaging(recipe: str | Recipe) -> Recipe:
+def _parse_averaging(recipe: str | Recipe) -> Recipe:
     chosen = parse_recipe(recipe)
     if not chosen.exchange.communicates or chosen.reduction != "mean":
-        raise ValueError(f"local SGD needs a recipe that averages, and {chosen} does not")
+        raise ValueError(f"local SGD needs a recipe that averages, and {chosen} does not: choose another")
     return chosen

@@ -1,4 +1,4 @@
-"""Outer optimizers: what local SGD does with the way that ranks went on average."""
+"""Outer optimizers, which local SGD steps with the averaged movement of the ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Outer(Protocol):
-    """What to do with the averaged pseudo-gradient, the way that ranks went on average, reversed."""
+    """An optimizer of the pseudo-gradient: how far ranks moved on average, with the sign reversed."""
 
     def update(self, start: Tensor, pseudo_gradient: Tensor, momentum: Tensor, inner_lr: float) -> None:
-        """Move ``start`` and ``momentum``, in place; ``inner_lr`` is the local optimizer's learning rate."""
+        """Update ``start`` and ``momentum`` in place; ``inner_lr`` is the local optimizer's learning rate."""
         ...
 
 
@@ -32,7 +32,7 @@ class SlowMo:
 
     def update(self, start: Tensor, pseudo_gradient: Tensor, momentum: Tensor, inner_lr: float) -> None:
         momentum.mul_(self.momentum)
-        if inner_lr:  # at a learning rate of 0 nobody has moved
+        if inner_lr:  # at a learning rate of 0 no rank has moved
             momentum.add_(pseudo_gradient, alpha=1 / inner_lr)
         start.sub_(momentum, alpha=self.lr * inner_lr)
 

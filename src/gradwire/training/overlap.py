@@ -1,4 +1,4 @@
-"""Optimizer steps that overlap with the backward pass: each bucket as it arrives."""
+"""Optimizer steps that overlap with the backward pass, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gradwire.peers import Group
 
 
 class OverlappedOptimizer(Optimizer):
-    """An optimizer whose steps are taken during ``backward()``; schedulers and checkpoints take it as it is.
+    """An optimizer that steps during ``backward()``; schedulers and checkpoints accept it like any other.
 
-    `step` has nothing left to do, and refuses what cannot be right any more. When the wire has been
-    detached, it steps as usual.
+    `step` has nothing left to do. It raises if gradients were changed after they were used. When the wire
+    has been detached, it steps as usual.
     """
 
-    # No `super().__init__()`: param groups and state are those of the optimizer inside.
+    # No `super().__init__()`: param groups and state are those of the inner optimizer.
     def __init__(self, optimizer: Optimizer, wire: Wire) -> None:
         self.optimizer = optimizer
         """The optimizer that takes the steps."""
@@ -43,7 +43,7 @@ class OverlappedOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # What GradScaler.step looks at first.
+        # GradScaler.step reads this first, so this is where a scaler is refused.
         if self._wire.attached:
             raise RuntimeError(
                 "a GradScaler cannot be used with overlap_optimizer: gradients would have to be unscaled, "
@@ -53,30 +53,32 @@ class OverlappedOptimizer(Optimizer):
         return getattr(self.optimizer, "_step_supports_amp_scaling", False)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do nothing, since ``backward()`` has done it; raises RuntimeError for changed gradients."""
+        """Do nothing, since ``backward()`` has taken the step; RuntimeError for changed gradients."""
         if not self._wire.attached:
             return self.optimizer.step(closure)
         if closure is not None:
-            raise ValueError("overlap_optimizer takes no closure: backward() itself takes the step")
+            raise ValueError(
+                "overlap_optimizer takes no closure, since backward() takes the step; leave it out"
+            )
         self._refuse_changed_gradients()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, as of any optimizer."""
+        """Reset gradients, as any optimizer does; RuntimeError if they were changed after the step."""
         self._refuse_changed_gradients()
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside, as without overlap."""
+        """Return the state of the inner optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` or an optimizer without overlap has saved."""
+        """Load what `state_dict` of this or of an optimizer without overlap returned."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model that have not been optimized so far; ValueError for others."""
-        # What torch takes for params, iterators and named pairs too, it knows best itself.
+        """Add parameters of the model that are not optimized yet; ValueError for others."""
+        # Added first, then checked: torch itself turns iterators and named pairs into parameters.
         self.optimizer.add_param_group(param_group)
         try:
             _check(self.optimizer, self._wire)
@@ -88,7 +90,7 @@ class OverlappedOptimizer(Optimizer):
         return f"Overlapped {self.optimizer!r}"
 
     def note_gradients(self) -> None:
-        """Remember the gradients that the steps were taken with."""
+        """Remember the gradients that the steps have used."""
         self._versions = {
             parameter: (id(parameter.grad), parameter.grad._version)
             for group in self.param_groups
@@ -111,24 +113,24 @@ class OverlappedOptimizer(Optimizer):
 def overlap_optimizer(
     wire: Wire, optimizer_factory: Callable[[list[nn.Parameter]], Optimizer]
 ) -> OverlappedOptimizer:
-    """Step each bucket's parameters as soon as it has been averaged, while others still travel.
+    """Step each bucket's parameters as soon as the bucket is averaged, while others still travel.
 
     Args:
-        wire: what `attach` returned.
-        optimizer_factory: makes the optimizer from the model's trainable parameters; to make param
-            groups, it may take them from the model itself.
+        wire: the result of `attach`.
+        optimizer_factory: makes the optimizer from the model's trainable parameters. To make param groups,
+            it may take the parameters from the model itself.
 
-    The training loop stays as it is: ``optimizer.step()`` does nothing, since ``backward()`` has done it.
-    Step hooks of the optimizer run once for each bucket. When an averaging fails, buckets before it may
-    have been stepped.
+    The training loop stays as it is: ``optimizer.step()`` does nothing, since ``backward()`` has taken the
+    step. Step hooks of the optimizer run once per bucket. If the averaging of a bucket fails, earlier
+    buckets may have been stepped.
 
     Raises:
         TypeError: the factory makes no ``torch.optim.Optimizer``.
-        ValueError: the optimizer needs a closure (LBFGS) or holds parameters of something else, the model
-            may leave parameters unused (``find_unused_parameters``), or it overlaps already.
+        ValueError: the optimizer needs a closure (LBFGS) or holds parameters that are not the model's, the
+            model may leave parameters unused (``find_unused_parameters``), or the wire overlaps already.
 
-    A ``GradScaler``, and gradients that change between ``backward()`` and ``step()`` (clipping by the
-    global norm), are refused with RuntimeError when they are met.
+    The optimizer raises RuntimeError when it is used with a ``GradScaler``, or when gradients change between
+    ``backward()`` and ``step()``, as in clipping by the global norm.
 
     Example::
 
@@ -172,24 +174,27 @@ def _check(optimizer: Optimizer, wire: Wire) -> None:
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"{type(optimizer).__name__} needs a closure: it cannot step bucket by bucket")
-    if attachment_of(wire).looks_at_gradients:
         raise ValueError(
-            "this wire was attached with on_nonfinite=, which looks at all gradients before any step is "
-            "taken; attach it without, or step as usual"
+            f"{type(optimizer).__name__} needs a closure, so it cannot step bucket by bucket: step as usual"
+        )
+    if attachment_of(wire).checks_nonfinite:
+        raise ValueError(
+            "this wire was attached with on_nonfinite=, which checks all gradients before any step is "
+            "taken; attach without it, or step as usual"
         )
     if ddp.find_unused_parameters:
         raise ValueError(
-            "this model was made with find_unused_parameters=True: whether a parameter was used on any rank "
-            "is known after the backward pass alone, too late for a step in it. Step as usual"
+            "this model was made with find_unused_parameters=True: which parameters were used on any rank is "
+            "known only after the backward pass, too late to step during it. Step as usual"
         )
     if ddp.mixed_precision is not None:
         raise ValueError(
             "this model was made with mixed_precision=: during the backward pass its parameters are the "
-            "low-precision copies, not those to be stepped. Step as usual"
+            "low-precision copies, not the ones to step. Step as usual"
         )
     own = set(map(id, ddp.module.parameters()))
     if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
-            "the optimizer holds parameters that are not the model's: no bucket would ever step them"
+            "the optimizer holds parameters that are not the model's, which no bucket would ever step; "
+            "give those an optimizer of their own"
         )

@@ -1,4 +1,4 @@
-"""Parameters that travel together when local SGD averages."""
+"""Buckets of parameters, which local SGD averages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from gradwire.averaging import Bucket
 from gradwire.buckets import Layouts
 from gradwire.training.outer import Outer
 
-# Small enough that one bucket travels while the next is prepared, large enough to amortise a round.
+# Values per bucket: few enough that one bucket travels while the next is prepared, many enough that
+# the messages are worth their latency.
 _BUCKET_NUMEL = 8 << 20
 
 
 def make_buckets(
     parameters: Sequence[tuple[nn.Parameter, int]], layouts: Layouts, outer: Outer | None
 ) -> list[ParameterBucket]:
-    """Buckets of parameters, each given with the number of its param group, in order."""
+    """Return buckets of consecutive parameters of one dtype and one param group.
+
+    Each parameter comes with the number of its param group.
+    """
     runs: list[tuple[int, list[nn.Parameter]]] = []
     for parameter, number in parameters:
         fits = (
@@ -38,7 +42,7 @@ def make_buckets(
 
 
 class ParameterBucket:
-    """Parameters that travel together: where their period began, and what an outer optimizer keeps."""
+    """Parameters that are averaged together, their values at the start of the period, and the momentum."""
 
     def __init__(
         self,
@@ -52,7 +56,7 @@ class ParameterBucket:
         self.index, self.parameters, self.param_group = index, list(parameters), param_group
         self._is_last = is_last
         self._outer = outer
-        # Sums of many small steps, so never narrower than fp32.
+        # At least fp32, since this sums many small steps.
         wide = torch.promote_types(parameters[0].dtype, torch.float32)
         self._layout = layouts.make(index, wide, parameters)
         self.start = torch.empty(self._layout.numel, dtype=wide, device=parameters[0].device)
@@ -64,15 +68,15 @@ class ParameterBucket:
         return list(self._layout.views(flat).items())
 
     def pseudo_gradient(self) -> Bucket:
-        """Return how far this rank has come, reversed, as a gradient would say it."""
-        # From where the parameters really started, which narrow ones rounded.
+        """Return how far this rank has moved in this period, with the sign reversed, like a gradient."""
+        # The period began at `start` rounded to the dtype of the parameters.
         flat = self.start.to(self.parameters[0].dtype).to(self.start.dtype, copy=True)
         for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
             slot.view(flat).sub_(parameter.detach())
         return Bucket(flat, self._layout, self._is_last, self.parameters)
 
     def move(self, mean: Tensor, inner_lr: float) -> None:
-        """Go where the ranks went on average, or where the outer optimizer makes of it."""
+        """Move by the mean of all ranks, or by what the outer optimizer makes of it."""
         if self._outer is None or self.momentum is None:
             self.start.sub_(mean)
         else:
@@ -86,7 +90,7 @@ class ParameterBucket:
 
 
 def tensors_of(buckets: Sequence[ParameterBucket]) -> dict[str, dict[str, Tensor]]:
-    """What a checkpoint holds of them, by kind and parameter."""
+    """Return the tensors that a checkpoint holds, by kind and parameter."""
     return {
         "start": {name: view for bucket in buckets for name, view in bucket.views(bucket.start)},
         "momentum": {
@@ -99,7 +103,7 @@ def tensors_of(buckets: Sequence[ParameterBucket]) -> dict[str, dict[str, Tensor
 
 
 def load_tensors(buckets: Sequence[ParameterBucket], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Take over what `tensors_of` has given; ValueError, and nothing is changed, if it is of others."""
+    """Load what `tensors_of` returned; ValueError, with nothing changed, if it does not fit."""
     own = tensors_of(buckets)
     for key, views in own.items():
         different = views.keys() ^ saved[key].keys()

@@ -1,4 +1,4 @@
-"""Parameters that have no gradient on any rank in a step."""
+"""Parameters that no rank has used in a step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gradwire.ops import cached_on_owner
 
 
 @contextmanager
-def skipped_parameters(mask: Tensor | None, flat: Tensor, residual: Tensor | None) -> Iterator[None]:
-    """Inside, parameters whose gradient is zero on every rank have no residual; then they have it back.
+def keep_unused_residuals(mask: Tensor | None, flat: Tensor, residual: Tensor | None) -> Iterator[None]:
+    """Keep the residuals of the masked parameters out of an averaging, and set their averages to zero.
 
-    DDP drops what a hook makes of a parameter that no rank has used, so a residual that were sent then
-    would be lost. DDP does not say which those are; that all ranks have nothing but zeros is as good:
-    they get zeros, and what is held back for them stays.
+    DDP drops the averaged gradient of a parameter that no rank has used. A residual sent with it would be
+    lost. DDP does not tell a hook which parameters those are, so the mask holds all whose gradient is zero
+    on every rank. Their average is zero anyway.
     """
     if mask is None or residual is None:
         yield
@@ -35,15 +35,18 @@ def skipped_parameters(mask: Tensor | None, flat: Tensor, residual: Tensor | Non
     flat.masked_fill_(mask, 0)
 
 
-def mask_of_skipped(flat: Tensor, context: Context) -> Generator[Round, None, Tensor | None]:
-    """True for each value of a parameter that is zero on every rank; None if there is none, on CPU."""
+def unused_mask(flat: Tensor, context: Context) -> Generator[Round, None, Tensor | None]:
+    """Return a mask that is True for every value of a parameter whose gradient is zero on every rank.
+
+    On CPU, return None if there is no such parameter.
+    """
     layout = context.layout
-    # An empty one has no largest value.
+    # An empty parameter has no largest value.
     views = [slot.view(flat) if slot.numel else flat.new_zeros(1) for slot in layout.slots]
     votes = (torch.stack(torch._foreach_norm(views, ord=float("inf"))) != 0).to(torch.bfloat16)
     yield (Sum(votes),)
     is_zero = votes == 0
-    if not flat.is_cuda and not is_zero.any():  # on CUDA, looking would wait for the device
+    if not flat.is_cuda and not is_zero.any():  # on CUDA, the test would wait for the device
         return None
     return is_zero.repeat_interleave(_sizes(layout, flat.device), output_size=flat.numel())
 
