@@ -18,7 +18,7 @@ from gradwire import ops, recipe
 from gradwire.codecs import Blocks
 from gradwire.exchanges import TwoShot
 from gradwire.headroom import Machine
-from gradwire.ops import BlockFormat, Seed
+from gradwire.ops import BlockFormat, Chunk
 
 RECIPES = ["int8", "fp8", "int4", "sign"]
 
@@ -45,22 +45,23 @@ def kernels(form: BlockFormat, numel: int, device: str) -> dict[str, tuple[Calla
     num_bytes = form.row_bytes(numel)
     row = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     rows = torch.zeros(2, -(-num_bytes // 64) * 64, dtype=torch.uint8, device=device)
-    seed = Seed(0, 0)
-    ops.encode_blocks(form, values, None, row, seed)
+    own_chunk, chunk = Chunk(own, row), Chunk(values, row)
+    own_fed, fed = Chunk(own, row, residual), Chunk(values, row, residual)
+    ops.encode_blocks(form, chunk)
     rows[1, :num_bytes] = row
     return {
-        "encode": (lambda: ops.encode_blocks(form, values, None, row, seed), 4 * numel + num_bytes),
+        "encode": (lambda: ops.encode_blocks(form, chunk), 4 * numel + num_bytes),
         "encode, feedback": (
-            lambda: ops.encode_blocks(form, values, residual, row, seed),
+            lambda: ops.encode_blocks(form, fed),
             12 * numel + num_bytes,
         ),
         "decode": (lambda: ops.decode_blocks(form, row, values), 4 * numel + num_bytes),
         "decode, add, encode": (
-            lambda: ops.reduce_blocks(form, rows, own, 0, 0.5, None, row, seed),
+            lambda: ops.reduce_blocks(form, own_chunk, rows, 0, 0.5),
             8 * numel + 2 * num_bytes,
         ),
         "decode, add, encode, feedback": (
-            lambda: ops.reduce_blocks(form, rows, own, 0, 0.5, residual, row, seed),
+            lambda: ops.reduce_blocks(form, own_fed, rows, 0, 0.5),
             16 * numel + 2 * num_bytes,
         ),
     }
