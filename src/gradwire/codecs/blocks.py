@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -34,7 +35,7 @@ class Blocks:
     def __post_init__(self) -> None:
         self.format  # noqa: B018  # raises if the options are not valid
 
-    @property
+    @cached_property
     def format(self) -> BlockFormat:
         """The layout of its rows."""
         return BlockFormat(self.kind, self.block, self.stochastic)

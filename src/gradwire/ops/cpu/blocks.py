@@ -7,14 +7,16 @@ kernels, or loads them from numba's cache on disk.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
-from gradwire.ops.cpu.compiling import helper, kernel, tuple_type
+from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, load, point, store
 from gradwire.ops.cpu.packing import Destination, Noise, Partials, Source, pack
 from gradwire.ops.cpu.scalars import bf16_to_f32, f32_to_bf16
@@ -92,13 +94,14 @@ class _Scratch(NamedTuple):
     codes: Any
 
 
-_FORMAT = tuple_type(_Format, I8, I8, I8, F4, numba.boolean)
-_ROWS = tuple_type(_Rows, U1[::1], U2[::1], I8, I8, I8)
-_OWN = tuple_type(_Own, F4[::1], I8, F4, F4, numba.boolean)
-_RESIDUAL = tuple_type(_Residual, F4[::1], U2[::1])
-_ROW = tuple_type(_Row, U1[::1], U2[::1])
-_WORDS = tuple_type(_Words, I4, I4)
-_SCRATCH = tuple_type(_Scratch, F4[::1], U1[::1])
+# The types of their fields.
+_FORMAT = types.Tuple((I8, I8, I8, F4, numba.boolean))
+_ROWS = types.Tuple((U1[::1], U2[::1], I8, I8, I8))
+_OWN = types.Tuple((F4[::1], I8, F4, F4, numba.boolean))
+_RESIDUAL = types.Tuple((F4[::1], U2[::1]))
+_ROW = types.Tuple((U1[::1], U2[::1]))
+_WORDS = types.Tuple((I4, I4))
+_SCRATCH = types.Tuple((F4[::1], U1[::1]))
 
 
 @helper
@@ -135,6 +138,8 @@ def _add(term: Any, residual: Any, has_residual: Any, scale: Any, total: Any, m:
 
 @kernel((_FORMAT, _ROWS, _OWN, _RESIDUAL, _ROW, _WORDS, _SCRATCH))
 def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, scratch: Any) -> None:
+    form, rows, own, residual = _Format(*form), _Rows(*rows), _Own(*own), _Residual(*residual)
+    row, seed, scratch = _Row(*row), _Words(*seed), _Scratch(*scratch)
     block, shift = form.block, form.shift
     padded, num_partials = block + _SPARE, max(block // 8, LINE)
     x, y = point(scratch.values, 0), point(scratch.values, padded)
@@ -191,6 +196,7 @@ def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, 
 
 @kernel((_FORMAT, _ROW, F4[::1], numba.boolean, _SCRATCH))
 def _decode(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> None:
+    form, row, scratch = _Format(*form), _Row(*row), _Scratch(*scratch)
     block, shift = form.block, form.shift
     y = point(scratch.values, 0)
     for b in range(row.scales.size):
@@ -207,20 +213,20 @@ def _decode(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> Non
     fence()
 
 
-_NO_RESIDUAL = _Residual(np.empty(0, np.float32), np.empty(0, np.uint16))
+_NO_SINGLES, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
+_NO_RESIDUAL = _Residual(_NO_SINGLES, _NO_HALVES)
+_NO_ROWS = _Rows(np.empty(0, np.uint8), _NO_HALVES, num_rows=1, stride=0, first_scale=0)
 _ONE = np.float32(1)
 
 
 def encode(form: BlockFormat, chunk: Chunk) -> None:
     # A sum of one term, which is not written back.
-    no_rows = _Rows(np.empty(0, np.uint8), np.empty(0, np.uint16), 1, 0, 0)
-    _run(form, chunk, no_rows, _Own(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False))
+    _run(form, chunk, _NO_ROWS, _Own(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False))
 
 
 def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
-    _decode(
-        _format(form), _row(form, row, values.numel()), values.numpy(), streams_to(values), _scratch(form)
-    )
+    encoded, scratch = tuple(_row(form, row, values.numel())), tuple(_scratch(form))
+    _decode(tuple(_format(form)), encoded, values.numpy(), streams_to(values), scratch)
 
 
 def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale) -> None:
@@ -232,10 +238,12 @@ def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale:
 
 
 def _run(form: BlockFormat, chunk: Chunk, rows: _Rows, own: _Own) -> None:
-    row = _row(form, chunk.row, chunk.values.numel())
-    _reduce(_format(form), rows, own, _residual(chunk.residual), row, _words(chunk.seed), _scratch(form))
+    residual, row = _residual(chunk.residual), _row(form, chunk.row, chunk.values.numel())
+    operands = _format(form), rows, own, residual, row, _words(chunk.seed), _scratch(form)
+    _reduce(*map(tuple, operands))
 
 
+@functools.cache
 def _format(form: BlockFormat) -> _Format:
     limit = np.float32(LIMITS.get(form.kind, 0.0))
     shift = form.values_per_byte.bit_length() - 1
@@ -246,8 +254,8 @@ def _residual(residual: Tensor | None) -> _Residual:
     if residual is None:
         return _NO_RESIDUAL
     if residual.dtype == torch.bfloat16:
-        return _NO_RESIDUAL._replace(halves=_halves(residual))
-    return _NO_RESIDUAL._replace(singles=residual.numpy())
+        return _Residual(_NO_SINGLES, _halves(residual))
+    return _Residual(residual.numpy(), _NO_HALVES)
 
 
 def _row(form: BlockFormat, row: Tensor, numel: int) -> _Row:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
-from gradwire.ops.cpu.compiling import helper, kernel, tuple_type
+from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.lines import F4, I8, LINE, U2, load, store, stream
 from gradwire.ops.cpu.scalars import f32_to_half, half_to_f32, larger
 from gradwire.ops.cpu.vectors import fence, part, prefetch, span, streams_to, write
@@ -53,9 +54,10 @@ class _Encoded(NamedTuple):
     down: Any
 
 
-_ROWS = tuple_type(_Rows, U2[::1], F4[::1], I8, I8)
-_OWN = tuple_type(_Own, F4[::1], I8)
-_ENCODED = tuple_type(_Encoded, numba.boolean, numba.boolean, U2[::1], F4, F4)
+# The types of their fields.
+_ROWS = types.Tuple((U2[::1], F4[::1], I8, I8))
+_OWN = types.Tuple((F4[::1], I8))
+_ENCODED = types.Tuple((numba.boolean, numba.boolean, U2[::1], F4, F4))
 
 
 @helper
@@ -112,6 +114,7 @@ def _add_pair_as(is_bf16: Any, values: Any, scale: Any, own: Any, own_scale: Any
 
 @kernel((U2[::1], F4, F4[::1], F4, _ENCODED))
 def _add_pair_of_halves(values: Any, scale: Any, own: Any, own_scale: Any, encoded: Any) -> None:
+    encoded = _Encoded(*encoded)
     if encoded.is_bf16:
         _add_pair_as(True, values, scale, own, own_scale, encoded)
     else:
@@ -120,6 +123,7 @@ def _add_pair_of_halves(values: Any, scale: Any, own: Any, own_scale: Any, encod
 
 @kernel((_ROWS, _OWN, F4[::1], _ENCODED, F4[::1]))
 def _reduce(rows: Any, own: Any, scales: Any, encoded: Any, total: Any) -> None:
+    rows, own, encoded = _Rows(*rows), _Own(*own), _Encoded(*encoded)
     for start in range(0, own.values.size, _TILE):
         size = min(_TILE, own.values.size - start)
         x, tile = part(total, 0, size), part(own.values, start, size)
@@ -188,33 +192,25 @@ def _absmax(values: Any) -> Any:
 
 
 def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
-    own, own_index, item = terms.own, terms.own_index, encoded.element_size()
+    own, own_index, item = terms.own.numpy(), terms.own_index, encoded.element_size()
+    is_single, is_bf16 = encoded.dtype == torch.float32, encoded.dtype == torch.bfloat16
     scales = np.array([float(scale) for scale in terms.scales], np.float32)
-    out = _Encoded(
-        is_single=encoded.dtype == torch.float32,
-        is_bf16=encoded.dtype == torch.bfloat16,
-        halves=encoded.view(torch.uint16).numpy(),
-        up=np.float32(float(up)),
-        down=np.float32(float(down)),
-    )
+    factors = np.float32(float(up)), np.float32(float(down))
+    out = is_single, is_bf16, encoded.view(torch.uint16).numpy(), *factors
     if len(scales) == 2:
         # Two terms commute, so they need no partial sums: a third less time than tile by tile.
         begin, other_index = terms.header_bytes, 1 - own_index
-        other = terms.rows[other_index, begin : begin + own.numel() * item].view(encoded.dtype)
-        pair = _bits(other), scales[other_index], own.numpy(), scales[own_index]
-        if out.is_single:
+        other = terms.rows[other_index, begin : begin + own.size * item].view(encoded.dtype)
+        pair = _bits(other), scales[other_index], own, scales[own_index]
+        if is_single:
             _add_pair_of_singles(*pair)
         else:
             _add_pair_of_halves(*pair, out)
         return
     flat = span(terms.rows)
-    rows = _Rows(
-        halves=flat.view(torch.uint16).numpy(),
-        singles=flat.view(torch.float32).numpy(),
-        stride=terms.rows.stride(0) // item,
-        header=terms.header_bytes // item,
-    )
-    _reduce(rows, _Own(own.numpy(), own_index), scales, out, np.empty(_TILE, np.float32))
+    values = flat.view(torch.uint16).numpy(), flat.view(torch.float32).numpy()
+    rows = *values, terms.rows.stride(0) // item, terms.header_bytes // item
+    _reduce(rows, (own, own_index), scales, out, np.empty(_TILE, np.float32))
 
 
 def _bits(values: Tensor) -> Any:
