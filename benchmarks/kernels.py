@@ -1,10 +1,10 @@
-"""Each kernel against a copy of the same tensor, in one run.
+"""Compare each kernel with a copy of the same tensor, in one run.
 
     python benchmarks/kernels.py                 one thread of this CPU, 16 Mi values
     python benchmarks/kernels.py --device cuda   this GPU, 128 Mi values
 
-On CPU the figure is time over the copy's time. On CUDA it is the bandwidth, of all that a kernel must read
-and write, over the copy's bandwidth. The kernels take turns with the copy, so that drift hits all alike.
+On CPU the figure is time over the copy's time. On CUDA it is the kernel's bandwidth, counting all it must
+read and write, over the copy's bandwidth. Kernels and copies take turns, so that drift affects both alike.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RECIPES = ["int8", "fp8", "int4", "sign"]
 
 
 def seconds_of(run: Callable[[], object], device: str) -> float:
-    """The time of one call; on CUDA of a call in a row of ten, as the device sees it."""
+    """Return the time of one call; on CUDA the mean of ten calls, measured on the device."""
     if device == "cpu":
         begin = time.perf_counter()
         run()
@@ -39,7 +39,7 @@ def seconds_of(run: Callable[[], object], device: str) -> float:
 
 
 def kernels(form: BlockFormat, numel: int, device: str) -> dict[str, tuple[Callable[[], None], int]]:
-    """What an exchange between two ranks calls, and the bytes that each call must move."""
+    """Return the calls of an exchange between two ranks, and the bytes that each must move."""
     values, own = torch.randn(numel, device=device), torch.randn(numel, device=device)
     residual = torch.zeros(numel, device=device)
     num_bytes = form.row_bytes(numel)

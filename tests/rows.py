@@ -1,4 +1,4 @@
-"""One row per recipe: what the shared laws need to know about it."""
+"""A table of recipes, with the promises that the shared laws check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire import recipe
 
 @dataclass(frozen=True)
 class Row:
-    """What a recipe promises."""
+    """A recipe and its promises."""
 
     spec: str
     tolerance: float
@@ -22,9 +22,9 @@ class Row:
     """Size of an encoded run of n values of a dtype, written down independently of the code."""
     expect: str = "mean"
     world_size: int | None = 3
-    """On how many ranks `make test` runs the invariant matrix; `make test-full` runs it on 2, 3 and 4.
+    """Ranks on which `make test` runs the invariant matrix; `make test-full` runs it on 2, 3 and 4.
 
-    None for what differs from other rows in nothing that the matrix looks at.
+    None if the matrix would check nothing that another row does not.
     """
     step_tolerance: float | None = None
     """Largest error in training of a sum of steps, where that does not follow from the recipe."""
@@ -32,12 +32,12 @@ class Row:
 
     @property
     def world_sizes(self):
-        """All numbers of ranks that it can run on, of those we test."""
+        """The tested numbers of ranks that it can run on."""
         return (4,) if "local_size" in self.spec else (2, 3, 4)
 
     @property
     def in_training(self):
-        """What `check_hook` does not know by itself."""
+        """Arguments for `check_hook` that do not follow from the recipe."""
         return {} if self.step_tolerance is None else {"tolerance": self.step_tolerance}
 
     @property
@@ -58,7 +58,7 @@ def two_bytes_and_scale(n, dtype):
 
 
 def packed(bits, block):
-    """Codes, each block in whole bytes, filled up to an even number, and two bytes of scale per block."""
+    """Return the size of codes, in whole bytes per block and an even number in all, and of bf16 scales."""
 
     def size(n, dtype):
         full, rest = divmod(n, block)
@@ -89,8 +89,8 @@ ROWS = [
     Row("int4:local_size=2", ROUNDED_UP / 14, packed(4, 128), world_size=4),
     # The error of a value is at most its distance from the mean magnitude.
     Row("sign", 1.0, packed(1, 512)),
-    # What is held back is what the factors have no room for, most of it where biases share one matrix with
-    # weights. A bucket that is one vector is sent as it is.
+    # The residual is what the factors cannot hold, most of it where biases share one matrix with weights. A
+    # bucket that is one vector is sent as it is.
     Row("powersgd", 1e-6, own_size, step_tolerance=0.3, world_size=4),
     Row("powersgd:rank=2", 1e-6, own_size, step_tolerance=0.3),
     Row("powersgd:rank=1,whole=true", 1e-6, own_size, step_tolerance=10.0, world_size=3),

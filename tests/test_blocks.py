@@ -1,4 +1,4 @@
-"""Encodings with a scale per block: kernels equal to the reference, and what each must survive."""
+"""Encodings with a scale per block: kernels equal the reference, and extreme values survive."""
 
 import math
 
@@ -44,7 +44,7 @@ def same_values(a, b):
 def same_rows(form, a, b, n):
     (codes_a, scales_a), (codes_b, scales_b) = form.split(a, n), form.split(b, n)
     if scales_a.isnan().any():
-        return same_values(scales_a, scales_b)  # the codes of such blocks mean nothing
+        return same_values(scales_a, scales_b)  # the codes of such blocks are undefined
     return torch.equal(codes_a, codes_b) and torch.equal(scales_a, scales_b)
 
 
@@ -98,7 +98,7 @@ def compare(form, kernels, values, residual, magnitude, seed, scale_steps=0):
         decoded = torch.empty(n)
         module.decode(form, row, decoded)
         width = -(-form.row_bytes(n) // 64) * 64
-        rows = torch.zeros(3, 64 + width, dtype=torch.uint8)[:, 64:]  # of a message that has more in it
+        rows = torch.zeros(3, 64 + width, dtype=torch.uint8)[:, 64:]  # other segments share the message
         for r in (0, 2):
             reference.encode(form, Chunk(draw(n, seed + r) * magnitude, rows[r], None, noise))
         own = values.clone()
@@ -112,7 +112,7 @@ def compare(form, kernels, values, residual, magnitude, seed, scale_steps=0):
         if a is None or scale_steps == 0:
             assert a is b is None or same_values(a, b)
         else:
-            # Another order of additions may give a mean the next number of bf16.
+            # Another order of additions may round a mean to the next bf16 number.
             assert torch.equal(a.isfinite(), b.isfinite())
             difference = (a.float() - b.float()).nan_to_num(0).abs().max()
             assert difference <= scale_steps * 2.0**-7 * a.float().nan_to_num(0).abs().max()

@@ -176,7 +176,7 @@ def test_the_reduce_kernel_equals_the_reference(n, num_rows, row_dtype, scale, s
     own_index = data.draw(st.integers(0, num_rows - 1))
     header = 4 if row_dtype == torch.float16 else 0
     stride = -(-(header + n * row_dtype.itemsize) // 64) * 64
-    rows = torch.zeros(num_rows, 64 + stride, dtype=torch.uint8)[:, 64:]  # of a message that has more in it
+    rows = torch.zeros(num_rows, 64 + stride, dtype=torch.uint8)[:, 64:]  # other segments share the message
     for r in range(num_rows):
         values = draw_values(n, row_dtype, seed + r, 3.0)
         rows[r, header : header + n * row_dtype.itemsize] = values.view(torch.uint8)
@@ -215,7 +215,7 @@ def test_many_values_are_decoded_wherever_they_lie(codec, offset):
     values = draw_values(n, torch.float32, 1, 1.0)
     row = torch.empty(codec.wire_bytes(n), dtype=torch.uint8)
     codec.encode(Chunk(values, row))
-    # In pieces that are too small to be written past the caches.
+    # Decoded in pieces too small to be written past the caches.
     expected = torch.cat([round_trip(codec, piece) for piece in values.split(1 << 16)])
     around = torch.full((n + 32,), 7.0)
     codec.decode(row, around[offset : offset + n])

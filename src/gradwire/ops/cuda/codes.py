@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import triton
@@ -38,6 +39,7 @@ class Tile:
     num_blocks: int
 
     @classmethod
+    @functools.cache
     def of(cls, form: BlockFormat, num_blocks: int) -> Tile:
         return cls(
             kind=KINDS[form.kind],
