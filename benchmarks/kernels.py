@@ -1,10 +1,10 @@
-"""Time each kernel against a copy of the same tensor, in one run.
+"""Compare each kernel with a copy of the same tensor, in one run.
 
     python benchmarks/kernels.py                 one thread of this CPU, 16 Mi values
     python benchmarks/kernels.py --device cuda   this GPU, 128 Mi values
 
-On CPU the figure is time over the copy's time. On CUDA it is the bandwidth, of all that a kernel must read
-and write, over the copy's bandwidth. The kernels take turns with the copy, so that drift hits all alike.
+On CPU the figure is time over the copy's time. On CUDA it is the kernel's bandwidth, counting all it must
+read and write, over the copy's bandwidth. Kernels and copies take turns, so that drift affects both alike.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from gradwire import ops, recipe
 from gradwire.codecs import Blocks
 from gradwire.exchanges import TwoShot
 from gradwire.headroom import Machine
-from gradwire.ops import BlockFormat, Seed
+from gradwire.ops import BlockFormat, Chunk
 
 RECIPES = ["int8", "fp8", "int4", "sign"]
 
 
 def seconds_of(run: Callable[[], object], device: str) -> float:
-    """Return the time of one call; on CUDA, the device's time of one in a series of ten."""
+    """Return the time of one call; on CUDA the mean of ten calls, measured on the device."""
     if device == "cpu":
         begin = time.perf_counter()
         run()
@@ -39,28 +39,29 @@ def seconds_of(run: Callable[[], object], device: str) -> float:
 
 
 def kernels(form: BlockFormat, numel: int, device: str) -> dict[str, tuple[Callable[[], None], int]]:
-    """Return the kernel calls of an exchange between two ranks, and the bytes that each must move."""
+    """Return the calls of an exchange between two ranks, and the bytes that each must move."""
     values, own = torch.randn(numel, device=device), torch.randn(numel, device=device)
     residual = torch.zeros(numel, device=device)
     num_bytes = form.row_bytes(numel)
     row = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     rows = torch.zeros(2, -(-num_bytes // 64) * 64, dtype=torch.uint8, device=device)
-    seed = Seed(0, 0)
-    ops.encode_blocks(form, values, None, row, seed)
+    own_chunk, chunk = Chunk(own, row), Chunk(values, row)
+    own_fed, fed = Chunk(own, row, residual), Chunk(values, row, residual)
+    ops.encode_blocks(form, chunk)
     rows[1, :num_bytes] = row
     return {
-        "encode": (lambda: ops.encode_blocks(form, values, None, row, seed), 4 * numel + num_bytes),
+        "encode": (lambda: ops.encode_blocks(form, chunk), 4 * numel + num_bytes),
         "encode, feedback": (
-            lambda: ops.encode_blocks(form, values, residual, row, seed),
+            lambda: ops.encode_blocks(form, fed),
             12 * numel + num_bytes,
         ),
         "decode": (lambda: ops.decode_blocks(form, row, values), 4 * numel + num_bytes),
         "decode, add, encode": (
-            lambda: ops.reduce_blocks(form, rows, own, 0, 0.5, None, row, seed),
+            lambda: ops.reduce_blocks(form, own_chunk, rows, 0, 0.5),
             8 * numel + 2 * num_bytes,
         ),
         "decode, add, encode, feedback": (
-            lambda: ops.reduce_blocks(form, rows, own, 0, 0.5, residual, row, seed),
+            lambda: ops.reduce_blocks(form, own_fed, rows, 0, 0.5),
             16 * numel + 2 * num_bytes,
         ),
     }

@@ -1,11 +1,11 @@
-"""Which tiles and warps suit each block kernel on this GPU.
+"""Find the fastest tile and number of warps of each block kernel on this GPU.
 
     python benchmarks/tune.py                                  some 300 kernels, a second to compile each
     python benchmarks/tune.py --operations reduce --kinds int4
 
-For every number of values that a program may work on, and of warps that it may have, prints the bandwidth of
-the kernel over that of a copy of the same tensor, without feedback and with it, best first. What
-gradwire.ops.cuda.blocks uses was chosen so, on an H200.
+For each number of values per program and each number of warps, prints the kernel's bandwidth over that of a
+copy of the same tensor, without feedback and with it, best first. The table in gradwire.ops.cuda.blocks was
+chosen this way, on an H200.
 """
 
 import argparse

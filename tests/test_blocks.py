@@ -1,4 +1,4 @@
-"""Encodings with a scale per block: kernels equal to the reference, and what each must survive."""
+"""Encodings with a scale per block: kernels equal the reference, and extreme values survive."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.codecs import Blocks
-from gradwire.ops import BlockFormat, Seed
+from gradwire.ops import BlockFormat, Chunk, Seed
 from gradwire.ops.cpu import blocks as cpu
 from gradwire.ops.reference import blocks as reference
 
@@ -44,7 +44,7 @@ def same_values(a, b):
 def same_rows(form, a, b, n):
     (codes_a, scales_a), (codes_b, scales_b) = form.split(a, n), form.split(b, n)
     if scales_a.isnan().any():
-        return same_values(scales_a, scales_b)  # the codes of such blocks mean nothing
+        return same_values(scales_a, scales_b)  # the codes of such blocks are undefined
     return torch.equal(codes_a, codes_b) and torch.equal(scales_a, scales_b)
 
 
@@ -94,15 +94,15 @@ def compare(form, kernels, values, residual, magnitude, seed, scale_steps=0):
     for module in (reference, kernels):
         row, own_row = new_row(form, n), new_row(form, n)
         kept = None if residual is None else (draw(n, seed + 1) * magnitude / 10).to(residual)
-        module.encode(form, values, kept, row, noise)
+        module.encode(form, Chunk(values, row, kept, noise))
         decoded = torch.empty(n)
         module.decode(form, row, decoded)
         width = -(-form.row_bytes(n) // 64) * 64
-        rows = torch.zeros(3, 64 + width, dtype=torch.uint8)[:, 64:]  # of a message that has more in it
+        rows = torch.zeros(3, 64 + width, dtype=torch.uint8)[:, 64:]  # other segments share the message
         for r in (0, 2):
-            reference.encode(form, draw(n, seed + r) * magnitude, None, rows[r], noise)
+            reference.encode(form, Chunk(draw(n, seed + r) * magnitude, rows[r], None, noise))
         own = values.clone()
-        module.reduce(form, rows, own, 1, 1 / 3, kept, own_row, noise)
+        module.reduce(form, Chunk(own, own_row, kept, noise), rows, 1, 1 / 3)
         results.append((row, own_row, decoded, own, kept))
     (row_a, own_row_a, *tensors_a), (row_b, own_row_b, *tensors_b) = results
     if scale_steps == 0:
@@ -112,7 +112,7 @@ def compare(form, kernels, values, residual, magnitude, seed, scale_steps=0):
         if a is None or scale_steps == 0:
             assert a is b is None or same_values(a, b)
         else:
-            # Another order of additions may give a mean the next number of bf16.
+            # Another order of additions may round a mean to the next bf16 number.
             assert torch.equal(a.isfinite(), b.isfinite())
             difference = (a.float() - b.float()).nan_to_num(0).abs().max()
             assert difference <= scale_steps * 2.0**-7 * a.float().nan_to_num(0).abs().max()
@@ -125,7 +125,7 @@ def test_what_is_sent_and_what_is_kept_make_up_what_there_was(form, n, seed):
     values, kept = draw(n, seed), draw(n, seed + 1) / 10
     wanted = values.double() + kept.double()
     row = new_row(form, n)
-    cpu.encode(form, values, kept, row, Seed(seed, 0))
+    cpu.encode(form, Chunk(values, row, kept, Seed(seed, 0)))
     sent = decode(form, row, n)
     # One rounding of the sum, one of the difference.
     bound = 2.0**-23 * wanted.abs().max()
@@ -137,7 +137,7 @@ def test_a_block_that_is_not_finite_leaves_its_residual_alone(form):
     values, kept = draw(3 * form.block, 1), draw(3 * form.block, 2)
     values[form.block + 5] = math.inf
     before = kept.clone()
-    cpu.encode(form, values, kept, new_row(form, values.numel()), Seed(0, 0))
+    cpu.encode(form, Chunk(values, new_row(form, values.numel()), kept))
     changed = (kept != before).view(3, -1).any(dim=1)
     assert changed.tolist() == [True, False, True]
 
@@ -157,7 +157,7 @@ def test_the_largest_value_of_a_block_survives_whatever_its_magnitude(form, valu
     values = torch.zeros(form.block)
     values[3] = value
     row = new_row(form, form.block)
-    cpu.encode(form, values, None, row, Seed(0, 0))
+    cpu.encode(form, Chunk(values, row))
     decoded = decode(form, row, form.block)[3]
     assert decoded.isfinite()
     assert torch.sign(decoded) == math.copysign(1, value)
@@ -170,7 +170,7 @@ def test_the_mean_magnitude_of_the_largest_numbers_is_finite():
     form = BlockFormat("sign", 64)
     values = torch.full((64,), torch.finfo(torch.float32).max)
     row = new_row(form, 64)
-    cpu.encode(form, values, None, row, Seed(0, 0))
+    cpu.encode(form, Chunk(values, row))
     assert decode(form, row, 64).isfinite().all()
 
 
@@ -182,12 +182,12 @@ def test_stochastic_rounding_is_right_on_average_and_repeats_with_its_seed(kind)
     rows = []
     for trial in range(400):
         row = new_row(form, 128)
-        cpu.encode(form, values, None, row, Seed(trial, 5))
+        cpu.encode(form, Chunk(values, row, None, Seed(trial, 5)))
         rows.append(row)
         total += decode(form, row, 128)
     assert len({bytes(row.numpy()) for row in rows}) > 300
     again = new_row(form, 128)
-    cpu.encode(form, values, None, again, Seed(7, 5))
+    cpu.encode(form, Chunk(values, again, None, Seed(7, 5)))
     assert torch.equal(again, rows[7])
     largest_step = (
         {"int8": 1 / 127, "int4": 1 / 7, "fp8": 32 / 448}[kind] * values.abs().max() * (1 + 2.0**-7)

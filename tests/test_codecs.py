@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gradwire import ops
 from gradwire.codecs import Affine, Blocks, Cast, Raw
 from gradwire.exchanges import TwoShot
-from gradwire.ops import Seed
+from gradwire.ops import Chunk, Seed, Terms
 from gradwire.ops.cpu import casts as cpu
 from gradwire.ops.cpu.vectors import STREAMED
 from gradwire.ops.reference import casts as reference
@@ -32,7 +32,7 @@ def round_trip(codec, values):
     if values.numel():
         # As an exchange does for a codec that works in one dtype only.
         wide = values if codec.works_in is None else values.to(codec.works_in)
-        codec.encode(wide, row, None, Seed(1, 2))
+        codec.encode(Chunk(wide, row, None, Seed(1, 2)))
         wide = torch.full_like(wide, math.nan)
         codec.decode(row, wide)
         decoded.copy_(wide)
@@ -176,7 +176,7 @@ def test_the_reduce_kernel_equals_the_reference(n, num_rows, row_dtype, scale, s
     own_index = data.draw(st.integers(0, num_rows - 1))
     header = 4 if row_dtype == torch.float16 else 0
     stride = -(-(header + n * row_dtype.itemsize) // 64) * 64
-    rows = torch.zeros(num_rows, 64 + stride, dtype=torch.uint8)[:, 64:]  # of a message that has more in it
+    rows = torch.zeros(num_rows, 64 + stride, dtype=torch.uint8)[:, 64:]  # other segments share the message
     for r in range(num_rows):
         values = draw_values(n, row_dtype, seed + r, 3.0)
         rows[r, header : header + n * row_dtype.itemsize] = values.view(torch.uint8)
@@ -185,7 +185,8 @@ def test_the_reduce_kernel_equals_the_reference(n, num_rows, row_dtype, scale, s
     for kernels in (reference, cpu):
         own = draw_values(n, torch.float32, seed + own_index, 3.0)
         encoded = own if row_dtype == torch.float32 else torch.zeros(n, dtype=row_dtype)
-        kernels.reduce_rows(rows, header, own, own_index, [scale] * num_rows, up, down, encoded)
+        terms = Terms(own, own_index, rows, [scale] * num_rows, header)
+        kernels.reduce_rows(terms, encoded, up, down)
         results.append((own, encoded))
     (own_a, encoded_a), (own_b, encoded_b) = results
     assert same_bits(own_a, own_b)
@@ -213,8 +214,8 @@ def test_many_values_are_decoded_wherever_they_lie(codec, offset):
     n = STREAMED + 5
     values = draw_values(n, torch.float32, 1, 1.0)
     row = torch.empty(codec.wire_bytes(n), dtype=torch.uint8)
-    codec.encode(values, row, None, Seed(0, 0))
-    # In pieces that are too small to be written past the caches.
+    codec.encode(Chunk(values, row))
+    # Decoded in pieces too small to be written past the caches.
     expected = torch.cat([round_trip(codec, piece) for piece in values.split(1 << 16)])
     around = torch.full((n + 32,), 7.0)
     codec.decode(row, around[offset : offset + n])

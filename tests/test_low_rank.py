@@ -1,4 +1,4 @@
-"""Low-rank factors: kernels equal to the reference, what they must survive, and the exchange's laws."""
+"""Low-rank factors: kernels equal the reference, extreme values survive, and the exchange's laws hold."""
 
 import contextlib
 import gc
@@ -54,7 +54,7 @@ def layout_of(*shapes, stride=None, dtype=torch.float32):
 
 
 def all_kernels(module, plan, flat):
-    """What each kernel makes of a bucket, with two matrices that do not count."""
+    """Return the results of each kernel for a bucket with two matrices that do not count."""
     sums, left, right = draw(1, plan.sums.numel, plan.left.numel, plan.right.numel)
     own_left, own_right = draw(2, plan.left.numel, plan.right.numel)
     votes, batches, bucket = torch.empty(plan.num_matrices), plan.batches, flat.clone()
@@ -115,7 +115,7 @@ def test_the_kernels_equal_the_reference_within_rounding(module, rank):
 
 
 def expand(plan, side, flags):
-    """A flag for each matrix, as one for each value of its factor."""
+    """Repeat each matrix's flag for every value of its factor."""
     out = torch.empty(plan.left.numel if side == "left" else plan.right.numel, dtype=torch.bool)
     for batch in plan.batches:
         batch.factors(side, out).copy_(batch.each(flags).view(-1, 1, 1))
@@ -569,7 +569,7 @@ def test_a_steady_state_allocates_no_tensors(num_rounds):
 
 @contextlib.contextmanager
 def largest_allocation():
-    """The bytes of the largest tensor that is made inside, by any op of torch, of memory of its own."""
+    """Record the size of the largest new tensor that any op of torch allocates inside."""
 
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp_comm_hooks import default_hooks
-from gradwire.ops import BlockFormat, Seed
+from gradwire.ops import BlockFormat, Chunk, Seed
 from gradwire.ops.cuda import blocks as cuda_blocks
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.testing import cases, check_hook, run_ranks
@@ -179,16 +179,16 @@ def check_kernels():
             residual = None if kept is None else (torch.randn(n, device="cuda") / 10).to(getattr(torch, kept))
             rows = torch.zeros(3, -(-form.row_bytes(n) // 64) * 64, dtype=torch.uint8, device="cuda")
             for r in (0, 2):
-                reference_blocks.encode(form, torch.randn(n, device="cuda"), None, rows[r], seed)
+                reference_blocks.encode(form, Chunk(torch.randn(n, device="cuda"), rows[r], None, seed))
             results = []
             for kernels in (reference_blocks, cuda_blocks):
                 row = torch.zeros(form.row_bytes(n), dtype=torch.uint8, device="cuda")
                 own_row = row.clone()
                 own, decoded = values.clone(), torch.empty(n, device="cuda")
                 held = None if residual is None else residual.clone()
-                kernels.encode(form, values, held, row, seed)
+                kernels.encode(form, Chunk(values, row, held, seed))
                 kernels.decode(form, row, decoded)
-                kernels.reduce(form, rows, own, 1, 1 / 3, held, own_row, seed)
+                kernels.reduce(form, Chunk(own, own_row, held, seed), rows, 1, 1 / 3)
                 results.append([t for t in (decoded, own, held) if t is not None])
             for a, b in zip(*results, strict=True):
                 assert torch.equal(a.isnan(), b.isnan()), form

@@ -58,7 +58,7 @@ class Engine:
         self.coalescer = coalescer or Coalescer()
         self._meter = meter
         self._layout_check = layout_check
-        self._may_skip = may_have_unused
+        self._may_have_unused = may_have_unused
 
     @property
     def name(self) -> str:
@@ -131,7 +131,7 @@ class Engine:
         for job in batch[:-1]:
             self.stats.report(job.place, Traffic(), None)
         last, promises = batch[-1], tuple(job.promise for job in batch)
-        run = functools.partial(run_jobs, batch, self.state.memory, self._may_skip)
+        run = functools.partial(run_jobs, batch, self.state.memory, self._may_have_unused)
         tasks = [Task(run, promises, last.place, self.stats.report, overlaps=True)]
         if self._meter is not None and self._is_measured(last):
             tasks = self._meter.measured(tasks[0], last.layout, self.state.memory, last.scaling.factor)

@@ -1,25 +1,26 @@
-"""Values in few bits, with a scale for every block of them."""
+"""Few bits per value, with a scale for each block of values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gradwire import ops
-from gradwire.ops import BlockFormat, Kind, Seed
+from gradwire.ops import BlockFormat, Chunk, Kind
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """8, 4 or 1 bits a value, packed, and a bf16 scale for each block of them.
+    """8, 4 or 1 bits per value, packed, and a bf16 scale for each block of values.
 
     ``int8`` and ``int4`` divide a block by its largest magnitude and round to 127 or 7 steps on either
-    side of zero; ``fp8`` does so to e4m3, which has smaller steps near zero; ``sign`` sends signs and the
-    mean magnitude. Blocks of zeros come back as zeros; a block with a value that is not finite comes back
-    as NaN. Sums and scales are fp32, whatever the bucket's dtype.
+    side of zero. ``fp8`` rounds to e4m3, which has smaller steps near zero. ``sign`` sends signs and the
+    mean magnitude. Blocks of zeros come back as zeros. A block with a value that is not finite comes back
+    as NaN. Sums are fp32, whatever the bucket's dtype.
     """
 
     kind: Kind
@@ -32,11 +33,11 @@ class Blocks:
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"blocks"})
 
     def __post_init__(self) -> None:
-        self.format  # noqa: B018  # raises for what cannot be
+        self.format  # noqa: B018  # raises if the options are not valid
 
-    @property
+    @cached_property
     def format(self) -> BlockFormat:
-        """How its rows are laid out."""
+        """The layout of its rows."""
         return BlockFormat(self.kind, self.block, self.stochastic)
 
     @property
@@ -49,20 +50,11 @@ class Blocks:
     def wire_bytes(self, numel: int) -> int:
         return self.format.row_bytes(numel)
 
-    def encode(self, values: Tensor, row: Tensor, residual: Tensor | None, seed: Seed) -> None:
-        ops.encode_blocks(self.format, values, residual, row, seed)
+    def encode(self, chunk: Chunk) -> None:
+        ops.encode_blocks(self.format, chunk)
 
     def decode(self, row: Tensor, values: Tensor) -> None:
         ops.decode_blocks(self.format, row, values)
 
-    def reduce(
-        self,
-        rows: Tensor,
-        own: Tensor,
-        rank: int,
-        scale: ops.Scale,
-        row: Tensor,
-        residual: Tensor | None,
-        seed: Seed,
-    ) -> None:
-        ops.reduce_blocks(self.format, rows, own, rank, scale, residual, row, seed)
+    def reduce(self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale) -> None:
+        ops.reduce_blocks(self.format, chunk, rows, rank, scale)

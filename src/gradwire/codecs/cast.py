@@ -11,10 +11,10 @@ from torch import Tensor
 from gradwire import ops
 from gradwire.codecs.raw import Raw
 
-_SCALE_BYTES = 4  # one fp32 in front of the values
-# The largest magnitude of a row is brought to [2^14, 2^15): fp16 ends at 65504.
+_SCALE_BYTES = 4  # one fp32 before the values
+# The largest magnitude of a row is scaled to [2^14, 2^15): fp16 ends at 65504.
 _TOP_EXPONENT = 15
-# Both the scale and its inverse stay normal fp32 numbers, also where denormals are flushed.
+# Keeps the scale and its inverse normal fp32 numbers, which survive where denormals are flushed.
 _MAX_EXPONENT = 126
 
 
@@ -22,9 +22,9 @@ _MAX_EXPONENT = 126
 class Cast:
     """Values as bf16 or fp16.
 
-    bf16 has the range of fp32. fp16 has not, so a row of fp16 starts with a power of two by which its
-    values are multiplied: 80000 travels, and so does 1e-30. Buckets that are no wider than ``dtype``
-    travel as they are.
+    bf16 has the range of fp32. fp16 does not, so a row of fp16 starts with the power of two that its values
+    are to be multiplied by: 80000 travels, and so does 1e-30. Buckets that are no wider than ``dtype`` travel
+    as they are.
     """
 
     dtype: torch.dtype
@@ -47,59 +47,50 @@ class Cast:
         return self if self.dtype.itemsize < dtype.itemsize else Raw(dtype)
 
     def wire_bytes(self, numel: int) -> int:
-        return numel * self.dtype.itemsize + (self._header if numel else 0)
+        return numel * self.dtype.itemsize + (self._header_bytes if numel else 0)
 
-    def encode(self, values: Tensor, row: Tensor, residual: Tensor | None, seed: ops.Seed) -> None:
-        header, halves = self._split(row)
+    def encode(self, chunk: ops.Chunk) -> None:
+        header, halves = self._split(chunk.row)
         up: ops.Scale = 1.0
         if header is not None:
-            up, down = _power_of_two_scale(ops.absmax(values))
+            up, down = _power_of_two_scale(ops.absmax(chunk.values))
             header.copy_(down)
-        ops.cast_scaled(values, up, halves)
+        ops.cast_scaled(chunk.values, up, halves)
 
     def decode(self, row: Tensor, values: Tensor) -> None:
         header, halves = self._split(row)
         ops.cast_scaled(halves, 1.0 if header is None else header, values)
 
-    def reduce(
-        self,
-        rows: Tensor,
-        own: Tensor,
-        rank: int,
-        scale: ops.Scale,
-        row: Tensor,
-        residual: Tensor | None,
-        seed: ops.Seed,
-    ) -> None:
-        header, encoded = self._split(row)
+    def reduce(self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale) -> None:
+        header, encoded = self._split(chunk.row)
         scales: list[ops.Scale] = [scale] * len(rows)
         up: ops.Scale = 1.0
         down: ops.Scale = 1.0
         if header is not None:
-            # In fp64: the bound may be beyond fp32 where the sum itself is not.
-            largest = ops.absmax(own).double() * scale
+            # In fp64: this bound may overflow fp32 where the sum itself does not.
+            largest = ops.absmax(chunk.values).double() * scale
             for r in range(len(rows)):
                 row_header = self._split(rows[r])[0]
                 if r != rank and row_header is not None:
                     scales[r] = row_header * scale
                     largest = largest + row_header.double() * scale * 2.0**_TOP_EXPONENT
-            # No sum is larger than the sum of the largest.
+            # No sum is larger than the sum of the largest magnitudes.
             up, down = _power_of_two_scale(largest)
             header.copy_(down)
-        ops.reduce_rows(rows, self._header, own, rank, scales, up, down, encoded)
+        ops.reduce_rows(ops.Terms(chunk.values, rank, rows, scales, self._header_bytes), encoded, up, down)
 
     @property
-    def _header(self) -> int:
+    def _header_bytes(self) -> int:
         return _SCALE_BYTES if self.dtype == torch.float16 else 0
 
     def _split(self, row: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The row's scale, as a 0-d view, if it has one, and its values."""
-        header = row[: self._header].view(torch.float32)[0] if self._header else None
-        return header, row[self._header :].view(self.dtype)
+        """Return views of a row's scale, 0-d, or None if it has none, and of its values."""
+        header = row[: self._header_bytes].view(torch.float32)[0] if self._header_bytes else None
+        return header, row[self._header_bytes :].view(self.dtype)
 
 
 def _power_of_two_scale(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """The power of two that brings ``largest`` just below 2^15, and its inverse; 1 if not finite."""
+    """Return the power of two that scales ``largest`` just below 2^15, and its inverse; 1 if not finite."""
     exponent = _TOP_EXPONENT - torch.frexp(largest).exponent
     exponent = torch.where(torch.isfinite(largest), exponent, 0).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
     one = torch.ones_like(largest)

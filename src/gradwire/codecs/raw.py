@@ -1,4 +1,4 @@
-"""Values as they lie in memory."""
+"""Values as they are in memory."""
 
 from __future__ import annotations
 
@@ -31,26 +31,18 @@ class Raw:
         assert self.dtype is not None, "resolve the codec for a bucket's dtype first"
         return numel * self.dtype.itemsize
 
-    def encode(self, values: Tensor, row: Tensor, residual: Tensor | None, seed: ops.Seed) -> None:
-        if row.data_ptr() != values.data_ptr():
-            self._values(row).copy_(values)
+    def encode(self, chunk: ops.Chunk) -> None:
+        if chunk.row.data_ptr() != chunk.values.data_ptr():
+            self._values(chunk.row).copy_(chunk.values)
 
     def decode(self, row: Tensor, values: Tensor) -> None:
         if row.data_ptr() != values.data_ptr():
             values.copy_(self._values(row))
 
-    def reduce(
-        self,
-        rows: Tensor,
-        own: Tensor,
-        rank: int,
-        scale: ops.Scale,
-        row: Tensor,
-        residual: Tensor | None,
-        seed: ops.Seed,
-    ) -> None:
-        ops.reduce_rows(rows, 0, own, rank, [scale] * len(rows), 1.0, 1.0, own)
-        self.encode(own, row, None, seed)
+    def reduce(self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale) -> None:
+        own = chunk.values
+        ops.reduce_rows(ops.Terms(own, rank, rows, [scale] * len(rows)), encoded=own, up=1.0, down=1.0)
+        self.encode(chunk)
 
     def _values(self, row: Tensor) -> Tensor:
         assert self.dtype is not None, "resolve the codec for a bucket's dtype first"

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, aligned_rows, average_alone, two_shot_bytes
-from gradwire.ops import Seed
+from gradwire.ops import Chunk
 from gradwire.peers import gather
 
 # Bytes that a fast network sends in about the time of one more round.
@@ -35,8 +35,8 @@ def sum_values(values: Tensor, context: Context) -> None:
     rows = [row[:num_bytes] for row in arriving]
     rows[group.rank] = values.view(torch.uint8)
     gather(rows, group)
-    own = rows[group.rank]
-    Raw(values.dtype).reduce(arriving, values, group.rank, context.scale, own, None, Seed(0, 0))
+    chunk = Chunk(values, row=rows[group.rank])
+    Raw(values.dtype).reduce(chunk, arriving, group.rank, context.scale)
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world_size: int) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.scratch import Scratch
-from gradwire.ops import Scale, Seed
+from gradwire.ops import Chunk, Scale, Seed
 from gradwire.peers import Group
 
 # Chunks start at multiples of this many values, rows and segments at multiples of this many bytes, so that
@@ -95,42 +95,42 @@ class TwoPhaseReduce:
 
 @dataclass(frozen=True)
 class _Share:
-    """One of the sums: its chunks, and the segments that they are encoded in."""
+    """One of the sums: its chunks, each with its segment of a row, and where the segments begin."""
 
     codec: Codec
-    chunks: Sequence[Tensor]
-    residuals: Sequence[Tensor | None]
-    seeds: Sequence[Seed]
-    segments: Sequence[Tensor]
+    chunks: Sequence[Chunk]
     begins: Sequence[int]
 
     @classmethod
     def of(cls, each: Sum, codec: Codec, rows: list[Tensor], places: list[tuple[int, int]]) -> _Share:
         bounds = bounds_of(each.values.numel(), len(rows))
-        residual = each.residual
-        return cls(
-            codec,
-            [each.values[start:end] for start, end in bounds],
-            [None if residual is None else residual[start:end] for start, end in bounds],
-            each.seeds or [_NO_SEED] * len(rows),
-            [row[begin:end] for row, (begin, end) in zip(rows, places, strict=True)],
-            [begin for begin, _ in places],
-        )
+        seeds, residual = each.seeds or [_NO_SEED] * len(rows), each.residual
+        chunks = [
+            Chunk(
+                each.values[start:end],
+                row[begin:stop],
+                None if residual is None else residual[start:end],
+                seed,
+            )
+            for (start, end), row, (begin, stop), seed in zip(bounds, rows, places, seeds, strict=True)
+        ]
+        return cls(codec, chunks, [begin for begin, _ in places])
 
     def encode(self, peer: int) -> None:
-        if self.segments[peer].numel():
-            self.codec.encode(self.chunks[peer], self.segments[peer], self.residuals[peer], self.seeds[peer])
+        if self.chunks[peer].row.numel():
+            self.codec.encode(self.chunks[peer])
 
     def reduce(self, arriving: Tensor, rank: int, scale: Scale) -> None:
-        """Sum this rank's chunk from the rows that have arrived."""
-        own, segment, begin = self.chunks[rank], self.segments[rank], self.begins[rank]
-        if segment.numel():
-            rows = arriving[:, begin : begin + _aligned(segment.numel())]
-            self.codec.reduce(rows, own, rank, scale, segment, self.residuals[rank], self.seeds[rank])
+        """Sum this rank's chunk, of which the others' parts have arrived."""
+        chunk, begin = self.chunks[rank], self.begins[rank]
+        if chunk.row.numel():
+            rows = arriving[:, begin : begin + _aligned(chunk.row.numel())]
+            self.codec.reduce(chunk, rows, rank, scale)
 
     def decode(self, peer: int) -> None:
-        if self.segments[peer].numel():
-            self.codec.decode(self.segments[peer], self.chunks[peer])
+        chunk = self.chunks[peer]
+        if chunk.row.numel():
+            self.codec.decode(chunk.row, chunk.values)
 
 
 def seeds_of(codec: Codec, seed: int, context: Context) -> list[Seed] | None:

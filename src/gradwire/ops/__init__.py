@@ -1,14 +1,16 @@
-"""Kernels over flat tensors: numba for fp32 values on CPU, Triton on CUDA, torch for everything else.
+"""Kernels over flat tensors: a reference in torch, numba for fp32 values on CPU, Triton on CUDA.
 
-`reference` is the truth. The kernels equal it bit for bit, except that a NaN may differ from another NaN
-in its payload, and that Triton adds up the mean of a block in an order of its own.
+Whatever knows ranks, buckets or messages does not belong here.
+
+`reference` defines the results. The kernels equal it bit for bit, with two exceptions: a NaN may have another
+payload, and Triton adds up the mean of a block in its own order.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Literal
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from gradwire.ops.batches import OTHER, Batch, Batches, Matrix, Side
 from gradwire.ops.formats import BlockFormat, Kind, Seed
+from gradwire.ops.operands import Chunk, Scale, Terms
 from gradwire.ops.owner_cache import cached_on_owner
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.ops.reference import casts as reference_casts
@@ -27,12 +30,14 @@ __all__ = [
     "Batch",
     "Batches",
     "BlockFormat",
+    "Chunk",
     "Family",
     "Kind",
     "Matrix",
     "Scale",
     "Seed",
     "Side",
+    "Terms",
     "absmax",
     "cached_on_owner",
     "cast_scaled",
@@ -44,112 +49,94 @@ __all__ = [
     "warm_up",
 ]
 
-Scale = float | Tensor
-
 Family = Literal["casts", "blocks", "low_rank"]
 """Kernels that are compiled together."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def reduce_rows(
-    rows: Tensor,
-    header_bytes: int,
-    own: Tensor,
-    own_index: int,
-    scales: Sequence[Scale],
-    up: Scale,
-    down: Scale,
-    encoded: Tensor,
-) -> None:
-    """Sum in order, encode the sum, and decode it again: ``own = encoded * down``.
+def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
+    """Sum the terms in order, encode the sum, and decode it again to ``terms.own``.
 
-    ``encoded = (sum over r of values[r] * scales[r]) * up``. ``values[own_index]`` is ``own``; every
-    other one lies in ``rows[r]``, a row of bytes, behind a header, in the dtype of ``encoded``. Sums in
-    fp32, in fp64 when ``own`` is fp64, with each product rounded before it is added, so that a sum
-    depends neither on a value's position nor on who owns it. ``encoded`` may be ``own``, for values that
-    travel as they are.
+    ``encoded = (sum over r of values[r] * scales[r]) * up``, then ``own = encoded * down``. The values of
+    another rank's row have the dtype of ``encoded``. ``encoded`` may be ``own``, for values that travel as
+    they are.
+
+    Sums are fp32, or fp64 when ``own`` is fp64. Each product is rounded before it is added, so a sum depends
+    neither on a value's position nor on which rank owns it.
     """
-    fast = _fast(own) and encoded.dtype in (torch.float32, *_HALVES)
+    fast = _is_fast(terms.own) and encoded.dtype in (torch.float32, *_HALVES)
     kernels = _cpu_casts() if fast else reference_casts
-    kernels.reduce_rows(rows, header_bytes, own, own_index, scales, up, down, encoded)
+    kernels.reduce_rows(terms, encoded, up, down)
 
 
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
-    """``out = values * scale``, multiplied in the wider of the two dtypes, at least fp32."""
-    if _fast(values) and out.dtype in _HALVES:
+    """Write ``values * scale`` to ``out``, multiplied in the wider of the two dtypes, at least fp32."""
+    if _is_fast(values) and out.dtype in _HALVES:
         _cpu_casts().encode(values, scale, out)
-    elif _fast(out) and values.dtype in _HALVES:
+    elif _is_fast(out) and values.dtype in _HALVES:
         _cpu_casts().decode(values, scale, out)
     else:
         reference_casts.cast_scaled(values, scale, out)
 
 
 def absmax(values: Tensor) -> Tensor:
-    """The largest magnitude as a 0-d fp32 tensor; not finite if any value is not."""
-    result: Tensor = (_cpu_casts() if _fast(values) else reference_casts).absmax(values)
+    """Return the largest magnitude as a 0-d fp32 tensor; it is not finite if any value is not."""
+    result: Tensor = (_cpu_casts() if _is_fast(values) else reference_casts).absmax(values)
     return result
 
 
-def encode_blocks(
-    form: BlockFormat, values: Tensor, residual: Tensor | None, row: Tensor, seed: Seed
-) -> None:
-    """Write the row of ``values + residual``, and to ``residual`` what the row leaves out.
+def encode_blocks(form: BlockFormat, chunk: Chunk) -> None:
+    """Encode ``values + residual`` to the chunk's row, and leave in the residual what the row leaves out.
 
-    A block in which a value is not finite leaves its residual as it was.
+    A block with a value that is not finite leaves its residual unchanged.
     """
-    _blocks(values).encode(form, values, residual, row, seed)
+    _blocks(chunk.values).encode(form, chunk)
 
 
 def decode_blocks(form: BlockFormat, row: Tensor, values: Tensor) -> None:
-    """Write the values of ``row``."""
+    """Decode ``row`` to ``values``."""
     _blocks(values).decode(form, row, values)
 
 
-def reduce_blocks(
-    form: BlockFormat,
-    rows: Tensor,
-    own: Tensor,
-    own_index: int,
-    scale: Scale,
-    residual: Tensor | None,
-    row: Tensor,
-    seed: Seed,
-) -> None:
-    """Write the row of the sum over r of ``values[r] * scale``, in order, and decode it to ``own``.
+def reduce_blocks(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale) -> None:
+    """Sum ``values[r] * scale`` over r in order, encode the sum, and decode it again to ``chunk.values``.
 
-    ``values[own_index]`` is ``own + residual``, the others are encoded in ``rows``, a matrix of bytes
-    whose rows may be longer than what they hold. What the row leaves out, divided by ``scale``, goes to
-    the residual.
+    ``values[own_index]`` is the chunk's ``values + residual``. The others are encoded in ``rows``, a matrix
+    of bytes whose rows may be longer than what they hold. The residual becomes what the chunk's row leaves
+    out of the sum, divided by ``scale``.
     """
-    _blocks(own).reduce(form, rows, own, own_index, scale, residual, row, seed)
+    _blocks(chunk.values).reduce(form, chunk, rows, own_index, scale)
 
 
 def low_rank(values: Tensor, work: Tensor) -> ModuleType:
-    """The kernels for low-rank factors of ``values``, taken in ``work``: see `reference.low_rank`."""
-    if _fast(values, work):
+    """Return the kernels for low-rank factors of ``values``, computed in ``work``.
+
+    `reference.low_rank` says what each of them does.
+    """
+    if _is_fast(values, work):
         return _cpu_low_rank()
     return _cuda_low_rank() if work.is_cuda and _has_triton() else reference_low_rank
 
 
 def warm_up(device: torch.device, families: Iterable[Family]) -> None:
-    """Compile kernels for ``device``, or read them from the cache, before they are needed."""
+    """Compile kernels for ``device`` ahead of their first use, or read them from the cache on disk."""
     load = {"casts": _cpu_casts, "blocks": _cpu_blocks, "low_rank": _cpu_low_rank}
     for family in families if device.type == "cpu" else ():
         load[family]()
 
 
-def _fast(*tensors: Tensor) -> bool:
+def _is_fast(*tensors: Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
 
 
 def _blocks(values: Tensor) -> ModuleType:
-    if _fast(values):
+    if _is_fast(values):
         return _cpu_blocks()
     return _cuda_blocks() if values.is_cuda and _has_triton() else reference_blocks
 
 
-# Imported on first use: numba takes 0.2 s, and a program that never trains never needs it.
+# Imported on first use: importing numba takes 0.2 s, which a program that never trains need not spend.
 
 
 def _cpu_casts() -> ModuleType:

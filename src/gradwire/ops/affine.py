@@ -1,6 +1,6 @@
-"""8-bit codes between the least and the largest value of a block, in torch, for every device.
+"""8-bit codes for the range from a block's smallest value to its largest, in torch, for every device.
 
-Zero always has a code of its own, so the range of a block includes it.
+The range of a block always includes zero, which has a code of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _LARGEST_CODE = 255
 
 
 def encode(values: Tensor, block: int, codes: Tensor, ranges: Tensor) -> None:
-    """Write the codes of ``values`` and, for each block, its step and the code of zero."""
+    """Write the codes of ``values``, and for each block its step and the code of zero."""
     for part, out, range_ in _blocks(values, block, codes, ranges):
         low, high = torch.aminmax(part, dim=1, keepdim=True)
         low, high = low.clamp(max=0), high.clamp(min=0)
-        # Each divided first: their difference may be beyond fp32.
+        # Each is divided first: their difference may overflow fp32.
         step = (high / _LARGEST_CODE - low / _LARGEST_CODE).clamp(min=MIN_SCALE)
         step = torch.where(step.isfinite(), step, torch.nan)
         zero = (-low / step).round()
@@ -30,7 +30,7 @@ def encode(values: Tensor, block: int, codes: Tensor, ranges: Tensor) -> None:
 
 
 def decode(codes: Tensor, ranges: Tensor, block: int, values: Tensor) -> None:
-    """Write the values of codes; NaN in a block that was not finite."""
+    """Write the values of ``codes``; NaN in a block that was not finite."""
     for part, code, range_ in _blocks(values, block, codes, ranges):
         torch.sub(code, range_[:, 1:], out=part)
         part.mul_(range_[:, :1])
@@ -39,7 +39,7 @@ def decode(codes: Tensor, ranges: Tensor, block: int, values: Tensor) -> None:
 def _blocks(
     values: Tensor, block: int, codes: Tensor, ranges: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Values and codes as rows of one block each, with their ranges: the full blocks, then the rest."""
+    """Yield values, codes and ranges with a row per block: first of the full blocks, then of the rest."""
     num_full = values.numel() // block
     split = num_full * block
     if num_full:

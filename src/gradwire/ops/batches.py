@@ -1,4 +1,4 @@
-"""Where the matrices of a bucket lie that travel as thin factors: values, sums and factors, all flat."""
+"""Places of a bucket's matrices, their sums and their low-rank factors in flat memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OTHER: dict[Side, Side] = {"left": "right", "right": "left"}
 
 @dataclass(frozen=True)
 class Matrix:
-    """A run of a bucket's values, as a matrix in memory's own order."""
+    """A run of a bucket's values, read as a row-major matrix."""
 
     name: str
     start: int
@@ -28,15 +28,15 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one shape, and where each of their states begins, one matrix after the other.
+    """Matrices of one shape, and the places of their sums and factors, one matrix after the other.
 
-    ``flat`` is a tensor or an array of numpy's, and what is returned are views of it.
+    Methods take a flat tensor or numpy array and return views of it.
     """
 
     matrices: tuple[Matrix, ...]
     rank: int
     first: int
-    """How many matrices stand in batches before."""
+    """Number of matrices in the batches before this one."""
     sums_start: int
     left_start: int
     right_start: int
@@ -50,28 +50,28 @@ class Batch:
         return self.matrices[0].columns
 
     def values(self, flat: Any) -> list[Any]:
-        """Each matrix in a bucket, (rows, columns)."""
+        """Return each matrix of a bucket, (rows, columns)."""
         return [_part(flat, matrix.start, (self.rows, self.columns)) for matrix in self.matrices]
 
     def sums(self, flat: Any) -> Any:
-        """(k, rows, columns)."""
+        """Return the sums, (k, rows, columns)."""
         return _part(flat, self.sums_start, (len(self.matrices), self.rows, self.columns))
 
     def factors(self, side: Side, flat: Any) -> Any:
-        """(k, rank, rows) on the left, (k, rank, columns) on the right."""
+        """Return the factors: (k, rank, rows) on the left, (k, rank, columns) on the right."""
         shape = len(self.matrices), self.rank, self.length(side)
         return _part(flat, self.left_start if side == "left" else self.right_start, shape)
 
     def length(self, side: Side) -> int:
-        """Of the vectors of a factor."""
+        """Return the length of a factor's vectors."""
         return self.rows if side == "left" else self.columns
 
     def each(self, flat: Any) -> Any:
-        """One value for each matrix, (k,), of those for all matrices of the bucket."""
+        """Return this batch's part, (k,), of a tensor with one value per matrix of the bucket."""
         return flat[self.first : self.first + len(self.matrices)]
 
 
-@dataclass(frozen=True, eq=False)  # one object for each plan, not compared field by field
+@dataclass(frozen=True, eq=False)  # compared by identity: each plan makes one object
 class Batches:
     """All matrices of a bucket."""
 

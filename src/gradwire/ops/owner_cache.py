@@ -1,4 +1,4 @@
-"""What is made once for an object, and ends with it."""
+"""A cache of a function's results that lives and dies with the function's first argument."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ Owner = TypeVar("Owner")
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# The attribute of an owner that holds its results.
+_ATTRIBUTE = "_cached_results"
+
 
 def cached_on_owner(make: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
-    """Call ``make`` once for each of its arguments, and keep what it returns in the first of them.
+    """Call ``make`` once per set of arguments, and store the results on the first argument, the owner.
 
-    Unlike with `functools.cache`, a process that trains many models, one after the other, does not hold the
-    tables of all of them; and the first argument, often large, is not hashed.
+    `functools.cache` would keep every owner and its results alive for as long as the process runs, and would
+    hash the owner, which is often large. Here the results are freed together with the owner.
 
     >>> class Model:
     ...     pass
@@ -31,13 +34,13 @@ def cached_on_owner(make: Callable[Concatenate[Owner, P], T]) -> Callable[Concat
 
     @functools.wraps(make)
     def find(owner: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # As functools.cached_property does it: also an object whose fields are frozen has this.
-        made = owner.__dict__.setdefault("_kept", {})
+        # By way of __dict__, as in functools.cached_property: frozen dataclasses refuse setattr.
+        results = owner.__dict__.setdefault(_ATTRIBUTE, {})
         key = make, args, *kwargs.items()
-        if key not in made:
-            # Of two threads that make the same, both get the one that was first.
-            made.setdefault(key, make(owner, *args, **kwargs))
-        found: T = made[key]
+        if key not in results:
+            # setdefault is atomic: two threads that call at once both get the first result.
+            results.setdefault(key, make(owner, *args, **kwargs))
+        found: T = results[key]
         return found
 
     return find

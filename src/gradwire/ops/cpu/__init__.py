@@ -1,1 +1,1 @@
-"""Kernels in numba, for fp32 values in host memory; one thread, without the GIL."""
+"""Kernels in numba, for fp32 values in host memory; each runs on one thread, without the GIL."""

@@ -1,31 +1,107 @@
 """Encodings with a scale per block in numba, for fp32 values in host memory.
 
-Block by block, so that main memory is read and written once: what is summed stays in the first-level cache
-until it is packed, and what comes next is fetched meanwhile. Importing this module compiles the kernels, or
-reads them from numba's cache on disk.
+The kernels work block by block, so that main memory is read and written once: a sum stays in the first-level
+cache until it is packed, and the next block is prefetched meanwhile. Importing this module compiles the
+kernels, or loads them from numba's cache on disk.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, load, point, store
-from gradwire.ops.cpu.packing import pack
+from gradwire.ops.cpu.packing import Destination, Noise, Partials, Source, pack
 from gradwire.ops.cpu.scalars import bf16_to_f32, f32_to_bf16
 from gradwire.ops.cpu.unpacking import unpack
 from gradwire.ops.cpu.vectors import copy, fence, span, streams_to, write
 from gradwire.ops.formats import KINDS, LIMITS, BlockFormat, Seed
+from gradwire.ops.operands import Chunk, Scale
 
-# Values that are fetched ahead of those worked on: 4 KiB.
+# Values are prefetched this far ahead of those in use: 4 KiB.
 _AHEAD = 1024
-# What a block in scratch memory has room for behind it: lines of its last plane may end there.
+# Spare values behind a block in scratch memory: the lines of its last plane may end there.
 _SPARE = 2 * LINE
+
+
+class _Format(NamedTuple):
+    """A `BlockFormat` in numbers."""
+
+    kind: Any
+    block: Any
+    shift: Any
+    """A byte holds ``1 << shift`` values."""
+    limit: Any
+    stochastic: Any
+
+
+class _Rows(NamedTuple):
+    """The terms of a sum as rows, all in one flat array: once as bytes, once as 16-bit numbers."""
+
+    codes: Any
+    halves: Any
+    num_rows: Any
+    stride: Any
+    """Bytes from one row to the next."""
+    first_scale: Any
+    """Place of a row's first scale, in 16-bit numbers."""
+
+
+class _Own(NamedTuple):
+    """This rank's term: its values, its place in the sum, and the scale of all terms."""
+
+    values: Any
+    index: Any
+    scale: Any
+    inverse: Any
+    """``1 / scale``, which brings what is left out back to the size of a residual."""
+    is_written: Any
+    """True if the values become what the sum decodes to."""
+
+
+class _Residual(NamedTuple):
+    """A residual in fp32 or bf16: one of the two is empty, both if there is none."""
+
+    singles: Any
+    halves: Any
+
+
+class _Row(NamedTuple):
+    """Codes, and scales as the bits of bf16."""
+
+    codes: Any
+    scales: Any
+
+
+class _Words(NamedTuple):
+    """A `Seed` as two signed words."""
+
+    low: Any
+    high: Any
+
+
+class _Scratch(NamedTuple):
+    """Memory for four blocks and the partial sums of one, and for the codes of a block."""
+
+    values: Any
+    codes: Any
+
+
+# The types of their fields.
+_FORMAT = types.Tuple((I8, I8, I8, F4, numba.boolean))
+_ROWS = types.Tuple((U1[::1], U2[::1], I8, I8, I8))
+_OWN = types.Tuple((F4[::1], I8, F4, F4, numba.boolean))
+_RESIDUAL = types.Tuple((F4[::1], U2[::1]))
+_ROW = types.Tuple((U1[::1], U2[::1]))
+_WORDS = types.Tuple((I4, I4))
+_SCRATCH = types.Tuple((F4[::1], U1[::1]))
 
 
 @helper
@@ -41,213 +117,162 @@ def _narrow(singles: Any, halves: Any, m: Any) -> None:
 
 
 @helper
-def _whole(codes: Any, num_bytes: Any, spare: Any, fits: Any) -> Any:
-    """The codes, where whole lines can be read."""
+def _readable(codes: Any, num_bytes: Any, spare: Any, fits: Any) -> Any:
+    """Return the codes, copied to spare memory if whole lines would end behind them."""
     if not fits:
         copy(codes, spare, num_bytes)
     return codes if fits else point(spare, 0)
 
 
 @helper
-def _add(values: Any, residual: Any, keeps: Any, factor: Any, m: Any, total: Any, first: Any) -> None:
+def _add(term: Any, residual: Any, has_residual: Any, scale: Any, total: Any, m: Any, is_first: Any) -> None:
     for i in range(0, m, LINE):
-        term = load(values, i)
-        if keeps:
-            term = term + load(residual, i)
-        term = term * factor
-        if not first:
-            term = load(total, i) + term
-        store(total, i, term)
+        values = load(term, i)
+        if has_residual:
+            values = values + load(residual, i)
+        values = values * scale
+        if not is_first:
+            values = load(total, i) + values
+        store(total, i, values)
 
 
-@kernel(
-    (
-        *(I8, I8, I8, F4, numba.boolean),
-        *(U1[::1], U2[::1], I8, I8, I8, F4[::1], I8, F4, F4),
-        *(F4[::1], U2[::1], numba.boolean, U1[::1], U2[::1], I4, I4),
-        *(F4[::1], U1[::1]),
-    )
-)
-def _reduce(
-    kind: Any,
-    block: Any,
-    shift: Any,
-    limit: Any,
-    dithered: Any,
-    rows: Any,
-    row_halves: Any,
-    num_rows: Any,
-    stride: Any,
-    first_scale: Any,
-    own: Any,
-    own_index: Any,
-    factor: Any,
-    inverse: Any,
-    residual: Any,
-    residual_halves: Any,
-    writes_own: Any,
-    codes: Any,
-    halves: Any,
-    low: Any,
-    high: Any,
-    scratch: Any,
-    spare_codes: Any,
-) -> None:
-    padded, num_lanes = block + _SPARE, max(block // 8, LINE)
-    x, y, lanes = point(scratch, 0), point(scratch, padded), point(scratch, 4 * padded)
-    spare, spare_kept = point(scratch, 2 * padded), point(scratch, 3 * padded)
-    is_single, is_half = residual.size > 0, residual_halves.size > 0
-    keeps = is_single or is_half
+@kernel((_FORMAT, _ROWS, _OWN, _RESIDUAL, _ROW, _WORDS, _SCRATCH))
+def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, scratch: Any) -> None:
+    form, rows, own, residual = _Format(*form), _Rows(*rows), _Own(*own), _Residual(*residual)
+    row, seed, scratch = _Row(*row), _Words(*seed), _Scratch(*scratch)
+    block, shift = form.block, form.shift
+    padded, num_partials = block + _SPARE, max(block // 8, LINE)
+    x, y = point(scratch.values, 0), point(scratch.values, padded)
+    spare, spare_residual = point(scratch.values, 2 * padded), point(scratch.values, 3 * padded)
+    partials = point(scratch.values, 4 * padded)
+    is_single, is_half = residual.singles.size > 0, residual.halves.size > 0
+    has_residual = is_single or is_half
     ahead = max(block, _AHEAD)
-    for b in range(halves.size):
+    for b in range(row.scales.size):
         start, at = b * block, b * (block >> shift)
-        m = min(block, own.size - start)
+        m = min(block, own.values.size - start)
         num_bytes = (m + (1 << shift) - 1) >> shift
-        # Where lines would end behind the block, it is worked on in scratch memory.
+        # A block whose lines would end behind it is worked on in scratch memory.
         fits = m == block and num_bytes % LINE == 0
-        own_, kept, packed = point(own, start), point(residual, start), point(codes, at)
-        kept_halves = point(residual_halves, start)
-        values, out = own_ if fits else spare, packed if fits else point(spare_codes, 0)
-        sent, left = own_ if fits and writes_own else spare, kept if fits and is_single else spare_kept
+        own_, packed = point(own.values, start), point(row.codes, at)
+        singles, halves = point(residual.singles, start), point(residual.halves, start)
+        values, codes = own_ if fits else spare, packed if fits else point(scratch.codes, 0)
+        decoded = own_ if fits and own.is_written else spare
+        left_out = singles if fits and is_single else spare_residual
         if not fits:
             copy(own_, spare, m)
-            copy(kept, spare_kept, m if is_single else 0)
+            copy(singles, spare_residual, m if is_single else 0)
         if is_half:
-            _widen(kept_halves, left, m)
-        # One term that is only read needs no sum.
-        if num_rows > 1 or keeps or not fits:
-            for r in range(num_rows):
-                if r == own_index:
-                    _add(values, left, keeps, factor, m, x, r == 0)
+            _widen(halves, left_out, m)
+        # A single term that is only read needs no sum.
+        if rows.num_rows > 1 or has_residual or not fits:
+            for r in range(rows.num_rows):
+                if r == own.index:
+                    _add(values, left_out, has_residual, own.scale, x, m, r == 0)
                 else:
-                    scale = bf16_to_f32(row_halves[r * (stride // 2) + first_scale + b])
-                    row = _whole(point(rows, r * stride + at), num_bytes, spare_codes, fits)
-                    unpack(kind, row, num_bytes, scale, y)
-                    _add(y, y, False, factor, m, x, r == 0)
+                    scale = bf16_to_f32(rows.halves[r * (rows.stride // 2) + rows.first_scale + b])
+                    other = _readable(point(rows.codes, r * rows.stride + at), num_bytes, scratch.codes, fits)
+                    unpack(form.kind, other, num_bytes, scale, y)
+                    _add(y, y, False, own.scale, x, m, r == 0)
             values = x
         if not fits:
             for i in range(m, m + _SPARE):
                 x[i] = 0
         scale = pack(
-            kind, limit, values, m, lanes, num_lanes, not (keeps or writes_own), (out, sent, left), inverse,
-            point(own_, ahead), point(kept if is_single else own_, ahead), (dithered, start, low, high),
-        )  # fmt: skip
-        halves[b] = f32_to_bf16(scale)
+            form,
+            Source(values, m, point(own_, ahead), point(singles if is_single else own_, ahead)),
+            Destination(codes, not (has_residual or own.is_written), decoded, left_out, own.inverse),
+            Noise(start, seed.low, seed.high),
+            Partials(partials, num_partials),
+        )
+        row.scales[b] = f32_to_bf16(scale)
         if not fits:
-            copy(spare_codes, packed, num_bytes)
-            copy(spare_kept, kept, m if is_single else 0)
-            copy(spare, own_, m if writes_own else 0)
+            copy(scratch.codes, packed, num_bytes)
+            copy(spare_residual, singles, m if is_single else 0)
+            copy(spare, own_, m if own.is_written else 0)
         if is_half:
-            _narrow(left, kept_halves, m)
+            _narrow(left_out, halves, m)
 
 
-@kernel((I8, I8, I8, U1[::1], U2[::1], F4[::1], numba.boolean, F4[::1], U1[::1]))
-def _decode(
-    kind: Any, block: Any, shift: Any, codes: Any, halves: Any, values: Any, streams: Any,
-    scratch: Any, spare_codes: Any,
-) -> None:  # fmt: skip
-    y = point(scratch, 0)
-    for b in range(halves.size):
+@kernel((_FORMAT, _ROW, F4[::1], numba.boolean, _SCRATCH))
+def _decode(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> None:
+    form, row, scratch = _Format(*form), _Row(*row), _Scratch(*scratch)
+    block, shift = form.block, form.shift
+    y = point(scratch.values, 0)
+    for b in range(row.scales.size):
         start, at = b * block, b * (block >> shift)
         m = min(block, values.size - start)
         num_bytes = (m + (1 << shift) - 1) >> shift
         fits = m == block and num_bytes % LINE == 0
-        row, target = _whole(point(codes, at), num_bytes, spare_codes, fits), point(values, start)
+        codes = _readable(point(row.codes, at), num_bytes, scratch.codes, fits)
+        target = point(values, start)
         in_place = fits and not streams
-        unpack(kind, row, num_bytes, bf16_to_f32(halves[b]), target if in_place else y)
+        unpack(form.kind, codes, num_bytes, bf16_to_f32(row.scales[b]), target if in_place else y)
         if not in_place:
             write(y, target, m, streams)
     fence()
 
 
-_NO_VALUES, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
-_NO_ROWS = np.empty(0, np.uint8), np.empty(0, np.uint16), 1, 0
+_NO_SINGLES, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
+_NO_RESIDUAL = _Residual(_NO_SINGLES, _NO_HALVES)
+_NO_ROWS = _Rows(np.empty(0, np.uint8), _NO_HALVES, num_rows=1, stride=0, first_scale=0)
 _ONE = np.float32(1)
 
 
-def encode(form: BlockFormat, values: Tensor, residual: Tensor | None, row: Tensor, seed: Seed) -> None:
+def encode(form: BlockFormat, chunk: Chunk) -> None:
     # A sum of one term, which is not written back.
-    _run(form, _NO_ROWS, values, 0, _ONE, _ONE, residual, row, seed, writes_own=False)
+    _run(form, chunk, _NO_ROWS, _Own(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False))
 
 
 def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
-    codes, scales = form.split(row, values.numel())
-    runs = codes.numpy(), _halves(scales), values.numpy()
-    _decode(*_numbers(form)[:3], *runs, streams_to(values), *_scratch(form))
+    encoded, scratch = tuple(_row(form, row, values.numel())), tuple(_scratch(form))
+    _decode(tuple(_format(form)), encoded, values.numpy(), streams_to(values), scratch)
 
 
-def reduce(
-    form: BlockFormat,
-    rows: Tensor,
-    own: Tensor,
-    own_index: int,
-    scale: float | Tensor,
-    residual: Tensor | None,
-    row: Tensor,
-    seed: Seed,
-) -> None:
-    factors = np.float32(float(scale)), np.float32(1 / float(scale))
+def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale) -> None:
     flat = span(rows)
-    others = flat.numpy(), _halves(flat), len(rows), rows.stride(0)
-    _run(form, others, own, own_index, *factors, residual, row, seed, writes_own=True)
+    first_scale = form.scales_offset(chunk.values.numel()) // 2
+    terms = _Rows(flat.numpy(), _halves(flat), len(rows), rows.stride(0), first_scale)
+    scales = np.float32(float(scale)), np.float32(1 / float(scale))
+    _run(form, chunk, terms, _Own(chunk.values.numpy(), own_index, *scales, is_written=True))
 
 
-def _run(
-    form: BlockFormat,
-    rows: tuple[Any, Any, int, int],
-    own: Tensor,
-    own_index: int,
-    factor: Any,
-    inverse: Any,
-    residual: Tensor | None,
-    row: Tensor,
-    seed: Seed,
-    writes_own: bool,
-) -> None:
-    codes, scales = form.split(row, own.numel())
-    kept, kept_halves = _NO_VALUES, _NO_HALVES
-    if residual is not None and residual.dtype == torch.bfloat16:
-        kept_halves = _halves(residual)
-    elif residual is not None:
-        kept = residual.numpy()
-    _reduce(
-        *_numbers(form),
-        *rows,
-        form.scales_offset(own.numel()) // 2,
-        own.numpy(),
-        own_index,
-        factor,
-        inverse,
-        kept,
-        kept_halves,
-        writes_own,
-        codes.numpy(),
-        _halves(scales),
-        *_words(seed),
-        *_scratch(form),
-    )
+def _run(form: BlockFormat, chunk: Chunk, rows: _Rows, own: _Own) -> None:
+    residual, row = _residual(chunk.residual), _row(form, chunk.row, chunk.values.numel())
+    operands = _format(form), rows, own, residual, row, _words(chunk.seed), _scratch(form)
+    _reduce(*map(tuple, operands))
 
 
-def _numbers(form: BlockFormat) -> tuple[Any, ...]:
+@functools.cache
+def _format(form: BlockFormat) -> _Format:
     limit = np.float32(LIMITS.get(form.kind, 0.0))
-    # A byte holds a power of two of values.
     shift = form.values_per_byte.bit_length() - 1
-    return KINDS[form.kind], form.block, shift, limit, form.stochastic
+    return _Format(KINDS[form.kind], form.block, shift, limit, form.stochastic)
 
 
-def _scratch(form: BlockFormat) -> tuple[Any, Any]:
-    """Room for a block four times and the sums of a block, and for its codes.
+def _residual(residual: Tensor | None) -> _Residual:
+    if residual is None:
+        return _NO_RESIDUAL
+    if residual.dtype == torch.bfloat16:
+        return _Residual(_NO_SINGLES, _halves(residual))
+    return _Residual(residual.numpy(), _NO_HALVES)
 
-    torch's memory begins with a cache line; where numpy's does not, a line takes two accesses.
-    """
+
+def _row(form: BlockFormat, row: Tensor, numel: int) -> _Row:
+    codes, scales = form.split(row, numel)
+    return _Row(codes.numpy(), _halves(scales))
+
+
+def _scratch(form: BlockFormat) -> _Scratch:
+    # By torch, whose memory begins at a cache line: elsewhere, a line of values would take two accesses.
     padded = form.block + _SPARE
     values = torch.empty(4 * padded + max(form.block // 8, LINE))
-    return values.numpy(), torch.empty(padded, dtype=torch.uint8).numpy()
+    return _Scratch(values.numpy(), torch.empty(padded, dtype=torch.uint8).numpy())
 
 
 def _halves(values: Tensor) -> Any:
     return values.view(torch.uint16).numpy()
 
 
-def _words(seed: Seed) -> tuple[Any, Any]:
-    return np.uint32(seed.low).astype(np.int32), np.uint32(seed.high).astype(np.int32)
+def _words(seed: Seed) -> _Words:
+    return _Words(np.uint32(seed.low).astype(np.int32), np.uint32(seed.high).astype(np.int32))

@@ -1,27 +1,63 @@
-"""Casts and sums of whole values in numba, for fp32 in host memory; one thread, without the GIL.
+"""Casts and sums of whole values in numba, for fp32 values in host memory.
 
-Importing this module compiles them (2 s), or reads them from numba's cache on disk (0.2 s).
+Importing this module compiles the kernels (2 s), or loads them from numba's cache on disk (0.2 s).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.lines import F4, I8, LINE, U2, load, store, stream
 from gradwire.ops.cpu.scalars import f32_to_half, half_to_f32, larger
 from gradwire.ops.cpu.vectors import fence, part, prefetch, span, streams_to, write
+from gradwire.ops.operands import Scale, Terms
 
-# Partial sums of this many values, 8 KiB, stay in the first-level cache beside what is added to them.
+# Values in a tile of partial sums: 8 KiB, which stay in the first-level cache beside the terms.
 _TILE = 2048
-# Memory is read this many values ahead: a processor that reads ahead by itself stops at the end of each page.
+# Values are prefetched this far ahead: the processor's own prefetcher stops at the end of each page.
 _AHEAD = 1024
+
+
+class _Rows(NamedTuple):
+    """The terms of a sum as rows, all in one flat array: once as 16-bit numbers, once as fp32."""
+
+    halves: Any
+    singles: Any
+    stride: Any
+    """Values from one row to the next."""
+    header: Any
+    """Size of a row's header, in values."""
+
+
+class _Own(NamedTuple):
+    """This rank's term, and its place in the sum."""
+
+    values: Any
+    index: Any
+
+
+class _Encoded(NamedTuple):
+    """The encoded sum: its format, its bits, and the factors of encoding and decoding."""
+
+    is_single: Any
+    """True for fp32, which is written to this rank's values only."""
+    is_bf16: Any
+    halves: Any
+    up: Any
+    down: Any
+
+
+# The types of their fields.
+_ROWS = types.Tuple((U2[::1], F4[::1], I8, I8))
+_OWN = types.Tuple((F4[::1], I8))
+_ENCODED = types.Tuple((numba.boolean, numba.boolean, U2[::1], F4, F4))
 
 
 @helper
@@ -45,84 +81,64 @@ def _add_halves(values: Any, is_bf16: Any, scale: Any, total: Any, first: Any) -
 
 
 @helper
-def _encode_sum(total: Any, is_bf16: Any, up: Any, down: Any, own: Any, encoded: Any) -> None:
+def _encode_sum(total: Any, own: Any, encoded: Any, start: Any) -> None:
+    halves = part(encoded.halves, start, own.size)
     for i in range(own.size):
-        half = f32_to_half(total[i] * up, is_bf16)
-        encoded[i] = half
-        own[i] = half_to_f32(half, is_bf16) * down
+        half = f32_to_half(total[i] * encoded.up, encoded.is_bf16)
+        halves[i] = half
+        own[i] = half_to_f32(half, encoded.is_bf16) * encoded.down
 
 
 @kernel((F4[::1], F4, F4[::1], F4))
-def _pair_singles(values: Any, scale: Any, own: Any, own_scale: Any) -> None:
+def _add_pair_of_singles(values: Any, scale: Any, own: Any, own_scale: Any) -> None:
     for i in range(own.size):
         own[i] = own[i] * own_scale + values[i] * scale
 
 
 @helper
-def _pair_as(
-    is_bf16: Any, values: Any, scale: Any, own: Any, own_scale: Any, up: Any, down: Any, encoded: Any
-) -> None:
+def _add_pair_as(is_bf16: Any, values: Any, scale: Any, own: Any, own_scale: Any, encoded: Any) -> None:
     num_whole = own.size // LINE * LINE
     for i in range(0, num_whole, LINE):
         prefetch(own, i + _AHEAD)
         prefetch(values, i + _AHEAD)
         total = load(own, i) * own_scale + half_to_f32(load(values, i), is_bf16) * scale
-        half = f32_to_half(total * up, is_bf16)
-        store(encoded, i, half)
-        store(own, i, half_to_f32(half, is_bf16) * down)
+        half = f32_to_half(total * encoded.up, is_bf16)
+        store(encoded.halves, i, half)
+        store(own, i, half_to_f32(half, is_bf16) * encoded.down)
     for i in range(num_whole, own.size):
         total = own[i] * own_scale + half_to_f32(values[i], is_bf16) * scale
-        half = f32_to_half(total * up, is_bf16)
-        encoded[i] = half
-        own[i] = half_to_f32(half, is_bf16) * down
+        half = f32_to_half(total * encoded.up, is_bf16)
+        encoded.halves[i] = half
+        own[i] = half_to_f32(half, is_bf16) * encoded.down
 
 
-@kernel((U2[::1], F4, F4[::1], F4, numba.boolean, F4, F4, U2[::1]))
-def _pair_halves(
-    values: Any, scale: Any, own: Any, own_scale: Any, is_bf16: Any, up: Any, down: Any, encoded: Any
-) -> None:
-    if is_bf16:
-        _pair_as(True, values, scale, own, own_scale, up, down, encoded)
+@kernel((U2[::1], F4, F4[::1], F4, _ENCODED))
+def _add_pair_of_halves(values: Any, scale: Any, own: Any, own_scale: Any, encoded: Any) -> None:
+    encoded = _Encoded(*encoded)
+    if encoded.is_bf16:
+        _add_pair_as(True, values, scale, own, own_scale, encoded)
     else:
-        _pair_as(False, values, scale, own, own_scale, up, down, encoded)
+        _add_pair_as(False, values, scale, own, own_scale, encoded)
 
 
-@kernel(
-    (
-        *(U2[::1], F4[::1], numba.boolean, numba.boolean, I8, I8),
-        *(F4[::1], I8, F4[::1], F4, F4, U2[::1], F4[::1]),
-    )
-)
-def _reduce(
-    halves: Any,
-    singles: Any,
-    is_single: Any,
-    is_bf16: Any,
-    stride: Any,
-    header: Any,
-    own: Any,
-    own_index: Any,
-    scales: Any,
-    up: Any,
-    down: Any,
-    encoded: Any,
-    total: Any,
-) -> None:
-    for start in range(0, own.size, _TILE):
-        size = min(_TILE, own.size - start)
-        x, tile = part(total, 0, size), part(own, start, size)
+@kernel((_ROWS, _OWN, F4[::1], _ENCODED, F4[::1]))
+def _reduce(rows: Any, own: Any, scales: Any, encoded: Any, total: Any) -> None:
+    rows, own, encoded = _Rows(*rows), _Own(*own), _Encoded(*encoded)
+    for start in range(0, own.values.size, _TILE):
+        size = min(_TILE, own.values.size - start)
+        x, tile = part(total, 0, size), part(own.values, start, size)
         for r in range(scales.size):
-            begin = r * stride + header + start
-            if r == own_index:
+            begin = r * rows.stride + rows.header + start
+            if r == own.index:
                 _add_singles(tile, scales[r], x, r == 0)
-            elif is_single:
-                _add_singles(part(singles, begin, size), scales[r], x, r == 0)
+            elif encoded.is_single:
+                _add_singles(part(rows.singles, begin, size), scales[r], x, r == 0)
             else:
-                _add_halves(part(halves, begin, size), is_bf16, scales[r], x, r == 0)
-        if is_single:
+                _add_halves(part(rows.halves, begin, size), encoded.is_bf16, scales[r], x, r == 0)
+        if encoded.is_single:
             write(x, tile, size, False)
         else:
-            _encode_sum(x, is_bf16, up, down, tile, part(encoded, start, size))
+            _encode_sum(x, tile, encoded, start)
 
 
 @helper
@@ -175,54 +191,38 @@ def _absmax(values: Any) -> Any:
     return largest
 
 
-def reduce_rows(
-    rows: Tensor,
-    header_bytes: int,
-    own: Tensor,
-    own_index: int,
-    scales: Sequence[float | Tensor],
-    up: float | Tensor,
-    down: float | Tensor,
-    encoded: Tensor,
-) -> None:
-    flat, item = span(rows), encoded.element_size()
-    weights = np.array([float(scale) for scale in scales], np.float32)
+def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
+    own, own_index, item = terms.own.numpy(), terms.own_index, encoded.element_size()
+    is_single, is_bf16 = encoded.dtype == torch.float32, encoded.dtype == torch.bfloat16
+    scales = np.array([float(scale) for scale in terms.scales], np.float32)
     factors = np.float32(float(up)), np.float32(float(down))
-    if len(weights) == 2:
-        # Two terms commute, so no partial sums are kept: a third less time than block by block.
-        other = rows[1 - own_index, header_bytes : header_bytes + own.numel() * item]
-        terms = _bits(other.view(encoded.dtype)), weights[1 - own_index], own.numpy(), weights[own_index]
-        if encoded.dtype == torch.float32:
-            _pair_singles(*terms)
+    out = is_single, is_bf16, encoded.view(torch.uint16).numpy(), *factors
+    if len(scales) == 2:
+        # Two terms commute, so they need no partial sums: a third less time than tile by tile.
+        begin, other_index = terms.header_bytes, 1 - own_index
+        other = terms.rows[other_index, begin : begin + own.size * item].view(encoded.dtype)
+        pair = _bits(other), scales[other_index], own, scales[own_index]
+        if is_single:
+            _add_pair_of_singles(*pair)
         else:
-            _pair_halves(*terms, encoded.dtype == torch.bfloat16, *factors, _bits(encoded))
+            _add_pair_of_halves(*pair, out)
         return
-    _reduce(
-        flat.view(torch.uint16).numpy(),
-        flat.view(torch.float32).numpy(),
-        encoded.dtype == torch.float32,
-        encoded.dtype == torch.bfloat16,
-        rows.stride(0) // item,
-        header_bytes // item,
-        own.numpy(),
-        own_index,
-        weights,
-        *factors,
-        encoded.view(torch.uint16).numpy(),
-        np.empty(_TILE, np.float32),
-    )
+    flat = span(terms.rows)
+    values = flat.view(torch.uint16).numpy(), flat.view(torch.float32).numpy()
+    rows = *values, terms.rows.stride(0) // item, terms.header_bytes // item
+    _reduce(rows, (own, own_index), scales, out, np.empty(_TILE, np.float32))
 
 
 def _bits(values: Tensor) -> Any:
-    """As an array that numba knows: 16-bit floats as the integers they are made of."""
+    """Return an array that numba knows: 16-bit floats as unsigned integers."""
     return (values if values.dtype == torch.float32 else values.view(torch.uint16)).numpy()
 
 
-def encode(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
+def encode(values: Tensor, scale: Scale, out: Tensor) -> None:
     _encode(values.numpy(), np.float32(float(scale)), _bits(out), out.dtype == torch.bfloat16)
 
 
-def decode(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
+def decode(values: Tensor, scale: Scale, out: Tensor) -> None:
     factor = np.float32(float(scale))
     _decode(_bits(values), factor, out.numpy(), values.dtype == torch.bfloat16, streams_to(out))
 

@@ -1,8 +1,8 @@
-"""Lines of 16 numbers, for numba: what a vector register holds, or two or four of them.
+"""Lines of 16 numbers as a type of numba: the contents of one, two or four vector registers.
 
-Kernels say what happens to a line, and LLVM makes of it what the processor has. Left to find vectors in loops
-over single numbers, it takes registers of half the width, and checks before each short run of a block
-whether arrays overlap: `int4` of 1 Mi values in the cache took 0.46 ms where lines take 0.28.
+Kernels work on lines, which LLVM maps to the processor's registers. LLVM's own vectorizer does worse with
+loops over single numbers: it uses registers of half the width, and checks for overlapping arrays before each
+block. `int4` of 1 Mi values in the cache took 0.46 ms that way, and takes 0.28 ms with lines.
 """
 
 from __future__ import annotations
@@ -41,35 +41,39 @@ def _vector(item: Any) -> Any:
 
 
 def like(value: Any, item: Any) -> Any:
-    """The type of as many ``item`` as ``value`` has: one, or a line."""
+    """Return the type ``item``, or a line of it if ``value`` is a line."""
     return _vector(item) if isinstance(value.type, ir.VectorType) else item
 
 
 def constant(value: Any, number: float) -> Any:
-    """The number in the type of ``value``; in each place of a line."""
+    """Return a constant of the type of ``value``; for a line, the number in each place."""
     kind = value.type
     return ir.Constant(kind, [number] * LINE if isinstance(kind, ir.VectorType) else number)
 
 
-def _spread(builder: Any, value: Any) -> Any:
-    """A line with the number in each place."""
-    empty = ir.Constant(_vector(value.type), ir.Undefined)
+def fill(builder: Any, value: Any, width: int = LINE) -> Any:
+    """Write LLVM's code for a vector with the number in each place."""
+    empty = ir.Constant(ir.VectorType(value.type, width), ir.Undefined)
     first = builder.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, empty, ir.Constant(_vector(ir.IntType(32)), [0] * LINE))
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+    return builder.shuffle_vector(first, empty, mask)
 
 
 def elementwise(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A function of numbers, from what it writes in LLVM; of lines as well, and of both at once."""
+    """Make an intrinsic of a function that writes LLVM code.
+
+    It takes numbers of these ``kinds``, or lines of them, or both at once.
+    """
 
     def decorate(write: Callable[..., Any]) -> Any:
-        @functools.wraps(write)  # numba wants the names of the arguments
+        @functools.wraps(write)  # numba reads the names of the arguments
         def function(typing_context: Any, *args: Any) -> Any:
             is_line = [isinstance(arg, Line) for arg in args]
 
             def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
                 if any(is_line):
                     values = [
-                        value if is_line_ or kind == numba.boolean else _spread(builder, value)
+                        value if is_line_ or kind == numba.boolean else fill(builder, value)
                         for value, is_line_, kind in zip(values, is_line, kinds, strict=True)
                     ]
                 return write(builder, *values)
@@ -83,7 +87,7 @@ def elementwise(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]
 
 
 def _arithmetic(symbol: Any, instruction: str) -> None:
-    """Let lines of fp32 be added and so on, to one another and to a number."""
+    """Define an operator for lines of fp32, and for a line and a number."""
 
     @elementwise(F4, F4, F4)
     def compute(builder: Any, a: Any, b: Any) -> Any:
@@ -102,14 +106,14 @@ for _symbol, _instruction in ((operator.add, "fadd"), (operator.sub, "fsub"), (o
 
 
 def address(context: Any, builder: Any, kind: Any, run: Any, index: Any) -> Any:
-    """Of the number at ``index`` of an array, or behind a pointer."""
+    """Return the address of the number at ``index`` of an array or a pointer."""
     is_array = isinstance(kind, types.Array)
     return builder.gep(context.make_array(kind)(context, builder, run).data if is_array else run, [index])
 
 
 @intrinsic
 def point(typing_context: Any, run: Any, index: Any) -> Any:
-    """A pointer into an array, or on from a pointer: unchecked, and uncounted, unlike a view."""
+    """Return a pointer to a place in an array, or behind a pointer: unchecked and not reference-counted."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return address(context, builder, signature.args[0], *args)
@@ -124,7 +128,7 @@ def _line_address(context: Any, builder: Any, kind: Any, run: Any, index: Any) -
 
 @intrinsic
 def load(typing_context: Any, run: Any, index: Any) -> Any:
-    """The line that begins at ``index``, unchecked."""
+    """Return the line that begins at ``index``, unchecked."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = _line_address(context, builder, signature.args[0], *args)
@@ -150,35 +154,35 @@ def _store(past_caches: bool) -> Any:
     return intrinsic(function)
 
 
-# To the place from an index on, unchecked.
+# Store a line at an index, unchecked.
 store = _store(past_caches=False)
-# The same, where the line begins at a multiple of its own size.
+# The same, past the caches; the line must be aligned to its own size.
 stream = _store(past_caches=True)
 
 
 @intrinsic
 def spread(typing_context: Any, number: Any) -> Any:
-    """A line with the number in each place."""
+    """Return a line with the number in each place."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _spread(builder, args[0])
+        return fill(builder, args[0])
 
     return Line(number)(number), generate
 
 
 @intrinsic
 def counting(typing_context: Any, start: Any) -> Any:
-    """The line of ``start``, ``start + 1`` and so on."""
+    """Return the line of ``start``, ``start + 1`` and so on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first = _spread(builder, builder.trunc(args[0], ir.IntType(32)))
+        first = fill(builder, builder.trunc(args[0], ir.IntType(32)))
         return builder.add(first, ir.Constant(first.type, list(range(LINE))))
 
     return Line(I4)(I8), generate
 
 
 def _fold(builder: Any, line: Any, join: Callable[[Any, Any], Any]) -> Any:
-    """The second half joined to the first, until one number is left."""
+    """Join the second half to the first, until one number is left."""
     width = LINE
     while width > 1:
         width //= 2
@@ -194,7 +198,7 @@ def _fold(builder: Any, line: Any, join: Callable[[Any, Any], Any]) -> Any:
 
 @intrinsic
 def sum_by_halves(typing_context: Any, line: Any) -> Any:
-    """The sum: the second half added to the first, until one number is left."""
+    """Return the sum: the second half is added to the first, until one number is left."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _fold(builder, args[0], builder.fadd)
@@ -204,7 +208,7 @@ def sum_by_halves(typing_context: Any, line: Any) -> Any:
 
 @intrinsic
 def largest_of(typing_context: Any, line: Any) -> Any:
-    """The largest of 16 integers."""
+    """Return the largest of 16 integers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def join(a: Any, b: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Low-rank factors in numba, for fp32 matrices in host memory; one matrix at a time, one thread, no GIL.
+"""Low-rank factors in numba, for fp32 matrices in host memory, one matrix at a time.
 
-A result depends on its own matrix alone, not on what shares its batch, so it is the same in every bucket.
-Importing this module compiles the kernels (10 s), or reads them from numba's cache on disk.
+A result depends on its own matrix only, so it is the same in every bucket. Importing this module compiles the
+kernels (10 s), or loads them from numba's cache on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def accumulate_and_project(
 ) -> None:
     verdicts = votes.numpy()
     for k, values, total, p, q in _matrices(batches, flat, sums, left, right):
-        verdicts[k] = _of(q).accumulate_and_project(values, total, q, p)
+        verdicts[k] = _kernels_for(q).accumulate_and_project(values, total, q, p)
 
 
 def accumulate_and_project_back(
@@ -44,7 +44,7 @@ def accumulate_and_project_back(
 ) -> None:
     verdicts = votes.numpy()
     for k, values, total, p, q in _matrices(batches, flat, sums, left, right):
-        verdicts[k] = _of(p).project_back(values, total, True, p, q)
+        verdicts[k] = _kernels_for(p).project_back(values, total, True, p, q)
 
 
 def project_back(batches: Batches, sums: Tensor, left: Tensor, right: Tensor) -> None:
@@ -52,7 +52,7 @@ def project_back(batches: Batches, sums: Tensor, left: Tensor, right: Tensor) ->
     for batch in batches:
         factors = batch.factors("left", lefts), batch.factors("right", rights)
         for matrix, p, q in zip(batch.sums(totals), *factors, strict=True):
-            _of(p).project_back(matrix, matrix, False, p, q)
+            _kernels_for(p).project_back(matrix, matrix, False, p, q)
 
 
 def judge(batches: Batches, side: Side, factor: Tensor, votes: Tensor, kept: Tensor | None) -> None:
@@ -97,9 +97,9 @@ def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | 
             orthogonal.orthogonalize(own, other, spare is not None)
 
 
-def _of(basis: Any) -> ModuleType:
-    """The kernels for so many vectors."""
-    return few_vectors if len(basis) <= few_vectors.MOST else many_vectors
+def _kernels_for(basis: Any) -> ModuleType:
+    """Return the kernels for this number of vectors."""
+    return few_vectors if len(basis) <= few_vectors.MAX_VECTORS else many_vectors
 
 
 def _factors(batches: Batches, left: Tensor, right: Tensor) -> Iterator[tuple[Any, Any]]:
@@ -111,7 +111,7 @@ def _factors(batches: Batches, left: Tensor, right: Tensor) -> Iterator[tuple[An
 def _matrices(
     batches: Batches, flat: Tensor, sums: Tensor | None, left: Tensor, right: Tensor
 ) -> Iterator[tuple[int, Any, Any, Any, Any]]:
-    """Of each matrix its number, values, sums (the values again if there are none), and factors."""
+    """Yield each matrix's number, values, sums (the values again if ``sums`` is None) and two factors."""
     number, factors = itertools.count(), _factors(batches, left, right)
     bucket = flat.numpy()
     totals = bucket if sums is None else sums.numpy()

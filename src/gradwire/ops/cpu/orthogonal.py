@@ -1,4 +1,4 @@
-"""Orthonormal vectors, in numba: all at once where they differ enough, else one after the other."""
+"""Orthonormalization in numba: of all vectors at once if they differ enough, else one by one."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ import numpy as np
 import torch
 
 from gradwire.ops.cpu.compiling import helper, kernel
-from gradwire.ops.cpu.few_vectors import MOST
+from gradwire.ops.cpu.few_vectors import MAX_VECTORS
 from gradwire.ops.cpu.lines import F4, I4, I8, LINE, point
 from gradwire.ops.cpu.scalars import INFINITY, from_bits, larger
-from gradwire.ops.cpu.tiles import ADD, NOWHERE, PANEL64, ROWS, SET, multiply64
+from gradwire.ops.cpu.tiles import ADD, PANEL64, ROWS, SET, Left, Product, Right, multiply64, no_prefetch
 from gradwire.ops.reference.low_rank import NEGLIGIBLE
 
 _VECTOR, _MATRIX = F4[::1], F4[:, ::1]
 _F8 = numba.float64
 _NEGLIGIBLE = NEGLIGIBLE[torch.float32]
-# The squared condition of vectors of length one that are taken at once: rounding in fp64 leaves about as much
-# of them in one another as rounding the result to fp32 does.
-_MOST_ALIKE = 2.0**26
-# How many places of the vectors are taken at a time, as fp64: 16 KiB of 32 vectors.
-_NUM_PLACES = 64
+# Largest squared condition number of unit vectors that are made orthogonal at once. With it, rounding in fp64
+# disturbs their orthogonality about as much as rounding the result to fp32 does.
+_MAX_CONDITION = 2.0**26
+# Columns that are worked on at a time, in fp64: 16 KiB for 32 vectors.
+_NUM_COLUMNS = 64
 
 
 @kernel((_F8[:, ::1], _F8[:, ::1]))
 def _invert_root(products: Any, inverse: Any) -> Any:
-    """The inverse of the Cholesky root of ``products``, which is used up; False if that is not exact."""
+    """Write the inverse of the Cholesky factor of ``products``; return False if it would not be exact.
+
+    ``products`` is overwritten.
+    """
     size = inverse.shape[0]
     inverse[:] = 0
     lengths = np.empty(size, np.float64)
@@ -49,79 +52,75 @@ def _invert_root(products: Any, inverse: Any) -> Any:
                 products[d, k] -= share * products[c, k]
             for k in range(c + 1):
                 inverse[d, k] -= share * inverse[c, k]
-    return condition <= _MOST_ALIKE
+    return condition <= _MAX_CONDITION
 
 
 @helper
-def _widen(vectors: Any, start: Any, num_places: Any, part: Any) -> None:
+def _widen(vectors: Any, start: Any, num_columns: Any, part: Any) -> None:
     for c in range(vectors.shape[0]):
         row, to = point(vectors, c * vectors.shape[1] + start), part[c]
-        for k in range(num_places):
+        for k in range(num_columns):
             to[k] = row[k]
 
 
 @kernel((_MATRIX,))
 def _orthogonalize_at_once(vectors: Any) -> Any:
-    """Cholesky QR (Stathopoulos and Wu, 2002), which is what Gram-Schmidt gives; else False, nothing done."""
+    """Orthogonalize by Cholesky QR (Stathopoulos and Wu, 2002), which gives what Gram-Schmidt gives.
+
+    Return False, with nothing changed, if the vectors are too much alike.
+    """
     rank, length = vectors.shape
     width = -(-rank // LINE) * LINE
-    part = np.empty((rank, _NUM_PLACES), np.float64)
-    found = np.empty((rank, _NUM_PLACES), np.float64)
-    turned = np.zeros((_NUM_PLACES, width), np.float64)
+    part = np.empty((rank, _NUM_COLUMNS), np.float64)
+    found = np.empty((rank, _NUM_COLUMNS), np.float64)
+    transposed = np.zeros((_NUM_COLUMNS, width), np.float64)
     products = np.zeros((rank, width), np.float64)
-    for j in range(0, length, _NUM_PLACES):
-        num_places = min(_NUM_PLACES, length - j)
-        _widen(vectors, j, num_places, part)
+    for j in range(0, length, _NUM_COLUMNS):
+        num_columns = min(_NUM_COLUMNS, length - j)
+        _widen(vectors, j, num_columns, part)
         for c in range(rank):
-            column = point(turned, c)
-            for k in range(num_places):
+            column = point(transposed, c)
+            for k in range(num_columns):
                 column[k * width] = part[c, k]
         first = point(part, 0)
         multiply64(
             (rank, width),
-            num_places,
-            first,
-            (I8(_NUM_PLACES), I8(1)),
-            point(turned, 0),
-            (PANEL64, width),
-            point(products, 0),
-            width,
-            ADD,
-            first,
-            NOWHERE,
+            num_columns,
+            Left(first, I8(_NUM_COLUMNS), I8(1)),
+            Right(point(transposed, 0), PANEL64, width),
+            Product(point(products, 0), width, ADD),
+            no_prefetch(first),
         )
     inverse = np.empty((rank, rank), np.float64)
     if not _invert_root(products, inverse):
         return False
-    for j in range(0, length, _NUM_PLACES):
-        num_places = min(_NUM_PLACES, length - j)
-        _widen(vectors, j, num_places, part)
+    for j in range(0, length, _NUM_COLUMNS):
+        num_columns = min(_NUM_COLUMNS, length - j)
+        _widen(vectors, j, num_columns, part)
         first = point(part, 0)
         for c in range(0, rank, ROWS):
-            # A vector is made of those before it.
+            # A result is a sum of the vectors up to its own.
             multiply64(
-                (min(ROWS, rank - c), num_places),
+                (min(ROWS, rank - c), num_columns),
                 min(c + ROWS, rank),
-                point(inverse, c * rank),
-                (rank, I8(1)),
-                first,
-                (PANEL64, I8(_NUM_PLACES)),
-                point(found, c * _NUM_PLACES),
-                I8(_NUM_PLACES),
-                SET,
-                first,
-                NOWHERE,
+                Left(point(inverse, c * rank), rank, I8(1)),
+                Right(first, PANEL64, I8(_NUM_COLUMNS)),
+                Product(point(found, c * _NUM_COLUMNS), I8(_NUM_COLUMNS), SET),
+                no_prefetch(first),
             )
         for c in range(rank):
             row, to = found[c], point(vectors, c * length + j)
-            for k in range(num_places):
+            for k in range(num_columns):
                 to[k] = row[k]
     return True
 
 
 @kernel((_VECTOR, _F8[::1], _MATRIX, I8), reorders_sums=True)
 def _direction(own: Any, rest: Any, vectors: Any, num_before: Any) -> Any:
-    """Leave in ``rest`` what is orthogonal to the vectors before, of length one; False if that is nothing."""
+    """Write the unit vector of what is orthogonal to the vectors before to ``rest``.
+
+    Return False if that is negligible.
+    """
     top = I4(0)
     for j in range(own.size):
         top = larger(top, own[j])
@@ -152,7 +151,7 @@ def _direction(own: Any, rest: Any, vectors: Any, num_before: Any) -> Any:
 
 @kernel((_MATRIX, _MATRIX, numba.boolean))
 def orthogonalize(vectors: Any, spare: Any, has_spare: Any) -> None:
-    if vectors.shape[0] > MOST and _orthogonalize_at_once(vectors):
+    if vectors.shape[0] > MAX_VECTORS and _orthogonalize_at_once(vectors):
         return
     rest = np.empty(vectors.shape[1], np.float64)
     poisoned = False

@@ -1,7 +1,7 @@
-"""What numba lacks for one number: casts between formats, casts of bits, 32-bit arithmetic that stays so.
+"""Arithmetic that numba lacks: casts between formats, access to bits, integers that stay 32 bits wide.
 
-numba widens the integers of Python's operators to 64 bits, which halves the speed of vector code. Each
-function here is a few instructions of LLVM, for one number or a line of them.
+numba widens the results of Python's integer operators to 64 bits, which halves the speed of vector code. Each
+function here is a few LLVM instructions, for a number or a line of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradwire.ops.cpu.lines import F4, I4, U1, U2, constant, elementwise, like
 
 _BYTE, _HALF, _WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 _F2, _F4 = ir.HalfType(), ir.FloatType()
-# The bits of fp32's infinity: what is as large, without its sign, is not finite.
+# The bits of fp32's infinity. A value is finite if its bits, without the sign, are less.
 INFINITY = 0x7F800000
 _ABS = 0x7FFFFFFF
 _SIGN = -0x80000000
@@ -31,28 +31,28 @@ def _from_bits(builder: Any, word: Any) -> Any:
 
 @elementwise(I4, F4)
 def bits(builder: Any, value: Any) -> Any:
-    """The bits of an fp32 as an int32."""
+    """Return the bits of an fp32 as an int32."""
     return _bits(builder, value)
 
 
 @elementwise(F4, I4)
 def from_bits(builder: Any, word: Any) -> Any:
-    """The fp32 of which these are the bits."""
+    """Return the fp32 that has these bits."""
     return _from_bits(builder, word)
 
 
 @elementwise(F4, F4)
 def magnitude(builder: Any, value: Any) -> Any:
-    """Without its sign."""
+    """Return the value without its sign."""
     word = _bits(builder, value)
     return _from_bits(builder, builder.and_(word, constant(word, _ABS)))
 
 
 @elementwise(I4, I4, F4)
 def larger(builder: Any, largest: Any, value: Any) -> Any:
-    """The larger of ``largest`` and the bits of ``|value|``.
+    """Return the larger of ``largest`` and the bits of ``|value|``.
 
-    Without their sign bit, floats are ordered as integers are, infinity and NaN last.
+    The bits of floats without a sign are ordered as integers, with infinity and NaN last.
     """
     word = _bits(builder, value)
     word = builder.and_(word, constant(word, _ABS))
@@ -61,7 +61,7 @@ def larger(builder: Any, largest: Any, value: Any) -> Any:
 
 @elementwise(F4, F4, F4)
 def clamped(builder: Any, value: Any, limit: Any) -> Any:
-    """At most ``limit``, and at least the negative of it."""
+    """Return the value clamped to ``-limit`` and ``limit``."""
     lowest = builder.fneg(limit)
     value = builder.select(builder.fcmp_ordered(">", value, limit), limit, value)
     return builder.select(builder.fcmp_ordered("<", value, lowest), lowest, value)
@@ -69,13 +69,13 @@ def clamped(builder: Any, value: Any, limit: Any) -> Any:
 
 @elementwise(U1, I4)
 def low_byte(builder: Any, word: Any) -> Any:
-    """The lowest 8 bits."""
+    """Return the lowest 8 bits."""
     return builder.trunc(word, like(word, _BYTE))
 
 
 @elementwise(U1, I4, I4)
 def pack_pair(builder: Any, low: Any, high: Any) -> Any:
-    """A byte of the lowest 4 bits of each."""
+    """Return a byte of the lowest 4 bits of each."""
     low = builder.and_(low, constant(low, 15))
     word = builder.or_(low, builder.shl(high, constant(high, 4)))
     return builder.trunc(word, like(word, _BYTE))
@@ -83,7 +83,7 @@ def pack_pair(builder: Any, low: Any, high: Any) -> Any:
 
 @elementwise(F4, U1, I4)
 def nibble(builder: Any, byte: Any, shift: Any) -> Any:
-    """The signed 4-bit number at bit ``shift`` of a byte, as an fp32."""
+    """Return the signed 4-bit number at bit ``shift`` of a byte, as an fp32."""
     word = builder.zext(byte, like(byte, _WORD))
     moved = builder.shl(word, builder.sub(constant(word, 28), shift))
     return builder.sitofp(builder.ashr(moved, constant(word, 28)), like(word, _F4))
@@ -91,14 +91,14 @@ def nibble(builder: Any, byte: Any, shift: Any) -> Any:
 
 @elementwise(F4, U1)
 def signed_byte(builder: Any, byte: Any) -> Any:
-    """A byte as a signed number, as an fp32."""
+    """Return a byte, read as a signed number, as an fp32."""
     word = builder.sext(byte, like(byte, _WORD))
     return builder.sitofp(word, like(byte, _F4))
 
 
 @elementwise(F4, F4, U1, I4)
 def with_sign(builder: Any, value: Any, byte: Any, place: Any) -> Any:
-    """``value``, which is not negative, negated if the bit at ``place`` of the byte is set."""
+    """Return ``value``, not negative, with its sign set to bit ``place`` of the byte."""
     word = builder.zext(byte, like(byte, _WORD))
     moved = builder.shl(word, builder.sub(constant(word, 31), place))
     sign = builder.and_(moved, constant(word, _SIGN))
@@ -107,7 +107,7 @@ def with_sign(builder: Any, value: Any, byte: Any, place: Any) -> Any:
 
 @elementwise(F4, F4, F4, I4)
 def with_sign_of(builder: Any, magnitude: Any, value: Any, mask: Any) -> Any:
-    """``magnitude``, which is not negative, with the sign of ``value``; without if ``mask`` is 0, not -1."""
+    """Return ``magnitude``, not negative, with the sign of ``value`` if ``mask`` is -1; itself if it is 0."""
     word = _bits(builder, value)
     sign = builder.and_(builder.and_(word, constant(word, _SIGN)), mask)
     return _from_bits(builder, builder.or_(_bits(builder, magnitude), sign))
@@ -115,13 +115,13 @@ def with_sign_of(builder: Any, magnitude: Any, value: Any, mask: Any) -> Any:
 
 @elementwise(I4, I4, F4, I4)
 def add_sign(builder: Any, word: Any, value: Any, place: Any) -> Any:
-    """``word``, its bit at ``place`` set if ``value`` has a sign."""
+    """Return ``word``, with bit ``place`` set if ``value`` has a sign."""
     sign = builder.lshr(_bits(builder, value), constant(word, 31))
     return builder.or_(word, builder.shl(sign, place))
 
 
 def _mix(builder: Any, x: Any) -> Any:
-    # lowbias32 of Chris Wellons' hash prospector: every input bit changes every output bit half the time.
+    # lowbias32 of Chris Wellons' hash prospector: each input bit flips each output bit with probability 1/2.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None)):
         x = builder.xor(x, builder.lshr(x, constant(x, shift)))
         if factor is not None:
@@ -130,8 +130,8 @@ def _mix(builder: Any, x: Any) -> Any:
 
 
 @elementwise(I4, I4, I4, I4)
-def noise(builder: Any, index: Any, low: Any, high: Any) -> Any:
-    """24 random bits for value ``index`` under a seed of two words."""
+def random_bits(builder: Any, index: Any, low: Any, high: Any) -> Any:
+    """Return 24 random bits for value ``index`` under a seed of two words."""
     mixed = _mix(builder, builder.add(_mix(builder, builder.xor(index, low)), high))
     return builder.lshr(mixed, constant(mixed, 8))
 
@@ -144,15 +144,15 @@ def _centred(builder: Any, noise: Any) -> Any:
 
 @elementwise(F4, I4)
 def centred(builder: Any, noise: Any) -> Any:
-    """24 random bits as a number from -1/2 to 1/2."""
+    """Return 24 random bits as a number from -1/2 to 1/2."""
     return _centred(builder, noise)
 
 
 @elementwise(U1, F4, I4, numba.boolean)
 def to_fp8(builder: Any, value: Any, noise: Any, is_stochastic: Any) -> Any:
-    """The e4m3 code of a value within ±448; ``noise`` are 24 random bits, if they are used.
+    """Return the e4m3 code of a value within ±448, rounded to nearest or with 24 random bits of ``noise``.
 
-    A normal number's bits are rounded as integers; a subnormal one is a multiple of 2^-9.
+    The bits of a normal number are rounded as an integer. A subnormal number is a multiple of 2^-9.
     """
     word = _bits(builder, value)
     sign = builder.and_(builder.lshr(word, constant(word, 24)), constant(word, 0x80))
@@ -176,7 +176,8 @@ def to_fp8(builder: Any, value: Any, noise: Any, is_stochastic: Any) -> Any:
 
 @elementwise(F4, U1)
 def from_fp8(builder: Any, code: Any) -> Any:
-    """The value of an e4m3 code: by way of fp16, which has two bits more of exponent and keeps subnormals."""
+    """Return the value of an e4m3 code."""
+    # By way of fp16, which has one bit more of exponent and represents e4m3's subnormals.
     wide = builder.zext(code, like(code, _HALF))
     sign = builder.shl(builder.and_(wide, constant(wide, 0x80)), constant(wide, 8))
     rest = builder.shl(builder.and_(wide, constant(wide, 0x7F)), constant(wide, 7))
@@ -204,24 +205,24 @@ def _narrow_bf16(builder: Any, value: Any) -> Any:
 
 @elementwise(F4, U2)
 def bf16_to_f32(builder: Any, half: Any) -> Any:
-    """The value of a bf16."""
+    """Return the value of a bf16, given its bits."""
     return _widen_bf16(builder, half)
 
 
 @elementwise(U2, F4)
 def f32_to_bf16(builder: Any, value: Any) -> Any:
-    """To nearest, ties to even, as torch does; every NaN becomes the same one."""
+    """Return the bits of the nearest bf16, ties to even, as torch does; all NaNs become the same one."""
     return _narrow_bf16(builder, value)
 
 
 @elementwise(F4, U2, numba.boolean)
 def half_to_f32(builder: Any, half: Any, is_bf16: Any) -> Any:
-    """From the bits of a bf16 or an fp16."""
+    """Return the value of a bf16 or an fp16, given its bits."""
     return builder.select(is_bf16, _widen_bf16(builder, half), _widen_fp16(builder, half))
 
 
 @elementwise(U2, F4, numba.boolean)
 def f32_to_half(builder: Any, value: Any, is_bf16: Any) -> Any:
-    """To the bits of a bf16 or an fp16."""
+    """Return the bits of the nearest bf16 or fp16."""
     half = builder.fptrunc(value, like(value, _F2))
     return builder.select(is_bf16, _narrow_bf16(builder, value), builder.bitcast(half, like(value, _HALF)))

@@ -1,14 +1,14 @@
-"""Products of matrices, for numba, in tiles that fit the processor's registers.
+"""Matrix products for numba, in tiles that fit the processor's registers.
 
-Each number of a product is one chain of fused multiplications and additions, in order: its bits depend
-neither on where in a matrix it lies nor on the size of a tile. A library's product, such as torch's, may give
-others for other alignments of memory, or another number of threads.
+Each number of a product is one chain of fused multiply-adds, in order. So its bits depend neither on its
+place in a matrix nor on the size of a tile. The product of a library such as torch may give other bits for
+another alignment of memory or another number of threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -17,160 +17,158 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from gradwire.ops.cpu.compiling import helper
-from gradwire.ops.cpu.lines import I8, LINE, point
+from gradwire.ops.cpu.lines import I8, LINE, fill, point
+from gradwire.ops.cpu.vectors import write_prefetch
 
 _HAS_WIDE_REGISTERS = bool(binding.get_host_cpu_features().get("avx512f"))
-# Sums in registers: 16 of 32 with AVX-512; without, 8 of 16, or 16 of the 32 of half that size which ARM has.
+# Rows of a tile, and lines in a row. Its sums take 16 of the 32 registers of AVX-512. Without AVX-512, they
+# take 8 of 16 registers, or on ARM 16 of 32 of half the size.
 ROWS, NUM_LINES = (8, 2) if _HAS_WIDE_REGISTERS else (4, 1)
-# How many numbers of fp32 a tile is wide, and of fp64.
+# The width of a tile in fp32 numbers, and in fp64 numbers.
 PANEL = np.int64(NUM_LINES * LINE)
 PANEL64 = np.int64(PANEL // 2)
 
-# What becomes of a product.
-SET, ADD, TAKE = np.int64(0), np.int64(1), np.int64(-1)
-# Where nothing is fetched.
-NOWHERE = (np.int64(0), np.int64(0), np.int64(0))
+# What to do with a product: write it, add it to what is there, or subtract it.
+SET, ADD, SUBTRACT = np.int64(0), np.int64(1), np.int64(-1)
 
 
-def _prefetch(builder: Any, place: Any, locality: int) -> None:
-    """Begin to read a cache line: with 3 into all caches, with 2 into the second. It may be no one's."""
-    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-    function = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-    how = [ir.Constant(word, value) for value in (0, locality, 1)]
-    fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], function)
-    builder.call(fetch, [builder.bitcast(place, byte), *how])
+class Left(NamedTuple):
+    """The left matrix of a product."""
+
+    first: Any
+    """Pointer to the first number, here and below. Strides count numbers."""
+    row_stride: Any
+    column_stride: Any
+
+
+class Right(NamedTuple):
+    """The right matrix of a product, its columns in panels as wide as a tile."""
+
+    first: Any
+    panel_stride: Any
+    row_stride: Any
+
+
+class Product(NamedTuple):
+    """The destination of a product, with rows of adjacent numbers."""
+
+    first: Any
+    row_stride: Any
+    mode: Any
+
+
+class Ahead(NamedTuple):
+    """Memory to prefetch during a product: one cache line per step of a tile."""
+
+    first: Any
+    row_stride: Any
+    """Distance for each row of the product."""
+    column_stride: Any
+    step_stride: Any
+
+
+@helper
+def no_prefetch(first: Any) -> Any:
+    """Return an `Ahead` that prefetches the same line over and over."""
+    return Ahead(first, I8(0), I8(0), I8(0))
 
 
 def _tile(num_rows: int, num_lines: int, width: int) -> Any:
-    """The product of ``num_rows`` rows with ``num_lines`` times ``width`` columns, its sums in registers."""
+    """Return an intrinsic: the product of ``num_rows`` rows and ``num_lines * width`` columns."""
 
     @intrinsic
-    def tile(
-        typing_context: Any,
-        a: Any,
-        a_row: Any,
-        a_step: Any,
-        b: Any,
-        b_step: Any,
-        depth: Any,
-        out: Any,
-        out_row: Any,
-        how: Any,
-        ahead: Any,
-        ahead_step: Any,
-    ) -> Any:
+    def tile(typing_context: Any, a: Any, b: Any, depth: Any, out: Any, ahead: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            a, a_row, a_step, b, b_step, depth, out, out_row, how, ahead, ahead_step = args
-            item, size = a.type.pointee, signature.args[0].dtype.bitwidth // 8
+            (a, a_row, a_step), (b, _, b_step), (out, out_row, mode), (ahead, _, _, ahead_step) = (
+                cgutils.unpack_tuple(builder, args[i]) for i in (0, 1, 3, 4)
+            )
+            depth = args[2]
+            item, size = a.type.pointee, signature.args[0].types[0].dtype.bitwidth // 8
             kind = item if width == 1 else ir.VectorType(item, width)
             name = f"llvm.fmuladd.{'' if width == 1 else f'v{width}'}f{8 * size}"
             fused = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind] * 3), name)
 
-            def whole(number: int) -> Any:
+            def integer(number: int) -> Any:
                 return ir.Constant(ir.IntType(64), number)
 
             def places(first: Any) -> list[Any]:
-                """Of the lines of a row."""
-                starts = [builder.gep(first, [whole(v * width)]) for v in range(num_lines)]
+                """Return pointers to the lines of a row."""
+                starts = [builder.gep(first, [integer(v * width)]) for v in range(num_lines)]
                 return [builder.bitcast(start, kind.as_pointer()) for start in starts]
-
-            def spread(number: Any) -> Any:
-                if width == 1:
-                    return number
-                empty = ir.Constant(kind, ir.Undefined)
-                first = builder.insert_element(empty, number, ir.Constant(ir.IntType(32), 0))
-                mask = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
-                return builder.shuffle_vector(first, empty, mask)
 
             zero = ir.Constant(kind, None)
             targets = [
                 place
                 for r in range(num_rows)
-                for place in places(builder.gep(out, [builder.mul(out_row, whole(r))]))
+                for place in places(builder.gep(out, [builder.mul(out_row, integer(r))]))
             ]
             sums = [cgutils.alloca_once_value(builder, zero) for _ in targets]
             for target in targets:
-                _prefetch(builder, target, 3)
+                write_prefetch(builder, target, 3)
             with cgutils.for_range(builder, depth) as loop:
-                _prefetch(builder, builder.gep(ahead, [builder.mul(loop.index, ahead_step)]), 2)
+                write_prefetch(builder, builder.gep(ahead, [builder.mul(loop.index, ahead_step)]), 2)
                 column = builder.gep(a, [builder.mul(loop.index, a_step)])
                 row = builder.gep(b, [builder.mul(loop.index, b_step)])
                 lines = [builder.load(place, align=size) for place in places(row)]
                 for r in range(num_rows):
-                    factor = spread(builder.load(builder.gep(column, [builder.mul(a_row, whole(r))])))
+                    factor = builder.load(builder.gep(column, [builder.mul(a_row, integer(r))]))
+                    factor = factor if width == 1 else fill(builder, factor, width)
                     for line, total in zip(lines, sums[r * num_lines : (r + 1) * num_lines], strict=True):
                         builder.store(builder.call(fused, [factor, line, builder.load(total)]), total)
-            ways: dict[np.int64, Callable[[Any, Any], Any]] = {
+            modes: dict[np.int64, Callable[[Any, Any], Any]] = {
                 SET: lambda before, total: total,
                 ADD: builder.fadd,
-                TAKE: builder.fsub,
+                SUBTRACT: builder.fsub,
             }
-            for way, combine in ways.items():
-                with builder.if_then(builder.icmp_signed("==", how, whole(int(way)))):
+            for case, combine in modes.items():
+                with builder.if_then(builder.icmp_signed("==", mode, integer(int(case)))):
                     for target, total in zip(targets, sums, strict=True):
-                        before = None if way == SET else builder.load(target, align=size)
+                        before = None if case == SET else builder.load(target, align=size)
                         builder.store(combine(before, builder.load(total)), target, align=size)
             return context.get_dummy_value()
 
-        return numba.void(a, I8, I8, b, I8, I8, out, I8, I8, ahead, I8), generate
+        return numba.void(a, b, I8, out, ahead), generate
 
     return tile
 
 
 def _multiply(line: int) -> Any:
-    """`multiply` for numbers of which a line is so long."""
+    """Return `multiply` for numbers of which a line holds ``line``."""
     panel = NUM_LINES * line
     full, narrow, thin = (_tile(ROWS, *size) for size in ((NUM_LINES, line), (1, line), (1, 1)))
     last_full, last_narrow, last_thin = (_tile(1, *size) for size in ((NUM_LINES, line), (1, line), (1, 1)))
 
     @helper
-    def multiply(
-        shape: Any,
-        depth: Any,
-        a: Any,
-        a_strides: Any,
-        b: Any,
-        b_strides: Any,
-        out: Any,
-        out_row: Any,
-        how: Any,
-        ahead: Any,
-        ahead_strides: Any,
-    ) -> None:
-        """``out = a @ b``, or added to it, or taken from it; all are pointers to the first number.
-
-        ``a`` has strides from row to row and from column to column, ``b`` from panel to panel (its columns in
-        pieces as wide as a tile) and from row to row. Meanwhile each step of a tile fetches a line from
-        ``ahead`` on, with strides by row, column and step.
-        """
+    def multiply(shape: Any, depth: Any, a: Any, b: Any, out: Any, ahead: Any) -> None:
+        """Write, add or subtract the product ``a @ b``, of this shape, with sums of ``depth`` terms."""
         num_rows, num_columns = shape
-        a_row, a_step = a_strides
-        b_panel, b_step = b_strides
-        ahead_row, ahead_column, ahead_step = ahead_strides
         j = 0
         while j < num_columns:
-            right = point(b, j // panel * b_panel + j % panel)
+            right = Right(
+                point(b.first, j // panel * b.panel_stride + j % panel), b.panel_stride, b.row_stride
+            )
             width = panel if num_columns - j >= panel else line if num_columns - j >= line else 1
             i = 0
             while i < num_rows:
-                left, to = point(a, i * a_row), point(out, i * out_row + j)
-                coming = point(ahead, i * ahead_row + j * ahead_column)
-                given = left, a_row, a_step, right, b_step, depth, to, out_row, how, coming, ahead_step
+                left = Left(point(a.first, i * a.row_stride), a.row_stride, a.column_stride)
+                target = Product(point(out.first, i * out.row_stride + j), out.row_stride, out.mode)
+                next_line = point(ahead.first, i * ahead.row_stride + j * ahead.column_stride)
+                coming = Ahead(next_line, ahead.row_stride, ahead.column_stride, ahead.step_stride)
                 if num_rows - i >= ROWS:
                     if width == panel:
-                        full(*given)
+                        full(left, right, depth, target, coming)
                     elif width == line:
-                        narrow(*given)
+                        narrow(left, right, depth, target, coming)
                     else:
-                        thin(*given)
+                        thin(left, right, depth, target, coming)
                     i += ROWS
                 else:
                     if width == panel:
-                        last_full(*given)
+                        last_full(left, right, depth, target, coming)
                     elif width == line:
-                        last_narrow(*given)
+                        last_narrow(left, right, depth, target, coming)
                     else:
-                        last_thin(*given)
+                        last_thin(left, right, depth, target, coming)
                     i += 1
             j += width
 

@@ -1,4 +1,4 @@
-"""What numba lacks for runs of values: parts that cost nothing, reading ahead, writing past the caches."""
+"""Memory access that numba lacks: views without a cost, prefetches, stores past the caches."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from gradwire.ops.cpu.compiling import helper
 from gradwire.ops.cpu.lines import I8, LINE, address, load, store, stream
 
-# What one store past the caches writes: a cache line of fp32.
+# Bytes that one store past the caches writes: a line of fp32.
 LINE_BYTES = 64
 
-# From so many values on, 8 MiB, what is decoded goes past the caches: what the last of them holds is
-# better left in it, since DDP reads it next.
+# From this number of values on, 8 MiB, results are written past the caches: the last-level cache then keeps
+# what DDP reads next.
 STREAMED = 1 << 21
 
 
 def span(rows: Tensor) -> Tensor:
-    """The memory of a matrix from its first row to the end of its last, with what lies between rows."""
+    """Return the memory of a matrix from its first row to the end of its last, gaps included."""
     return rows.as_strided(((len(rows) - 1) * rows.stride(0) + rows.shape[1],), (1,))
 
 
 @intrinsic
 def part(typing_context: Any, array: Any, start: Any, length: Any) -> Any:
-    """``length`` values of a longer array from ``start`` on, unchecked; the array must outlive them."""
+    """Return a view of ``length`` values from ``start`` on, unchecked; the array must outlive it."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.return_type
@@ -41,17 +41,25 @@ def part(typing_context: Any, array: Any, start: Any, length: Any) -> Any:
     return array(array, I8, I8), generate
 
 
+def write_prefetch(builder: Any, place: Any, locality: int) -> None:
+    """Write LLVM's prefetch of a cache line: into all caches with locality 3, from the second on with 2.
+
+    The address need not be valid.
+    """
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    function = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    # Read access, then locality, then the data cache.
+    options = [ir.Constant(word, value) for value in (0, locality, 1)]
+    fetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], function)
+    builder.call(fetch, [builder.bitcast(place, byte), *options])
+
+
 @intrinsic
 def prefetch(typing_context: Any, run: Any, index: Any) -> Any:
-    """Begin to read the cache line with this value, or nothing, if there is none."""
+    """Prefetch the cache line of this value, which need not exist."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
-        place = builder.bitcast(address(context, builder, signature.args[0], *args), byte)
-        # To read, into all caches, data.
-        how = [ir.Constant(word, value) for value in (0, 3, 1)]
-        builder.call(builder.module.declare_intrinsic("llvm.prefetch", [byte], function), [place, *how])
+        write_prefetch(builder, address(context, builder, signature.args[0], *args), 3)
         return context.get_dummy_value()
 
     return numba.void(run, I8), generate
@@ -59,7 +67,7 @@ def prefetch(typing_context: Any, run: Any, index: Any) -> Any:
 
 @intrinsic
 def fence(typing_context: Any) -> Any:
-    """Let other threads see what was written past the caches."""
+    """Make stores past the caches visible to other threads."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -69,7 +77,7 @@ def fence(typing_context: Any) -> Any:
 
 
 def streams_to(values: Tensor) -> bool:
-    """Whether fp32 values are so many that they are better written past the caches, and can be.
+    """Return True if fp32 values are large enough, and aligned, to be written past the caches.
 
     A line that is written whole need not be read first: a third less traffic than an ordinary copy.
     """
@@ -84,7 +92,7 @@ def copy(source: Any, target: Any, length: Any) -> None:
 
 @helper
 def write(source: Any, target: Any, length: Any, streams: Any) -> None:
-    """Copy, past the caches if that is wanted; ``target`` then begins at a multiple of a line."""
+    """Copy values, past the caches if ``streams``; ``target`` must then be aligned to a line."""
     num_whole = length // LINE * LINE
     if streams:
         for i in range(0, num_whole, LINE):

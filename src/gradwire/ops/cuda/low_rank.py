@@ -1,7 +1,7 @@
-"""Low-rank factors for matrices in CUDA memory: torch's batched products, and everything else in Triton.
+"""Low-rank factors for matrices in CUDA memory: products by torch, in batches, and all else in Triton.
 
-A launch costs more than its work here, so each kernel takes all matrices of a bucket at once, of whatever
-shapes: programs find theirs in a table, which is copied to the device once.
+A launch costs more than its work here, so each kernel takes all matrices of a bucket at once, whatever their
+shapes. A program finds its part in a table, which is copied to the device once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 _NEGLIGIBLE = tl.constexpr(reference.NEGLIGIBLE[torch.float32])
 _INFINITY = tl.constexpr(0x7F800000)
 _ABS = tl.constexpr(0x7FFFFFFF)
-# Votes as bits, which are ordered as the votes are: 0, 1, NaN.
+# Votes as bits, which are in the same order: 0, 1, NaN.
 _ONE = tl.constexpr(0x3F800000)
 _NAN = tl.constexpr(0x7FC00000)
-# A vector that is longer does not fit into a program's registers.
+# Longer vectors do not fit into a program's registers.
 _MAX_LENGTH = 1 << 16
-# Shorter ones share a launch.
+# All shorter vectors share a launch.
 _MIN_BLOCK = 1 << 12
 _ROWS, _COLUMNS = 16, 128
 _CHUNK = 1 << 10
@@ -113,7 +113,7 @@ def _finish(
     place = row[:, None] * num_columns + column[None, :]
     values = flat + tl.load(tile + 5) + place
     if HAS_SUMS:
-        # Read only where it is needed, which is next to never.
+        # The values are read only where the vote is not positive, which is rare.
         needed = (row < tl.where(counts > 0.0, 0, num_rows))[:, None]
         added = tl.load(values, exists & needed, other=0.0).to(tl.float32)
         added = tl.where((added.to(tl.int32, bitcast=True) & _ABS) < _INFINITY, added, 0.0)
@@ -125,7 +125,10 @@ def _finish(
 
 @triton.jit
 def _direction(own, vectors, i, length, BLOCK: tl.constexpr):
-    """The part of unit length that is orthogonal to the vectors before, whether it is one, and is finite."""
+    """Return the unit vector of what is orthogonal to the vectors before, and two flags.
+
+    The first is True if that is not negligible, the second if ``own`` is finite.
+    """
     place = tl.arange(0, BLOCK)
     finite = tl.max(own.to(tl.int32, bitcast=True) & _ABS, axis=0) < _INFINITY
     own = tl.where(finite, own, 0.0)
@@ -162,7 +165,7 @@ def _orthogonalize(matrices, factor, spare, HAS_SPARE: tl.constexpr, BLOCK: tl.c
             all_finite = all_finite & finite
             result = tl.where(all_finite, result, float("nan"))
         tl.store(vectors + i * length + place, result, exists)
-        tl.debug_barrier()  # the next vector's threads read what these have written
+        tl.debug_barrier()  # the next vector's threads read what these wrote
 
 
 def accumulate_and_project(
@@ -237,14 +240,18 @@ def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | 
 
 
 def _on(device: torch.device, table: Sequence[tuple[int, ...]]) -> Tensor:
-    """A table on the device, for which the host does not wait."""
+    """Copy a table to the device, without making the host wait."""
     rows = torch.tensor(table, dtype=torch.int64)
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
 @cached_on_owner
 def _tiles(batches: Batches, device: torch.device) -> Tensor:
-    """Of each tile: matrix, rows, columns, first row and column, starts of values, sums, factors; rank."""
+    """Return a row for each tile.
+
+    Its columns are matrix, rows, columns, first row, first column, the starts of values, sums, left and right
+    factor, and rank.
+    """
     tiles = [
         (
             batch.first + k,
@@ -268,7 +275,7 @@ def _tiles(batches: Batches, device: torch.device) -> Tensor:
 
 @cached_on_owner
 def _matrices(batches: Batches, side: Side, block: int, device: torch.device) -> Tensor:
-    """Of each matrix, or each whose vectors take such a block: where its factor begins, rank, length."""
+    """Return the factor's start, rank and length for each matrix whose vectors take this block; 0 is any."""
     matrices = [
         (
             (batch.left_start if side == "left" else batch.right_start) + k * batch.rank * batch.length(side),

@@ -1,1 +1,1 @@
-"""Kernels in torch, for any device: the truth that the others equal."""
+"""Kernels in torch, for any device and dtype: they define the results of all others."""

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from gradwire.ops.formats import LIMITS, MIN_SCALE, BlockFormat, Seed
+from gradwire.ops.operands import Chunk, Scale
 
 
-def encode(form: BlockFormat, values: Tensor, residual: Tensor | None, row: Tensor, seed: Seed) -> None:
-    x = values.to(torch.float32)
+def encode(form: BlockFormat, chunk: Chunk) -> None:
+    x, residual = chunk.values.to(torch.float32), chunk.residual
     if residual is not None:
         x = x + residual
-    decoded = _encode(form, x, row, seed)
+    decoded = _encode(form, x, chunk)
     if residual is not None:
-        # A block that is not finite leaves the residual as it was.
+        # A block that is not finite leaves its residual unchanged.
         residual.copy_(torch.where(decoded.isnan(), residual.to(x.dtype), x - decoded))
 
 
@@ -30,16 +31,8 @@ def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
         tail.copy_(_dequantise(form, codes[split:].view(1, -1), scales[full:], tail.shape[1]))
 
 
-def reduce(
-    form: BlockFormat,
-    rows: Tensor,
-    own: Tensor,
-    own_index: int,
-    factor: float | Tensor,
-    residual: Tensor | None,
-    row: Tensor,
-    seed: Seed,
-) -> None:
+def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale) -> None:
+    own, residual = chunk.values, chunk.residual
     x = own.new_zeros(own.shape, dtype=torch.float32)
     term = torch.empty_like(x)
     for r in range(len(rows)):
@@ -49,18 +42,18 @@ def reduce(
             term.copy_(own)
             if residual is not None:
                 term += residual
-        x = term * factor if r == 0 else x + term * factor
-    decoded = _encode(form, x, row, seed)
+        x = term * scale if r == 0 else x + term * scale
+    decoded = _encode(form, x, chunk)
     own.copy_(decoded)
     if residual is not None:
-        inverse = 1 / torch.as_tensor(factor, dtype=torch.float64, device=x.device)
+        inverse = 1 / torch.as_tensor(scale, dtype=torch.float64, device=x.device)
         held = (x - decoded) * inverse.to(torch.float32)
         residual.copy_(torch.where(decoded.isnan(), residual.to(x.dtype), held))
 
 
-def _encode(form: BlockFormat, x: Tensor, row: Tensor, seed: Seed) -> Tensor:
-    """Write the row of ``x`` and return what it decodes to."""
-    codes, scales = form.split(row, x.numel())
+def _encode(form: BlockFormat, x: Tensor, chunk: Chunk) -> Tensor:
+    """Encode ``x`` to the chunk's row, and return what the row decodes to."""
+    codes, scales = form.split(chunk.row, x.numel())
     full = x.numel() // form.block
     split = full * (form.block // form.values_per_byte)
     index = torch.arange(x.numel(), device=x.device)
@@ -71,21 +64,21 @@ def _encode(form: BlockFormat, x: Tensor, row: Tensor, seed: Seed) -> Tensor:
             blocks = x[values].view(count, -1)
             scales[part] = scale = _scale(form, blocks)
             codes[slice(split, None) if part.stop is None else slice(0, split)] = _pack(
-                form, _quantise(form, blocks, scale, index[values].view(count, -1), seed)
+                form, _quantise(form, blocks, scale, index[values].view(count, -1), chunk.seed)
             ).view(-1)
     decoded = torch.empty_like(x)
-    decode(form, row, decoded)
+    decode(form, chunk.row, decoded)
     return decoded
 
 
 def _scale(form: BlockFormat, x: Tensor) -> Tensor:
-    """One scale per row of ``x``, in bf16."""
+    """Return a bf16 scale for each row of ``x``."""
     largest = x.abs().amax(dim=1)
     if form.kind == "sign":
         scale = _mean_magnitude(form, x).to(torch.bfloat16)
         scale = scale.clamp(max=torch.finfo(torch.bfloat16).max)
     else:
-        # By a tensor: on CUDA torch divides by a number as it multiplies by its inverse.
+        # Divided by a tensor: on CUDA, torch divides by a number by multiplying with its inverse.
         quotient = largest / torch.full_like(largest, LIMITS[form.kind])
         up = quotient.view(torch.int32) + 0xFFFF
         scale = (up & -0x10000).view(torch.float32).clamp(min=MIN_SCALE).to(torch.bfloat16)
@@ -94,7 +87,7 @@ def _scale(form: BlockFormat, x: Tensor) -> Tensor:
 
 
 def _mean_magnitude(form: BlockFormat, x: Tensor) -> Tensor:
-    """The mean of ``|x|`` of each row, added up in the order of the kernels: by planes, then by halves."""
+    """Return the mean of ``|x|`` of each row, added up as in the kernels: by planes, then by halves."""
     planes = _planes(form, x.abs() * (1 / torch.tensor(float(x.shape[1]), device=x.device)))
     lanes = x.new_zeros(len(x), form.block // form.values_per_byte)
     for plane in planes.unbind(1):
@@ -106,14 +99,14 @@ def _mean_magnitude(form: BlockFormat, x: Tensor) -> Tensor:
 
 
 def _planes(form: BlockFormat, x: Tensor) -> Tensor:
-    """Blocks as (block, place in a byte, byte), filled up with zeros."""
+    """Return blocks as (block, plane, byte), padded with zeros."""
     width = -(-x.shape[1] // form.values_per_byte)
     missing = width * form.values_per_byte - x.shape[1]
     return torch.nn.functional.pad(x, (0, missing)).view(len(x), form.values_per_byte, width)
 
 
 def _quantise(form: BlockFormat, x: Tensor, scale: Tensor, index: Tensor, seed: Seed) -> Tensor:
-    """The codes as integers from 0 to 255, one per value; any in blocks that are not finite."""
+    """Return the codes as integers from 0 to 255, one per value; undefined in blocks that are not finite."""
     scale = scale.to(torch.float32)[:, None]
     if form.kind == "sign":
         return (torch.signbit(x) & (scale > 0)).to(torch.uint8)
@@ -127,7 +120,7 @@ def _quantise(form: BlockFormat, x: Tensor, scale: Tensor, index: Tensor, seed: 
 
 
 def _to_fp8(y: Tensor, noise: Tensor | None) -> Tensor:
-    """The codes of e4m3: by torch's cast, or the next one below or above by chance."""
+    """Return the e4m3 codes: torch's cast, or with noise the next code below or above at random."""
     limit = LIMITS["fp8"]
     if noise is None:
         return y.clamp(-limit, limit).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -139,7 +132,7 @@ def _to_fp8(y: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _noise(index: Tensor, seed: Seed) -> Tensor:
-    """24 random bits for each index, as fp32."""
+    """Return 24 random bits for each index, as fp32."""
     mixed = _mix((_mix((index ^ seed.low) & _WORD) + seed.high) & _WORD)
     return (mixed >> 8).to(torch.float32)
 
@@ -148,7 +141,7 @@ _WORD = 0xFFFFFFFF
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The hash lowbias32 (Chris Wellons), in 64-bit integers."""
+    """Hash with lowbias32 (Chris Wellons), in 64-bit integers."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
     return x ^ (x >> 16)
@@ -162,7 +155,7 @@ def _pack(form: BlockFormat, codes: Tensor) -> Tensor:
 
 
 def _dequantise(form: BlockFormat, codes: Tensor, scales: Tensor, num_values: int) -> Tensor:
-    """The values of blocks of ``num_values`` from their packed codes."""
+    """Return the values of blocks of ``num_values`` from their packed codes."""
     scale = scales.to(torch.float32)[:, None]
     if form.kind == "int8":
         return codes.view(torch.int8).to(torch.float32) * scale

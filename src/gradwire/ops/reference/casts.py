@@ -1,34 +1,27 @@
-"""The kernels in torch, for any device and dtype.
+"""Casts and sums of whole values in torch, for any device and dtype.
 
-On CPU each works tile by tile, so that what it reads more than once stays in the cache: torch's own
-mixed-dtype add makes a full-size temporary and takes 49 ms for 16 Mi values where the tiled one takes
-11 (a plain copy of the same tensor: 12). On CUDA the tile is the whole tensor.
+On CPU each works tile by tile, so that data read twice stays in the cache. For 16 Mi values, torch's own
+mixed-dtype add takes 49 ms because of a full-size temporary; the tiled one takes 11 ms, a plain copy 12 ms.
+On CUDA the tile is the whole tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-# 64 Ki fp32 values are 256 KiB, which fits the second-level cache of every current core.
+from gradwire.ops.operands import Scale, Terms
+
+# 64 Ki fp32 values are 256 KiB: they fit the second-level cache of every current core.
 _TILE = 1 << 16
 
 
-def reduce_rows(
-    rows: Tensor,
-    header_bytes: int,
-    own: Tensor,
-    own_index: int,
-    scales: Sequence[float | Tensor],
-    up: float | Tensor,
-    down: float | Tensor,
-    encoded: Tensor,
-) -> None:
-    end = header_bytes + own.numel() * encoded.element_size()
+def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
+    own, scales, begin = terms.own, terms.scales, terms.header_bytes
+    end = begin + own.numel() * encoded.element_size()
     parts = [
-        own if r == own_index else rows[r, header_bytes:end].view(encoded.dtype) for r in range(len(scales))
+        own if r == terms.own_index else terms.rows[r, begin:end].view(encoded.dtype)
+        for r in range(len(scales))
     ]
     dtype = torch.promote_types(own.dtype, torch.float32)
     total = torch.empty(_tile(own), dtype=dtype, device=own.device)
@@ -45,7 +38,7 @@ def reduce_rows(
             own_tile.copy_(total_.copy_(encoded_tile).mul_(down))
 
 
-def cast_scaled(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
+def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
     if isinstance(scale, float) and scale == 1:
         out.copy_(values)
         return
@@ -66,8 +59,9 @@ def _tile(out: Tensor) -> int:
     return min(_TILE, out.numel()) if out.device.type == "cpu" else out.numel()
 
 
-def _product(values: Tensor, scale: float | Tensor, out: Tensor) -> None:
-    """``out = values * scale`` in ``out``'s dtype; in one step torch is four times slower on CPU."""
+def _product(values: Tensor, scale: Scale, out: Tensor) -> None:
+    """Write ``values * scale`` to ``out``, in its dtype."""
+    # A cast and a product in one step take torch four times as long on CPU.
     if values.dtype == out.dtype:
         torch.mul(values, scale, out=out)
     else:

@@ -1,8 +1,8 @@
-"""Low-rank factors of a bucket's matrices, op by op in torch: what the kernels equal, within rounding.
+"""Low-rank factors of a bucket's matrices, in torch: the kernels equal these within rounding.
 
-A matrix M of a bucket, (n, m), is kept as a sum of gradients. Its factors are kept as rows, P of the left
-side as (r, n) and Q of the right one as (r, m), so that M is about ``P.T @ Q``. A matrix has a *vote*: 0 if
-all its values are zero, positive if not, NaN if one is not finite. Only one with a positive vote counts.
+A matrix M of a bucket, (n, m), is a sum of gradients. Its factors are stored as rows, P of the left side as
+(r, n) and Q of the right side as (r, m), so that M is about ``P.T @ Q``. Each matrix has a *vote*: 0 if all
+its values are zero, NaN if one is not finite, positive otherwise. Only matrices with a positive vote count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gradwire.ops.batches import Batches, Side
 
 
 def accumulate(batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor) -> None:
-    """Add to ``sums`` what is finite of the bucket's matrices, and vote."""
+    """Add the finite values of the bucket's matrices to ``sums``, and write the votes."""
     for batch in batches:
         own_votes = batch.each(votes)
         for k, (values, total) in enumerate(zip(batch.values(flat), batch.sums(sums), strict=True)):
@@ -26,7 +26,7 @@ def accumulate(batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor) -> N
 def accumulate_and_project(
     batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, right: Tensor, left: Tensor
 ) -> None:
-    """`accumulate`, then `project`."""
+    """Call `accumulate`, then `project`."""
     accumulate(batches, flat, sums, votes)
     project(batches, sums, right, left)
 
@@ -34,26 +34,26 @@ def accumulate_and_project(
 def accumulate_and_project_back(
     batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, left: Tensor, right: Tensor
 ) -> None:
-    """`accumulate`, then `project_back`."""
+    """Call `accumulate`, then `project_back`."""
     accumulate(batches, flat, sums, votes)
     project_back(batches, sums, left, right)
 
 
 def project(batches: Batches, sums: Tensor, right: Tensor, left: Tensor) -> None:
-    """``P = Q @ M.T``."""
+    """Write ``P = Q @ M.T`` to ``left``."""
     for batch in batches:
         basis, out = batch.factors("right", right), batch.factors("left", left)
         torch.bmm(basis, batch.sums(sums).mT, out=out)
 
 
 def project_back(batches: Batches, sums: Tensor, left: Tensor, right: Tensor) -> None:
-    """``Q = P @ M``."""
+    """Write ``Q = P @ M`` to ``right``."""
     for batch in batches:
         torch.bmm(batch.factors("left", left), batch.sums(sums), out=batch.factors("right", right))
 
 
 def judge(batches: Batches, side: Side, factor: Tensor, votes: Tensor, kept: Tensor | None) -> None:
-    """Make votes NaN where the factor is not finite; where they are positive, keep the factor."""
+    """Make the votes NaN where the factor is not finite; copy it to ``kept`` where they are positive."""
     for batch in batches:
         found, own_votes = batch.factors(side, factor), batch.each(votes)
         own_votes.add_(torch.linalg.vector_norm(found, float("inf"), dim=(1, 2)), alpha=0)
@@ -72,9 +72,10 @@ def finish(
     own_right: Tensor,
     votes: Tensor,
 ) -> None:
-    """Write ``P.T @ Q`` to the bucket, and take that of this rank's own factors from ``sums``, if there are.
+    """Write ``P.T @ Q`` to the bucket, and subtract the product of this rank's own factors from ``sums``.
 
-    A matrix without a positive vote becomes its vote, zero or NaN, and the sums what they were before.
+    A matrix without a positive vote becomes its vote, zero or NaN; its sums become what they were before
+    `accumulate`.
     """
     for batch in batches:
         own_votes = batch.each(votes).view(-1, 1, 1)
@@ -91,10 +92,11 @@ def finish(
 def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | None) -> None:
     """Make the vectors of each matrix orthonormal, in place and in order.
 
-    Gram-Schmidt, each vector brought to a largest magnitude of one first, so that nothing overflows or
-    vanishes, and projected twice, so that nothing is left of the others. A vector of which the others leave
-    no more than rounding becomes zero. With ``spare``, it becomes that one's vector instead, made orthogonal
-    to those before it, and so does one that is not finite; without, it makes all after it NaN.
+    This is Gram-Schmidt. Each vector is first scaled to a largest magnitude of one, so that nothing overflows
+    or vanishes, and is projected twice, so that nothing of the others is left in it. A vector that depends on
+    those before it, up to rounding, becomes zero. With ``spare``, it becomes the spare vector of its place,
+    made orthogonal to those before it. So does a vector that is not finite. Without ``spare``, such a vector
+    makes itself and all after it NaN.
     """
     for batch in batches:
         others = None if spare is None else batch.factors(side, spare)
@@ -114,7 +116,7 @@ def _orthogonalize(vectors: Tensor, spare: Tensor | None) -> None:
 
 
 def _direction(own: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """The part of unit length that is orthogonal to the vectors before, and whether there is one."""
+    """Return the unit vector of what is orthogonal to ``before``, and True where that is not negligible."""
     top = torch.linalg.vector_norm(own, float("inf"), dim=1, keepdim=True)
     rest = own / torch.where(top == 0, 1.0, top)
     whole = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
@@ -130,5 +132,5 @@ def _finite(values: Tensor) -> Tensor:
     return values.nan_to_num(0.0, 0.0, 0.0)
 
 
-# Rounding leaves about 2^-24 of a vector's length per term of a product, more the longer it is.
+# Rounding leaves about 2^-24 of a vector's length per term of a product, so more in longer vectors.
 NEGLIGIBLE = {torch.float32: 2.0**-19, torch.float64: 2.0**-46}
