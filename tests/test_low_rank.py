@@ -28,7 +28,7 @@ from gradwire.ops.cpu import low_rank as cpu
 from gradwire.ops.cpu import many_vectors, orthogonal
 from gradwire.ops.reference import low_rank as reference
 from gradwire.testing import VirtualRanks, run_ranks, run_virtual_ranks
-from tests.test_powersgd_hook import Given, draw, outer
+from tests.drawn_buckets import Given, draw, outer
 
 try:
     from gradwire.ops.cuda import low_rank as cuda

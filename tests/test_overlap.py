@@ -20,19 +20,8 @@ from gradwire.ddp_comm_hooks.optimizer_overlap_hooks import (
     _OptimizerHookState,
 )
 from gradwire.testing import run_ranks
-from tests.test_local_sgd import assert_same_on_all_ranks, flat, loss_of, net
-
-
-def model_of(**options):
-    return DistributedDataParallel(net(), bucket_cap_mb=0.001, **options)
-
-
-def groups(module):
-    """Two param groups: weights decay, biases do not and learn faster."""
-    weights = [p for name, p in module.named_parameters() if name.endswith("weight")]
-    biases = [p for name, p in module.named_parameters() if name.endswith("bias")]
-    return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.2}]
-
+from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, net
+from tests.overlap_runs import FAILING_STEP, groups, model_of, train_until_it_fails
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
@@ -200,9 +189,6 @@ def test_what_cannot_be_right_is_refused_with_the_reason():
     run_ranks(job_refusals, 2)
 
 
-FAILING_STEP = 2  # after DDP has rebuilt its buckets, which it does with a collective of its own
-
-
 class Broken(torch.optim.SGD):
     def __init__(self, params, lr):
         super().__init__(params, lr=lr)
@@ -212,16 +198,6 @@ class Broken(torch.optim.SGD):
         if self.now == FAILING_STEP:
             raise ArithmeticError("no step today")
         return super().step(closure)
-
-
-def train_until_it_fails(rank, model, at_step, text):
-    before = None
-    with pytest.raises(gradwire.WireError, match=text):
-        for step in range(5):  # a rank where all went well learns of it at the next step
-            at_step(step)
-            before = flat(model)
-            loss_of(model, rank, step).backward()
-    return before
 
 
 def job_failed_averaging(rank):

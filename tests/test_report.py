@@ -12,8 +12,7 @@ from gradwire.headroom import give_verdict, write_records
 from gradwire.planner import Cluster, Forecast
 from gradwire.report import ReportUnavailable, render_page
 from tests.records import record
-
-EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(2)>'
+from tests.report_records import EVIL, measured
 
 
 class Page(HTMLParser):
@@ -37,17 +36,6 @@ class Page(HTMLParser):
         elif self._id:
             self.texts[self._id] = data
         self._id = self._figure = None
-
-
-def measured(**more):
-    found = record(allreduce=100, fp32=99, bf16=80, noop=50)
-    rows = tuple(
-        dataclasses.replace(row, gradient_error=1e-3, wait_ms=20.0, work_ms=10.0, num_messages=8)
-        if row.recipe == "bf16"
-        else row
-        for row in found.rows
-    )
-    return dataclasses.replace(found, rows=rows, **more)
 
 
 def test_the_page_has_the_verdict_and_every_chart():

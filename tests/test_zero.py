@@ -13,8 +13,8 @@ import gradwire
 from gradwire.ddp_comm_hooks import ddp_zero_hook, default_hooks
 from gradwire.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from gradwire.testing import run_ranks
-from tests.test_local_sgd import assert_same_on_all_ranks, flat, loss_of, net
-from tests.test_overlap import FAILING_STEP, groups, model_of, train_until_it_fails
+from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, net
+from tests.overlap_runs import FAILING_STEP, groups, model_of, train_until_it_fails
 
 NUM_STEPS = 6
 HOOKS = {"fp32": default_hooks.allreduce_hook, "bf16": default_hooks.bf16_compress_hook}

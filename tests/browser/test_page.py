@@ -9,7 +9,7 @@ import pytest
 
 from gradwire.headroom import give_verdict
 from gradwire.report import render_page
-from tests.test_report import EVIL, measured
+from tests.report_records import EVIL, measured
 
 pytestmark = pytest.mark.browser
 

@@ -19,7 +19,7 @@ from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.choice import Choice, choose
 from gradwire.ddp.hook_info import Hook
-from gradwire.ddp.hook_slot import divides_by_active, free_slot
+from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
 from gradwire.ddp.hook_watchdog import HookWatchdog
 from gradwire.ddp.models import claim_of, device_of, num_transient, unwrap, uses_nccl
 from gradwire.ddp.nonfinite import OnNonfinite
@@ -30,7 +30,7 @@ from gradwire.ddp.wire import Wire
 from gradwire.ops import warm_up
 from gradwire.peers import CollectiveCall, NcclGroup, timeout_of
 from gradwire.recipes import Recipe, agree_on_nodes, kernels_of, noop
-from gradwire.telemetry import Meter, Recorder, Telemetry
+from gradwire.telemetry import Meter, Telemetry
 
 log = logging.getLogger("gradwire")
 
@@ -115,23 +115,36 @@ def attach(
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and DDP averages as usual", choice.name)
         bridge = Bridge(Engine(noop(), None), layouts, group.rank())
         return Wire(Attachment(slot, bridge, choice, layouts, limit, is_disabled=True))
-    meter = options.meter()
+    bridge = _open_bridge(ddp, slot, choice, options, layouts, call.rendezvous)
+    details = {"recipe": bridge.runner.name, "world_size": group.size(), "device": str(device)}
+    bridge.checks.record_event("attach", 0, **details)
+    return Wire(Attachment(slot, bridge, choice, layouts, limit))
+
+
+def _open_bridge(
+    ddp: DistributedDataParallel,
+    slot: HookSlot,
+    choice: Choice,
+    options: Options,
+    layouts: Layouts,
+    rendezvous: str,
+) -> Bridge:
+    """Open what averages the model's buckets and put it into the slot; collective. Undo all if it fails."""
+    rank, meter = ddp.process_group.rank(), options.meter()
     with contextlib.ExitStack() as undo:
-        runner = _open_runner(ddp, choice, options, meter, call.rendezvous)
+        runner = _open_runner(ddp, choice, options, meter, rendezvous)
         undo.callback(runner.close)
-        recorder = None if telemetry is None else Recorder(telemetry, group.rank(), layouts, meter)
-        checks = options.checks(ddp, recorder)
+        checks = options.checks(ddp, layouts, meter)
         undo.callback(checks.close)
         # Weakly: the model's hook holds this, and must not hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        bridge = Bridge(runner, layouts, group.rank(), checks, by_active)
+        bridge = Bridge(runner, layouts, rank, checks, by_active)
         slot.take(bridge)
         undo.callback(slot.leave, bridge)
         # Binding comes last, since it cannot be undone.
         choice.bind(ddp)
         undo.pop_all()
-    checks.record_event("attach", 0, recipe=runner.name, world_size=group.size(), device=str(device))
-    return Wire(Attachment(slot, bridge, choice, layouts, limit))
+    return bridge
 
 
 def _open_runner(

@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.buckets import LossScale
+from gradwire.buckets import Layouts, LossScale
 from gradwire.ddp.nonfinite import NonfinitePolicy, OnNonfinite, check_mode
 from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.verification import Verification, check_interval
@@ -74,10 +74,13 @@ class Options:
         if self.telemetry is not None:
             self.telemetry.check_file(rank)
 
-    def checks(self, ddp: DistributedDataParallel, recorder: Recorder | None) -> StepChecks:
-        """Return the checks that follow each backward pass."""
+    def checks(self, ddp: DistributedDataParallel, layouts: Layouts, meter: Meter | None) -> StepChecks:
+        """Return the checks and records of each backward pass; opens this rank's telemetry file."""
         policy = None if self.on_nonfinite == "propagate" else NonfinitePolicy(self.on_nonfinite, ddp)
         verification = Verification(self.verify_every, ddp) if self.verify_every else None
+        rank, recorder = ddp.process_group.rank(), None
+        if self.telemetry is not None:
+            recorder = Recorder(self.telemetry, rank, layouts, meter)
         return StepChecks(policy, verification, recorder)
 
     def loss_scale(self) -> LossScale | None:

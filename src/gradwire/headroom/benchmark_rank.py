@@ -30,10 +30,10 @@ TURN_LIMIT_S = 600.0
 
 def run_benchmark(benchmark: Benchmark, on_progress: OnProgress) -> RankResult:
     """Time the benchmark's variants, taking turns; call it on every rank of the default group at once."""
-    return _Run(benchmark, on_progress).run()
+    return _BenchmarkRun(benchmark, on_progress).run()
 
 
-class _Run:
+class _BenchmarkRun:
     """One rank's run of a benchmark: the models, and the number of steps that are done."""
 
     def __init__(self, benchmark: Benchmark, on_progress: OnProgress) -> None:

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from gradwire.ddp import Wire, attach, hook_name, wrap
 from gradwire.recipes import Recipe
 from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require
-from gradwire.testing.workload import NONFINITE_STEP, Batch, Net, exact_results, make_batches, num_steps
+from gradwire.testing.workload import (
+    NONFINITE_STEP,
+    Net,
+    TrainingBatch,
+    exact_results,
+    make_batches,
+    num_steps,
+)
 
 if TYPE_CHECKING:
     from gradwire.testing.matrix import Case
@@ -42,8 +49,8 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class _Run:
-    """What one rank has seen in training."""
+class _Observations:
+    """The gradients and figures that one rank has seen in training."""
 
     gradients: list[Gradients]
     """After each of its steps."""
@@ -135,10 +142,10 @@ def _installed(subject: Subject, model: Any) -> Iterator[Wire | None]:
 
 
 def _train(
-    model: Any, wire: Wire | None, case: Case, batches: list[Batch], rank: int, num_steps: int
-) -> _Run:
+    model: Any, wire: Wire | None, case: Case, batches: list[TrainingBatch], rank: int, num_steps: int
+) -> _Observations:
     pauses = random.Random(rank)
-    run = _Run([], [])
+    run = _Observations([], [])
     with model.join() if case.join else contextlib.nullcontext():
         for batch in batches:
             model.zero_grad()
@@ -147,7 +154,7 @@ def _train(
             last = len(batch.images) - 1
             generators_before = _generator_states()
             for i in range(len(batch.images)):
-                one = Batch([batch.images[i]], batch.use_sometimes, batch.factor)
+                one = TrainingBatch([batch.images[i]], batch.use_sometimes, batch.factor)
                 with model.no_sync() if i < last else contextlib.nullcontext():
                     next(one.losses(model)).backward()
             require(

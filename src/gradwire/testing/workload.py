@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """The data of one rank in one step."""
 
     images: list[Tensor]
@@ -71,7 +71,7 @@ def num_steps(case: Case, size: int) -> int:
     return _num_batches(case, size - 1, size)
 
 
-def make_batches(case: Case, rank: int, size: int, device: torch.device) -> list[Batch]:
+def make_batches(case: Case, rank: int, size: int, device: torch.device) -> list[TrainingBatch]:
     """Make the batches of one rank of the model's group.
 
     Losses change their sign from step to step, so that the gradients of one step point away from those of
@@ -93,12 +93,12 @@ def make_batches(case: Case, rank: int, size: int, device: torch.device) -> list
         turn = step % 3 if case.graph == "find_unused" else 0
         use_sometimes = turn == 0 or (turn == 2 and rank == 0)
         infinite = case.nonfinite and step == NONFINITE_STEP and rank == size - 1
-        batches.append(Batch(images, use_sometimes, float("inf") if infinite else (-1.0) ** step))
+        batches.append(TrainingBatch(images, use_sometimes, float("inf") if infinite else (-1.0) ** step))
     return batches
 
 
 def exact_results(
-    net: nn.Module, batches: list[Batch], num_steps: int, expect: str, group: dist.ProcessGroup
+    net: nn.Module, batches: list[TrainingBatch], num_steps: int, expect: str, group: dist.ProcessGroup
 ) -> list[Average]:
     """Return the exact result of each step, found without DDP and in fp64. Collective."""
     local = copy.deepcopy(net)

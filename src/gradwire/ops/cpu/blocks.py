@@ -42,7 +42,7 @@ class _Format(NamedTuple):
     stochastic: Any
 
 
-class _Rows(NamedTuple):
+class _BlockRows(NamedTuple):
     """The terms of a sum as rows, all in one flat array: once as bytes, once as 16-bit numbers."""
 
     codes: Any
@@ -54,7 +54,7 @@ class _Rows(NamedTuple):
     """Place of a row's first scale, in 16-bit numbers."""
 
 
-class _Own(NamedTuple):
+class _OwnBlocks(NamedTuple):
     """This rank's term: its values, its place in the sum, and the scale of all terms."""
 
     values: Any
@@ -138,7 +138,7 @@ def _add(term: Any, residual: Any, has_residual: Any, scale: Any, total: Any, m:
 
 @kernel((_FORMAT, _ROWS, _OWN, _RESIDUAL, _ROW, _WORDS, _SCRATCH))
 def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, scratch: Any) -> None:
-    form, rows, own, residual = _Format(*form), _Rows(*rows), _Own(*own), _Residual(*residual)
+    form, rows, own, residual = _Format(*form), _BlockRows(*rows), _OwnBlocks(*own), _Residual(*residual)
     row, seed, scratch = _Row(*row), _Words(*seed), _Scratch(*scratch)
     block, shift = form.block, form.shift
     padded, num_partials = block + _SPARE, max(block // 8, LINE)
@@ -215,13 +215,13 @@ def _decode(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> Non
 
 _NO_SINGLES, _NO_HALVES = np.empty(0, np.float32), np.empty(0, np.uint16)
 _NO_RESIDUAL = _Residual(_NO_SINGLES, _NO_HALVES)
-_NO_ROWS = _Rows(np.empty(0, np.uint8), _NO_HALVES, num_rows=1, stride=0, first_scale=0)
+_NO_ROWS = _BlockRows(np.empty(0, np.uint8), _NO_HALVES, num_rows=1, stride=0, first_scale=0)
 _ONE = np.float32(1)
 
 
 def encode(form: BlockFormat, chunk: Chunk) -> None:
     # A sum of one term, which is not written back.
-    _run(form, chunk, _NO_ROWS, _Own(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False))
+    _run(form, chunk, _NO_ROWS, _OwnBlocks(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False))
 
 
 def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
@@ -232,12 +232,12 @@ def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
 def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale) -> None:
     flat = span(rows)
     first_scale = form.scales_offset(chunk.values.numel()) // 2
-    terms = _Rows(flat.numpy(), _halves(flat), len(rows), rows.stride(0), first_scale)
+    terms = _BlockRows(flat.numpy(), _halves(flat), len(rows), rows.stride(0), first_scale)
     scales = np.float32(float(scale)), np.float32(1 / float(scale))
-    _run(form, chunk, terms, _Own(chunk.values.numpy(), own_index, *scales, is_written=True))
+    _run(form, chunk, terms, _OwnBlocks(chunk.values.numpy(), own_index, *scales, is_written=True))
 
 
-def _run(form: BlockFormat, chunk: Chunk, rows: _Rows, own: _Own) -> None:
+def _run(form: BlockFormat, chunk: Chunk, rows: _BlockRows, own: _OwnBlocks) -> None:
     residual, row = _residual(chunk.residual), _row(form, chunk.row, chunk.values.numel())
     operands = _format(form), rows, own, residual, row, _words(chunk.seed), _scratch(form)
     _reduce(*map(tuple, operands))

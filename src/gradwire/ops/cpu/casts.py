@@ -25,7 +25,7 @@ _TILE = 2048
 _AHEAD = 1024
 
 
-class _Rows(NamedTuple):
+class _CastRows(NamedTuple):
     """The terms of a sum as rows, all in one flat array: once as 16-bit numbers, once as fp32."""
 
     halves: Any
@@ -36,7 +36,7 @@ class _Rows(NamedTuple):
     """Size of a row's header, in values."""
 
 
-class _Own(NamedTuple):
+class _OwnCast(NamedTuple):
     """This rank's term, and its place in the sum."""
 
     values: Any
@@ -123,7 +123,7 @@ def _add_pair_of_halves(values: Any, scale: Any, own: Any, own_scale: Any, encod
 
 @kernel((_ROWS, _OWN, F4[::1], _ENCODED, F4[::1]))
 def _reduce(rows: Any, own: Any, scales: Any, encoded: Any, total: Any) -> None:
-    rows, own, encoded = _Rows(*rows), _Own(*own), _Encoded(*encoded)
+    rows, own, encoded = _CastRows(*rows), _OwnCast(*own), _Encoded(*encoded)
     for start in range(0, own.values.size, _TILE):
         size = min(_TILE, own.values.size - start)
         x, tile = part(total, 0, size), part(own.values, start, size)

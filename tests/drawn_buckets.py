@@ -1,0 +1,25 @@
+"""Buckets with given values, for tests of low rank."""
+
+import torch
+from torch import nn
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are what `forward` is called with."""
+
+    def __init__(self, *shapes, dtype=torch.float32):
+        super().__init__()
+        self.values = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+    def forward(self, given):
+        return sum((p * g).sum() for p, g in zip(self.values, given, strict=True))
+
+
+def draw(seed, *shapes):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def outer(seed, n, m):
+    (u, v) = draw(seed, n, m)
+    return torch.outer(u, v)
