@@ -47,11 +47,12 @@ def _expire_with_helpers(dispatcher: Any) -> None:
     """Invalidate cached code when any file of `ops` changes: numba checks only the kernel's own file."""
     cached: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if hasattr(cached, "_source_stamp"):
-        cached._source_stamp = _hash_of_sources()
+        cached._source_stamp = _sources()
 
 
 @functools.cache
-def _hash_of_sources() -> str:
+def _sources() -> str:
+    """Return a hash of all files of `ops`."""
     digest = hashlib.blake2b(digest_size=16)
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
