@@ -395,7 +395,7 @@ def job_refusals(rank):
     cases = {
         "has no residual:float32 of parameter 'conv.weight', which was saved": pop,
         "has a residual:float32 of parameter 'conv.wait' that was not saved": add,
-        r"parameter 'conv.bias' of rank \d has shape \(5,\), and was saved with \(6,\)": reshape,
+        r"parameter 'conv.bias' of rank \d has shape \(5,\), but was saved with shape \(6,\)": reshape,
         "it has no 'step'": lambda state: state.pop("step"),
         "it has an unknown 'steps'": lambda state: state.update(steps=3),
         "version 99, and this gradwire reads version 2": lambda state: state.update(version=99),
