@@ -294,7 +294,7 @@ def test_recipes_are_listed_with_what_they_do():
     result = run("recipes")
     assert result.exit_code == 0
     assert all(name in result.stdout for name in gradwire.RECIPES)
-    assert "bf16 on the wire; sums in fp32." in result.stdout
+    assert "Send bf16; sum in fp32." in result.stdout
 
 
 def test_version_and_help():

@@ -621,7 +621,7 @@ def test_a_layout_that_is_made_again_in_every_step_takes_no_more_memory():
         memory, sizes = Memory(), []
         for step, given in enumerate(steps_of(group.rank, layout, 4)):
             run_steps(group, exchange, replace(layout), [given], memory, first_step=step)
-            sizes.append(len(memory._made))
+            sizes.append(len(memory._cache))
         return sizes
 
     assert run_virtual_ranks(job, 2) == [[1] * 4] * 2
