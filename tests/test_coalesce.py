@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.averaging import Bucket, Coalescer, Timeline
+from gradwire.averaging import Bucket, Coalescer, Engine, RunState, Timeline
 from gradwire.averaging.coalesce import ENOUGH_BYTES
 from gradwire.averaging.job import Job, Scaling, run_jobs
 from gradwire.averaging.regroup import Regrouper
@@ -188,6 +188,26 @@ def test_an_error_on_the_way_back_from_regrouped_buckets_leaves_none_waiting():
     assert len(failures) == 1
 
 
+@pytest.mark.parametrize("names", [("p0", "p1", "p2"), ("p2", "p1", "p0")], ids=["as they arrive", "moved"])
+def test_an_error_between_the_buckets_of_a_regrouped_step_leaves_none_waiting(names):
+    class Failing(Asking):
+        def shared_bytes(self, layout, step):
+            if layout.index == 1:
+                raise ArithmeticError("no second one")
+            return 16
+
+    state = RunState(timeline=Timeline(num_transient=1))
+    state.timeline.load(0, [(0, tuple(("float32", (name,)) for name in names))])
+    recipe = gradwire.Recipe("failing", Failing())
+    engine = Engine(recipe, EagerLane(), state, coalescer=Coalescer(100))
+    buckets = [Bucket(job.flat, job.layout, job.place.bucket == 2) for job in map(job_at, [0] * 3, range(3))]
+    futures = [engine.start(bucket, Place(0, 0, bucket.layout.index, "failing")) for bucket in buckets[:2]]
+    with pytest.raises(ArithmeticError, match="no second one"):
+        engine.start(buckets[2], Place(0, 0, 2, "failing"))
+    engine.give_up()
+    assert all(future.done() for future in futures)
+
+
 def test_a_hook_whose_futures_wait_for_later_buckets_is_given_up_when_none_will_come():
     runner = HookRunner(lambda state, bucket: torch.futures.Future(), None)
     future = runner.start(one_parameter(0, False), Place(0, 0, 0, "waiting"))
@@ -289,6 +309,8 @@ class EagerLane:
 
 class Asking:
     """An exchange of 16 bytes, or of any number, that asks for one sum, and may fail after it."""
+
+    communicates = True
 
     def __init__(self, num_bytes=16, error=None):
         self.num_bytes, self.error = num_bytes, error

@@ -82,10 +82,16 @@ class Engine:
         by_active = bucket.divides_by_active and recipe.reduction == "mean"
         scaling = Scaling(recipe.reduction, not bucket.is_shadow if by_active else None)
         job = Job(Promise(bucket.flat), bucket.layout, place, recipe.exchange, scaling, bucket.is_last)
-        for regrouped in self._regrouper.take(job):
-            self._prepare(regrouped)
-            for batch in self.coalescer.take(regrouped, may_wait=not self._is_measured(regrouped)):
-                self._submit(batch)
+        jobs = self._regrouper.take(job)
+        try:
+            for each in jobs:
+                self._prepare(each)
+                for batch in self.coalescer.take(each, may_wait=not self._is_measured(each)):
+                    self._submit(batch)
+        except Exception:
+            for each in jobs:  # some have left the regrouper, and no lane knows them
+                each.promise.give_up()
+            raise
         return job.promise.future
 
     def swap(self, recipe: Recipe, open_lane: Callable[[], Lane]) -> None:
