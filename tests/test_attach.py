@@ -211,10 +211,16 @@ def check_failure_that_is_no_text(rank):
     error = ValueError(os.fsdecode(b"cannot read weights-\xff.bin"))
     group, timeout = dist.group.WORLD, timedelta(seconds=20)
     if rank == 1:
-        agree(group, join_rendezvous(group, timeout), error, timeout)
+        agree(group, join_rendezvous(group, timeout, "attach"), error, timeout, "gradwire.attach")
     else:
         with pytest.raises(RuntimeError, match=r"failed on rank 1: cannot read weights-\\udcff\.bin"):
-            agree(group, join_rendezvous(group, timeout), {"recipe": "bf16"}, timeout)
+            agree(
+                group,
+                join_rendezvous(group, timeout, "attach"),
+                {"recipe": "bf16"},
+                timeout,
+                "gradwire.attach",
+            )
 
 
 def test_an_error_with_the_name_of_a_file_that_is_no_text_reaches_other_ranks(three_ranks):

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from gradwire.averaging.job import Job, Scaling, run_jobs
 from gradwire.averaging.regroup import Regrouper
 from gradwire.buckets import BucketLayout, Memory, Slot
 from gradwire.codecs import Affine, Blocks, Cast, Raw
-from gradwire.ddp import HookRunner, SteppingRunner, attachment_of
+from gradwire.ddp import DDPBucket, HookRunner, SteppingRunner, attachment_of
 from gradwire.errors import Place
 from gradwire.exchanges import Context, Scratch
 from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce
@@ -167,11 +169,11 @@ def test_what_a_route_sends_by_itself_counts_as_what_waits():
 def test_a_step_that_cannot_be_regrouped_leaves_no_bucket_waiting():
     timeline, failures = Timeline(num_transient=1), []
     timeline.load(0, [(0, (("float32", ("another",)),))])
-    regrouper = Regrouper(timeline, failures.append)
+    regrouper = Regrouper(timeline)
     jobs = [job_at(0, index, is_last=index == 2) for index in range(3)]
-    assert [regrouper.take(job) for job in jobs[:2]] == [[], []]
+    assert [regrouper.take(job, failures.append) for job in jobs[:2]] == [[], []]
     with pytest.raises(ValueError, match="they differ in"):
-        regrouper.take(jobs[2])
+        regrouper.take(jobs[2], failures.append)
     regrouper.give_up()
     assert all(job.promise.future.done() for job in jobs)
 
@@ -179,10 +181,10 @@ def test_a_step_that_cannot_be_regrouped_leaves_no_bucket_waiting():
 def test_an_error_on_the_way_back_from_regrouped_buckets_leaves_none_waiting():
     timeline, failures = Timeline(num_transient=1), []
     timeline.load(0, [(0, (("float32", ("p1", "p0")),))])
-    regrouper = Regrouper(timeline, failures.append)
+    regrouper = Regrouper(timeline)
     jobs = [job_at(0, index, is_last=index == 1) for index in range(2)]
-    assert regrouper.take(jobs[0]) == []
-    (regrouped,) = regrouper.take(jobs[1])
+    assert regrouper.take(jobs[0], failures.append) == []
+    (regrouped,) = regrouper.take(jobs[1], failures.append)
     regrouped.promise.keep(torch.ones(3))  # not what was asked for
     assert all(job.promise.future.value() is job.flat for job in jobs)
     assert len(failures) == 1
@@ -243,7 +245,7 @@ def sums_of(group, numels):
 
 
 def results_of(numels, together, group):
-    """What becomes of sums that share messages or do not, and the bytes and messages that it takes."""
+    """Return sums that share messages or do not, and the bytes and messages that they took."""
     sums, context = sums_of(group, numels), Context(group, Scratch(), 1 / group.size, None)
     for some in [sums] if together else [[each] for each in sums]:
         TwoPhaseReduce(some, context).run()
@@ -268,7 +270,7 @@ def test_sums_of_any_codecs_and_sizes_share_a_message_without_a_trace(numels, wo
 
 
 def job_law(rank):
-    """Of each parameter the sums of gradients and of results over steps, and what is held back at the end."""
+    """Return every parameter's gradients and results, summed over steps, and its residual at the end."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
     local = copy.deepcopy(net)
@@ -387,7 +389,7 @@ def one_parameter(index, is_last):
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     layout = BucketLayout(index, torch.float32, (Slot("p", 0, torch.Size([1]), (1,)),))
-    return Bucket(parameter.grad, layout, is_last, [parameter], grad_bucket=object())
+    return DDPBucket(parameter.grad, layout, is_last, parameters=[parameter], grad_bucket=object())
 
 
 def test_a_step_waits_for_buckets_that_wait_for_others_without_keeping_them():
@@ -411,3 +413,22 @@ def test_steps_that_wait_for_later_buckets_are_not_kept_when_none_will_come(at_t
     assert not first.done()
     runner.give_up()
     assert first.done()
+
+
+def test_buckets_share_messages_also_when_the_lane_is_opened_by_a_swap():
+    engine = Engine(gradwire.noop(), None, may_wait=True)
+    engine.swap(gradwire.recipe("int8"), EagerLane)
+    buckets = [Bucket(job.flat, job.layout, False) for job in map(job_at, [0] * 2, range(2))]
+    first, _ = (engine.start(each, Place(0, 0, each.layout.index, "int8")) for each in buckets)
+    assert not first.done(), "it waits for the last one"
+
+
+def test_an_engine_that_nobody_holds_is_freed_at_once():
+    gc.disable()
+    try:
+        engine = Engine(gradwire.noop(), None)
+        freed = weakref.ref(engine)
+        del engine
+        assert freed() is None, "a cycle would keep its lane until the garbage collector runs"
+    finally:
+        gc.enable()

@@ -1,4 +1,4 @@
-"""What becomes of a hook's future that nobody completes."""
+"""A hook's future that nobody completes is given up."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.averaging import Bucket
+from gradwire.ddp import DDPBucket
 from gradwire.ddp.hook_watchdog import HookWatchdog
 from gradwire.ddp.user_hooks import HookRunner
 from gradwire.errors import Place, WireError
@@ -24,7 +24,7 @@ def check_a_failure_during_the_call(rank):
 
     gradient = torch.ones(3)
     runner = HookRunner(hook, None, watchdog)
-    bucket = Bucket(gradient, None, is_last=True, grad_bucket=object())
+    bucket = DDPBucket(gradient, None, is_last=True, grad_bucket=object())
     future = runner.start(bucket, PLACE)
     assert future.done(), "nobody else would end the waiting before the timeout"
     assert future.value() is gradient

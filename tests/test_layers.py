@@ -17,7 +17,6 @@ ORDER = [
 ]
 # The only packages that may know DistributedDataParallel.
 KNOW_DDP = {"ddp", "ddp_comm_hooks", "adapters"}
-# Backends of kernels, which nobody but the front of `ops` chooses between.
 PATHS = sorted(ROOT.rglob("*.py"))
 
 

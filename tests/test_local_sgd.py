@@ -453,7 +453,7 @@ def job_fewer_ranks(rank):
 
 
 def job_nothing_left(rank):
-    """What cannot begin leaves the model as it was, and with GRADWIRE_DISABLE nothing is opened."""
+    """A run that cannot begin leaves the model as it was; with GRADWIRE_DISABLE nothing is opened."""
 
     def fail(*args, **options):
         raise OSError("no more sockets")

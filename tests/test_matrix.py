@@ -21,7 +21,7 @@ def narrow_channels(state, bucket):
 
 
 def rarely(*values):
-    """What another row comes close to: for `make test-full`."""
+    """Mark rows that another row comes close to: they run in `make test-full`."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 

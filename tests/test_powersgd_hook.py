@@ -50,7 +50,7 @@ def with_hook(module, wrapper=None, hook="powerSGD_hook", **options):
 
 
 def attempt(register, steps):
-    """What `train` returns, or the name of the error it raises."""
+    """Return the result of `train`, or the name of the error it raises."""
     try:
         return train(register, steps)
     except Exception as error:
@@ -351,3 +351,15 @@ def test_a_type_is_told_apart_from_a_hook_that_takes_a_state():
     state = ours.PowerSGDState(process_group=None, matrix_approximation_rank=2)
     with pytest.raises(TypeError, match="a process group or None, not PowerSGDState; .*gradwire.attach"):
         DDPCommHookType.POWER_SGD.value(model=None, state=state)
+
+
+def job_other_options(rank):
+    state = ours.PowerSGDState(None, matrix_approximation_rank=1 + rank, start_powerSGD_iter=2)
+    model = small_model()
+    gradwire.attach(model, ours.powerSGD_hook, state=state)
+    with pytest.raises(gradwire.WireError, match=r"ranks do not agree: recipe is powersgd"):
+        backward(model)
+
+
+def test_ranks_with_different_options_are_told_so_before_anything_is_sent():
+    run_ranks(job_other_options, 2, timeout=60)

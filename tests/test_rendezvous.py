@@ -62,16 +62,16 @@ def start(store, size=3):
 
 
 def test_ranks_that_start_again_know_a_living_rank_0_from_a_dead_one(store):
-    names = together(lambda m: join_rendezvous(m, LONG), start(store))
+    names = together(lambda m: join_rendezvous(m, LONG, "attach"), start(store))
     assert len(set(names)) == 1
     first, second, third = start(store)
     early = Noticing(store)
     second.store = early
     with ThreadPoolExecutor(3) as threads:
-        waiting = threads.submit(join_rendezvous, second, LONG)
+        waiting = threads.submit(join_rendezvous, second, LONG, "attach")
         assert early.answered.wait(30), "it has answered the dead one, whose name is there still"
         assert not waiting.done()
-        others = threads.map(lambda m: join_rendezvous(m, LONG), [first, third])
+        others = threads.map(lambda m: join_rendezvous(m, LONG, "attach"), [first, third])
         again = [waiting.result(), *others]
     assert len(set(again)) == 1
     assert again[0] not in names
@@ -79,20 +79,25 @@ def test_ranks_that_start_again_know_a_living_rank_0_from_a_dead_one(store):
 
 def test_a_rank_that_died_between_rendezvous_keeps_those_that_start_again_from_nothing(store):
     members = start(store)
-    together(lambda m: join_rendezvous(m, LONG), members)
+    together(lambda m: join_rendezvous(m, LONG, "attach"), members)
     saved = {"step": "400"}
     for alive in members[:2]:  # the third has died before it came to load
         with pytest.raises(RuntimeError, match=r"load is collective, but rank\(s\) .*2 of 3 did not call it"):
-            agree(alive, join_rendezvous(alive, SHORT), saved, SHORT, "load")
+            agree(alive, join_rendezvous(alive, SHORT, "attach"), saved, SHORT, "load")
     for _ in range(2):
         members = start(store)
-        together(lambda m: agree(m, join_rendezvous(m, LONG), {"recipe": "int8"}, LONG), members)
-        together(lambda m: agree(m, join_rendezvous(m, LONG), saved, LONG, "load"), members)
+        together(
+            lambda m: agree(
+                m, join_rendezvous(m, LONG, "attach"), {"recipe": "int8"}, LONG, "gradwire.attach"
+            ),
+            members,
+        )
+        together(lambda m: agree(m, join_rendezvous(m, LONG, "attach"), saved, LONG, "load"), members)
 
 
 def test_every_rendezvous_has_a_name_of_its_own(store):
     members = start(store)
-    names = together(lambda m: [join_rendezvous(m, LONG) for _ in range(3)], members)
+    names = together(lambda m: [join_rendezvous(m, LONG, "attach") for _ in range(3)], members)
     assert names[0] == names[1] == names[2]
     assert len(set(names[0])) == 3
 
@@ -112,4 +117,4 @@ def test_those_who_wait_in_vain_say_for_whom(store, missing):
 
 def test_a_rank_alone_waits_for_nobody(store):
     (alone,) = start(store, size=1)
-    assert join_rendezvous(alone, SHORT) != join_rendezvous(alone, SHORT)
+    assert join_rendezvous(alone, SHORT, "attach") != join_rendezvous(alone, SHORT, "attach")

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 
 from gradwire.buckets import BucketLayout
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Values to average in place, and the parameters they belong to."""
+    """Values to average in place, and their layout."""
 
     flat: Tensor
     layout: BucketLayout
     is_last: bool
     """True for the last bucket of a step; no bucket waits any longer then."""
-    parameters: Sequence[Tensor] = ()
-    """The parameters, in the order of the layout; only stepping and hooks need them."""
-    is_shadow: bool = False
-    """True if this rank has run out of input, and ``join()`` sends zeros for it."""
-    divides_by_active: bool = False
-    """True if a mean divides by the number of ranks that still have input."""
-    grad_bucket: GradBucket | None = None
-    """The bucket as DDP passed it, for a user's hook."""
+    is_active: bool | None = None
+    """None for a mean over all ranks; else the mean is over the ranks that say True."""

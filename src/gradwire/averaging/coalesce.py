@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from gradwire.averaging.job import Job
 from gradwire.averaging.pending import Pending
+from gradwire.lanes import Lane
 
 # Bytes that a rank sends at once. Of 1, 2, 4, 8 and 32 MiB, 4 MiB was fastest for int8, int4 and sign between
 # two processes that share an H200. Larger batches leave more to send after the backward pass.
@@ -22,6 +23,11 @@ class Coalescer:
         """Let jobs wait until they have ``enough_bytes`` to send; with 0, no job waits."""
         self._enough_bytes = enough_bytes
         self._pending: Pending[Job] = Pending()
+
+    @classmethod
+    def for_lane(cls, lane: Lane) -> Coalescer:
+        """Return a coalescer that lets jobs wait if that pays on ``lane``."""
+        return cls(ENOUGH_BYTES if lane.shares_messages else 0)
 
     def take(self, job: Job, *, may_wait: bool) -> list[list[Job]]:
         """Take one job, and return the batches of jobs to exchange now, in order.

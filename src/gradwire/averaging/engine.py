@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.averaging.bucket import Bucket
-from gradwire.averaging.coalesce import ENOUGH_BYTES, Coalescer
+from gradwire.averaging.coalesce import Coalescer
 from gradwire.averaging.job import Job, Scaling, run_jobs
 from gradwire.averaging.layout_check import LayoutCheck
 from gradwire.averaging.regroup import Regrouper
@@ -36,6 +35,7 @@ class Engine:
         coalescer: Coalescer | None = None,
         meter: Meter | None = None,
         layout_check: LayoutCheck | None = None,
+        may_wait: bool = False,
         may_have_unused: bool = False,
     ) -> None:
         """Average by ``recipe``.
@@ -44,21 +44,25 @@ class Engine:
             recipe: how buckets are averaged.
             lane: where exchanges run; None for a recipe that does not communicate.
             state: the state of an earlier run; None to begin anew.
-            coalescer: lets buckets share messages; by default no bucket waits.
+            coalescer: lets buckets share messages; None for the one that suits the lane.
             meter: compares averages with exact ones; None to compare nothing.
             layout_check: compares new layouts with the other ranks'; None if parameters have no names.
+            may_wait: True if the caller starts all buckets of a step before it waits for one of them.
             may_have_unused: True if a step may leave a parameter unused on every rank.
         """
         assert lane is not None or not recipe.exchange.communicates
         self.recipe = recipe
         self.stats = StatsCollector()
         self.state = state or RunState()
-        self._lane = lane
-        self._regrouper = Regrouper(self.state.timeline, self.fail)
         self.coalescer = coalescer or Coalescer()
+        self._lane: Lane | None = None
+        self._regrouper = Regrouper(self.state.timeline)
         self._meter = meter
         self._layout_check = layout_check
+        self._may_wait = may_wait
         self._may_have_unused = may_have_unused
+        if lane is not None:
+            self._use_lane(lane, coalescer)
 
     @property
     def name(self) -> str:
@@ -79,10 +83,9 @@ class Engine:
         if not recipe.exchange.communicates:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.flat)
-        by_active = bucket.divides_by_active and recipe.reduction == "mean"
-        scaling = Scaling(recipe.reduction, not bucket.is_shadow if by_active else None)
+        scaling = Scaling(recipe.reduction, bucket.is_active if recipe.reduction == "mean" else None)
         job = Job(Promise(bucket.flat), bucket.layout, place, recipe.exchange, scaling, bucket.is_last)
-        jobs = self._regrouper.take(job)
+        jobs = self._regrouper.take(job, self.fail)
         try:
             for each in jobs:
                 self._prepare(each)
@@ -97,7 +100,7 @@ class Engine:
     def swap(self, recipe: Recipe, open_lane: Callable[[], Lane]) -> None:
         """Average by another recipe from now on; the residuals of the old one stay in the state."""
         if self._lane is None and recipe.exchange.communicates:
-            self._lane = open_lane()
+            self._use_lane(open_lane())
         self.recipe = recipe
 
     def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
@@ -122,6 +125,11 @@ class Engine:
         self.give_up()
         if self._lane is not None:
             self._lane.close()
+
+    def _use_lane(self, lane: Lane, coalescer: Coalescer | None = None) -> None:
+        self._lane = lane
+        if coalescer is None and self._may_wait:
+            self.coalescer = Coalescer.for_lane(lane)
 
     def _prepare(self, job: Job) -> None:
         """Submit the collective work that must precede the job; if it fails, the lane runs nothing more."""
@@ -165,9 +173,11 @@ def open_engine(
     rendezvous: str,
     state: RunState | None = None,
     *,
-    may_wait: bool = False,
     late: bool = False,
-    **options: Any,
+    meter: Meter | None = None,
+    layout_check: LayoutCheck | None = None,
+    may_wait: bool = False,
+    may_have_unused: bool = False,
 ) -> Engine:
     """Open an engine and its lane over ``group``; collective.
 
@@ -177,10 +187,16 @@ def open_engine(
         device: where the buckets are.
         rendezvous: a name that all ranks share, and that the group has not used before.
         state: the state of an earlier run; None to begin anew.
-        may_wait: True if the caller starts all buckets of a step before it waits for one of them.
         late: True to connect while buckets queue; for hooks, which must not wait for other ranks.
-        options: further options of `Engine`.
+        meter, layout_check, may_wait, may_have_unused: as for `Engine`.
     """
     lane = open_lane(group, device, rendezvous, late=late) if recipe.exchange.communicates else None
-    shares = may_wait and lane is not None and lane.shares_messages
-    return Engine(recipe, lane, state, coalescer=Coalescer(ENOUGH_BYTES if shares else 0), **options)
+    return Engine(
+        recipe,
+        lane,
+        state,
+        meter=meter,
+        layout_check=layout_check,
+        may_wait=may_wait,
+        may_have_unused=may_have_unused,
+    )

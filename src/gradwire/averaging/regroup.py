@@ -23,15 +23,16 @@ from gradwire.lanes import Promise
 class Regrouper:
     """Collect the jobs of a step, and replace them by jobs in the grouping that the timeline asks for."""
 
-    def __init__(self, timeline: Timeline, fail: Callable[[WireError], None]) -> None:
-        """Follow ``timeline``; call ``fail`` if results cannot be copied back."""
+    def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._fail = fail
         self._pending: Pending[Job] = Pending()
         self._layouts: dict[int, BucketLayout] = {}
 
-    def take(self, job: Job) -> list[Job]:
-        """Take one job, and return those to average now: this one, none yet, or all of a regrouped step."""
+    def take(self, job: Job, fail: Callable[[WireError], None]) -> list[Job]:
+        """Take one job, and return those to average now: this one, none yet, or all of a regrouped step.
+
+        If results cannot be copied back later, ``fail`` is called.
+        """
         grouping = self._timeline.at(job.place.step)
         self._note_layout(job)
         if grouping is None:
@@ -42,7 +43,7 @@ class Regrouper:
         arrived = list(self._pending)
         if grouping_of(each.layout for each in arrived) != grouping:
             regrouped = _regroup(arrived, grouping)
-            regrouped[-1].promise.future.add_done_callback(_CopyBack(arrived, regrouped, self._fail))
+            regrouped[-1].promise.future.add_done_callback(_CopyBack(arrived, regrouped, fail))
         else:
             regrouped = arrived
         self._pending.take()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 
 # Wrappers insert these into parameters' names; the parameters themselves are the same.
 _WRAPPER_NAMES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -86,20 +85,20 @@ class Layouts:
                 self._names[id(parameter)] = canonical_name(name)
         self._layouts: dict[int, tuple[tuple[int, ...], BucketLayout]] = {}
 
-    def of(self, bucket: GradBucket) -> BucketLayout:
-        """Return the layout of ``bucket``.
+    def of(
+        self, index: int, dtype: torch.dtype, parameters: Sequence[Tensor], *, is_last: bool
+    ) -> BucketLayout:
+        """Return the layout of a bucket of the current step, and remember it.
 
         Raises ValueError if the bucket holds a parameter that is not in the module.
         """
-        index, parameters = bucket.index(), bucket.parameters()
-        if bucket.is_last():
+        if is_last:
             for stale in [other for other in self._layouts if other > index]:
                 del self._layouts[stale]
         identity = tuple(map(id, parameters))
         known = self._layouts.get(index)
         if known is not None and known[0] == identity:
             return known[1]
-        dtype = bucket.buffer().dtype
         layout = self.make(index, dtype, parameters)
         self._layouts[index] = identity, layout
         return layout
@@ -144,7 +143,7 @@ class Layouts:
 
 
 def as_real(flat: Tensor) -> Tensor:
-    """Return a flat view of real values: of a complex tensor its real and imaginary parts, in turns."""
+    """Return a flat view of real values: complex ones become real and imaginary parts, interleaved."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

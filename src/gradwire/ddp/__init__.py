@@ -6,6 +6,7 @@ The averaging itself belongs to `averaging`; no other package but `ddp_comm_hook
 from gradwire.ddp.attach_to_all import AttachedModel, Attachments, attach_to_all
 from gradwire.ddp.attaching import attach
 from gradwire.ddp.bridge import Bridge
+from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import HookInfo, hook_name, register_hook_info
 from gradwire.ddp.models import (
     bucketed_parameters,
@@ -28,6 +29,7 @@ __all__ = [
     "AttachedModel",
     "Attachments",
     "Bridge",
+    "DDPBucket",
     "HookInfo",
     "HookRunner",
     "Runner",

@@ -21,14 +21,14 @@ from gradwire.ddp.choice import Choice, choose
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
 from gradwire.ddp.hook_watchdog import HookWatchdog
-from gradwire.ddp.models import claim_of, device_of, num_transient, unwrap, uses_nccl
+from gradwire.ddp.models import claim_of, device_of, num_transient, unwrap
 from gradwire.ddp.nonfinite import OnNonfinite
 from gradwire.ddp.options import Options
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.user_hooks import HookRunner
 from gradwire.ddp.wire import Wire
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, NcclGroup, timeout_of
+from gradwire.peers import CollectiveCall, NcclGroup, timeout_of, uses_nccl
 from gradwire.recipes import Recipe, agree_on_nodes, kernels_of, noop
 from gradwire.telemetry import Meter, Telemetry
 

@@ -12,8 +12,8 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.profiler import record_function
 
-from gradwire.averaging import Bucket
 from gradwire.buckets import Layouts
+from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import record_use
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
@@ -78,18 +78,13 @@ class Bridge:
             self.checks.record_failure(self.num_steps - 1, self.runner.failure)
             raise self.runner.failure.with_traceback(None)
 
-    def _bucket(self, grad_bucket: GradBucket, *, is_shadow: bool) -> Bucket:
-        return Bucket(
-            grad_bucket.buffer(),
-            self._layouts.of(grad_bucket),
-            grad_bucket.is_last(),
-            grad_bucket.parameters(),
-            is_shadow,
-            self._divides_by_active(),
-            grad_bucket,
-        )
+    def _bucket(self, grad_bucket: GradBucket, *, is_shadow: bool) -> DDPBucket:
+        index, flat, parameters = grad_bucket.index(), grad_bucket.buffer(), grad_bucket.parameters()
+        is_last, is_active = grad_bucket.is_last(), not is_shadow if self._divides_by_active() else None
+        layout = self._layouts.of(index, flat.dtype, parameters, is_last=is_last)
+        return DDPBucket(flat, layout, is_last, is_active, parameters, is_shadow, grad_bucket)
 
-    def _start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+    def _start(self, bucket: DDPBucket, place: Place) -> Future[Tensor]:
         if not torch._C._autograd._profiler_enabled():
             return self.runner.start(bucket, place)
         # A profiler does not see threads that were started before it, so this thread records the range.

@@ -68,16 +68,15 @@ class Choice:
 def choose(ddp: DistributedDataParallel, recipe: str | Recipe | Hook, state: object) -> Choice:
     """Return what to attach, without changing anything; raise for errors that this rank sees alone."""
     choice = Choice(_parse(recipe), state)
-    _check_model(ddp, choice)
     _check_state(ddp, state)
     if choice.recipe is not None:
-        resolved = resolve_for_model(choice.recipe, ddp)
+        choice = choice.with_recipe(resolve_for_model(choice.recipe, ddp))
         if state is not None and not isinstance(state, dist.ProcessGroup):
-            raise TypeError(f"recipe {resolved} takes no state; pass state= only with a hook")
-        return choice.with_recipe(resolved)
-    if state is None and _takes_group(choice.recipe_or_hook):
+            raise TypeError(f"recipe {choice.name} takes no state; pass state= only with a hook")
+    elif state is None and _takes_group(choice.recipe_or_hook):
         # With None, the hook would average over the world, not over the model's group.
-        return replace(choice, state=ddp.process_group)
+        choice = replace(choice, state=ddp.process_group)
+    _check_model(ddp, choice)
     return choice
 
 

@@ -124,7 +124,7 @@ class _Ring:
 
     def add(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
         with self._changed:
-            # A failure during the hook's call has given up the futures of that time, and not this one.
+            # If the ring failed while the hook ran, this future was not yet watched: give it up here.
             has_failed = self.failure.error is not None
             if not has_failed:
                 patience = min(_GRACE_S, self.timeout_s) if self._broken else self.timeout_s

@@ -45,9 +45,8 @@ def _stand_in(ddp: weakref.ref[DistributedDataParallel], run: Run) -> SimpleName
     assert model is not None, "only the model's reducer calls its hook"
     return SimpleNamespace(
         reducer=SimpleNamespace(_run_allreduce_hook=functools.partial(_average, run)),
-        process_group=SimpleNamespace(
-            size=lambda: 1
-        ),  # DDP divides by this size; our average is divided already
+        # DDP divides by this size; our average is divided already.
+        process_group=SimpleNamespace(size=lambda: 1),
         mixed_precision=model.mixed_precision,
         module=model.module,
     )
@@ -55,10 +54,11 @@ def _stand_in(ddp: weakref.ref[DistributedDataParallel], run: Run) -> SimpleName
 
 def _average(run: Run, bucket: GradBucket) -> Future[Tensor]:
     """Average in place, since DDP's hook reads the bucket and not the future."""
-    local = bucket.buffer()
+    local, parameters = bucket.buffer(), bucket.parameters()
+    layout = Layouts().make(bucket.index(), local.dtype, parameters)
     # torch 2.13 passes buckets without the gradients: in the first step, and with gradient_as_bucket_view
     # from the third step on. The parameters hold them.
-    for slot, parameter in zip(Layouts().of(bucket).slots, bucket.parameters(), strict=True):
+    for slot, parameter in zip(layout.slots, parameters, strict=True):
         gradient = parameter.grad
         slot.view(local).copy_(gradient if gradient is not None else torch.zeros_like(parameter))
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.buckets import canonical_name
-from gradwire.peers import backend_name
 from gradwire.recipes import Recipe, fingerprint, resolve_for_module
 
 
@@ -47,11 +45,6 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
         "no parameter of this model requires a gradient any more: there is nothing to average; "
         "unfreeze a parameter before you attach"
     )
-
-
-def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return True if ``group`` exchanges tensors on ``device`` by NCCL."""
-    return device.type == "cuda" and backend_name(group, device) == "nccl"
 
 
 def trained_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:

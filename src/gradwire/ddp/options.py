@@ -53,7 +53,7 @@ class Options:
         if self.on_nonfinite != "propagate":
             require_averaging(chosen, f"ranks would not {self.on_nonfinite} together")
         if self.verify_every:
-            require_averaging(chosen, "verify_every would find them to differ")
+            require_averaging(chosen, "verify_every would report a difference in every step; leave it out")
 
     def claim(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradwire.averaging import Engine, RunState, open_engine
+from gradwire.averaging import Engine, LayoutCheck, RunState, open_engine
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.hook_info import Hook, HookInfo, register_hook_info
 from gradwire.lanes import Lane, open_lane
@@ -35,11 +35,20 @@ def open_raw_engine(
     bucket: GradBucket,
     state: RunState | None = None,
     *,
+    layout_check: LayoutCheck | None = None,
     may_have_unused: bool = False,
 ) -> Engine:
     """Open an engine for a raw hook; its lane connects while buckets queue."""
-    rendezvous, device = next_rendezvous(group), bucket.buffer().device
-    return open_engine(recipe, group, device, rendezvous, state, late=True, may_have_unused=may_have_unused)
+    return open_engine(
+        recipe,
+        group,
+        bucket.buffer().device,
+        next_rendezvous(group),
+        state,
+        late=True,
+        layout_check=layout_check,
+        may_have_unused=may_have_unused,
+    )
 
 
 def hook_with_bridge(open_bridge: OpenBridge, name: str, info: HookInfo) -> Hook:
@@ -51,6 +60,6 @@ def hook_with_bridge(open_bridge: OpenBridge, name: str, info: HookInfo) -> Hook
             bridges.append(open_bridge(state, bucket))
         return bridges[0].run(bucket)
 
-    hook.__qualname__ = name
+    hook.__module__, hook.__qualname__ = open_bridge.__module__, name
     register_hook_info(hook, info)
     return hook

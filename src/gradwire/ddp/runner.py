@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.averaging import Bucket
+from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.errors import Place, WireError
 from gradwire.lanes import CollectiveWork
 from gradwire.telemetry import StatsCollector
@@ -34,7 +34,7 @@ class Runner(Protocol):
         """True if `start` leaves no work behind once it has returned for the last bucket."""
         ...
 
-    def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+    def start(self, bucket: DDPBucket, place: Place) -> Future[Tensor]:
         """Begin to average ``bucket``, and return a future of the result."""
         ...
 

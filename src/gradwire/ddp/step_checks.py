@@ -55,6 +55,7 @@ class StepChecks:
 
         runner.run_collective(work, place, device)
         if runner.failure is not None:
+            self.record_failure(place.step, runner.failure)
             raise runner.failure.with_traceback(None)
         self.verification.conclude(place.step, place.rank, everyone)
 

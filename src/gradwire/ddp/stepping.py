@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from gradwire.averaging import Bucket, Pending
+from gradwire.averaging import Pending
 from gradwire.buckets import BucketLayout
 from gradwire.ddp.bridge import queue_after_ddp
+from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.runner import Runner
 from gradwire.errors import Place, WireError, locate
 from gradwire.exchanges import Scratch
@@ -47,7 +48,7 @@ class _ParameterStep:
 
     runner: Runner
     step: Step
-    bucket: Bucket
+    bucket: DDPBucket
     averaged: Future[Tensor]
     promise: Promise
     place: Place
@@ -106,7 +107,7 @@ class SteppingRunner:
     def runs_inline(self) -> bool:
         return self.inner.runs_inline and self._lane.runs_inline
 
-    def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+    def start(self, bucket: DDPBucket, place: Place) -> Future[Tensor]:
         if not bucket.is_shadow:
             _require_gradients(bucket)
         averaged = self.inner.start(bucket, place)
@@ -153,7 +154,7 @@ def _gradients(layout: BucketLayout, parameters: Sequence[Tensor], result: Tenso
     ]
 
 
-def _require_gradients(bucket: Bucket) -> None:
+def _require_gradients(bucket: DDPBucket) -> None:
     for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
         if parameter.grad is None:
             raise ValueError(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.averaging import Bucket, LayoutCheck, Pending
+from gradwire.averaging import LayoutCheck, Pending
+from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import hook_name, record_runners
 from gradwire.ddp.hook_watchdog import Completion, HookWatchdog
 from gradwire.ddp.runner import Runner
@@ -77,7 +78,7 @@ class HookRunner:
     def failure(self) -> WireError | None:
         return self._failure if self._watchdog is None else self._watchdog.failure
 
-    def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+    def start(self, bucket: DDPBucket, place: Place) -> Future[Tensor]:
         assert bucket.grad_bucket is not None, "hooks take only DDP's buckets"
         compared = self._compare(bucket, place)
         if self.failure is not None:
@@ -148,7 +149,7 @@ class HookRunner:
         self.stats.record(call.place, None, None, *times)
         return value
 
-    def _compare(self, bucket: Bucket, place: Place) -> Completion | None:
+    def _compare(self, bucket: DDPBucket, place: Place) -> Completion | None:
         """Compare a new layout with the other ranks'; return its completion if it may be still under way."""
         work = None if self._layout_check is None else self._layout_check.work_for(bucket.layout)
         if work is None:

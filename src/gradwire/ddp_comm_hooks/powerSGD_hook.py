@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.averaging import Engine, Grouping, RunState, Timeline, checkpoint
+from gradwire.averaging import Engine, Grouping, LayoutCheck, RunState, Timeline, checkpoint
 from gradwire.buckets import Layouts, Memory
 from gradwire.ddp import Bridge, num_transient, open_raw_engine
 from gradwire.ddp_comm_hooks._raw import group_or_world
@@ -213,7 +213,13 @@ class PowerSGDState:
         if bridge is None:
             # A raw hook cannot know if a parameter is unused; the one matrix of a bucket must check.
             engine = open_raw_engine(
-                recipe, group, bucket, self._run_state(whole=whole), may_have_unused=whole
+                recipe,
+                group,
+                bucket,
+                self._run_state(whole=whole),
+                # Without names, parameters are counted as they are first seen, which may differ over ranks.
+                layout_check=LayoutCheck() if self._has_names else None,
+                may_have_unused=whole,
             )
             bridge = self._bridges[key] = Bridge(engine, self._layouts, group.rank())
         if bucket.index() == 0:
@@ -235,7 +241,9 @@ class PowerSGDState:
         if self.iter < self.start_powerSGD_iter or bucket.buffer().is_sparse:
             return
         assert isinstance(recipe.exchange, LowRank)
-        plan, numel = recipe.exchange.plan(self._layouts.of(bucket)), bucket.buffer().numel()
+        index, flat, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
+        layout = self._layouts.of(index, flat.dtype, bucket.parameters(), is_last=is_last)
+        plan, numel = recipe.exchange.plan(layout), flat.numel()
         self.total_numel_before_compression += numel
         self.total_numel_after_compression += plan.left.numel + plan.right.numel + plan.num_plain
         if bucket.is_last() and self.iter >= self.next_stats_report:

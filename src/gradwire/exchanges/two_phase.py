@@ -95,7 +95,7 @@ class TwoPhaseReduce:
 
 @dataclass(frozen=True)
 class _Share:
-    """One of the sums: its chunks, each with its segment of a row, and where the segments begin."""
+    """One sum: its chunk for each rank, and the offset of each chunk's segment in that rank's row."""
 
     codec: Codec
     chunks: Sequence[Chunk]

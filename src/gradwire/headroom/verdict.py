@@ -165,7 +165,7 @@ def _may_be_chance(record: Record, row: Row) -> bool:
     gained_ms = sorted(_gained_ms(record, row)[:_MAX_PAIRS], key=abs)
     n = len(gained_ms)
     score = sum(rank for rank, ms in enumerate(gained_ms, start=1) if ms > 0)
-    # num_ways[s]: in how many of the 2**n ways to set the signs the ranks of the gains add up to s.
+    # num_ways[s]: the number of sign patterns, of 2**n, whose positive ranks sum to s (Wilcoxon).
     num_ways = [1] + [0] * (n * (n + 1) // 2)
     for rank in range(1, n + 1):
         for total in range(len(num_ways) - 1, rank - 1, -1):

@@ -17,7 +17,7 @@ from gradwire.errors import WireError
 from gradwire.lanes.stream import StreamLane
 from gradwire.lanes.task import Task
 from gradwire.lanes.workers import WorkerLane
-from gradwire.peers import Failure, NcclGroup, SingleRankGroup, backend_name, open_gloo, timeout_of
+from gradwire.peers import Failure, NcclGroup, SingleRankGroup, open_gloo, timeout_of, uses_nccl
 
 # The number of buckets in flight on a worker lane. Each has its own scratch memory, twice the size of the
 # largest bucket on the wire.
@@ -59,7 +59,7 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str, *, la
         prefix: a name that all ranks share, and that the group has not used before.
         late: True to connect while tasks queue; for hooks, which must not wait for other ranks.
     """
-    if device.type == "cuda" and backend_name(group, device) == "nccl":
+    if uses_nccl(group, device):
         return StreamLane(NcclGroup(group), Failure(group, prefix), timeout_of(group))
     if device.type not in ("cpu", "cuda"):
         raise ValueError(

@@ -51,7 +51,7 @@ class StreamLane:
             if self.failure is None:  # after a failure, ranks may disagree about what to send
                 self._progress.running = task.place, time.monotonic()
                 try:
-                    results = list(task.run(task.flats, self._group, self._scratch))
+                    results = task.results(task.flats, self._group, self._scratch)
                 except Exception as error:
                     self.fail(locate(error, task.place))
                 self._progress.running = None

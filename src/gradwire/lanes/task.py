@@ -78,6 +78,12 @@ class Task:
     def flats(self) -> list[Tensor]:
         return [promise.flat for promise in self.promises]
 
+    def results(self, flats: Sequence[Tensor], group: Group, scratch: Scratch) -> list[Tensor]:
+        """Run the task on ``flats``, and return one result for each promise."""
+        results = list(self.run(flats, group, scratch))
+        assert len(results) == len(self.promises), "a task returns a result for each bucket"
+        return results
+
     def keep(self, results: Sequence[Tensor]) -> None:
         """Keep all promises."""
         for promise, result in zip(self.promises, results, strict=True):

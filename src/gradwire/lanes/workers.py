@@ -187,9 +187,8 @@ class _Worker:
             return [_to_device(result, flat) for result, flat in zip(results, task.flats, strict=True)]
         except Exception as error:
             pool.fail(locate(error, task.place))
-        except (
-            BaseException
-        ) as error:  # SystemExit would end only this thread, and the bucket would never be done
+        # SystemExit would end only this thread, and the bucket would never be done.
+        except BaseException as error:
             pool.fail(WireError(f"{task.place}: {describe(error)}"))
         return task.flats
 
@@ -202,7 +201,7 @@ class _Worker:
         before, begin = self.group.traffic.copy(), time.perf_counter()
         self._at = queued.number, Progress(task.place, False, time.monotonic())
         try:
-            results = list(task.run(flats, self.group, self._scratch))
+            results = task.results(flats, self.group, self._scratch)
         except PeerUnreachable as error:
             pool.explain(error)
             return flats

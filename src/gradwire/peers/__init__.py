@@ -18,7 +18,7 @@ from gradwire.peers.groups import (
     gather,
 )
 from gradwire.peers.nccl import NcclGroup
-from gradwire.peers.process_groups import backend_name, timeout_of
+from gradwire.peers.process_groups import backend_name, timeout_of, uses_nccl
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.peers.stall_watcher import Progress, StallWatcher
 
@@ -45,4 +45,5 @@ __all__ = [
     "open_gloo",
     "require_same",
     "timeout_of",
+    "uses_nccl",
 ]

@@ -27,7 +27,7 @@ def agree(
     rendezvous: str,
     claim: Claim | Exception,
     timeout: timedelta,
-    caller: str = "gradwire.attach",
+    caller: str,
     note: str = "",
 ) -> list[str]:
     """Wait for every rank's claim; raise on all ranks unless all claims are the same.

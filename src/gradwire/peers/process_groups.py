@@ -20,3 +20,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         if timeout is not None:
             return timedelta(seconds=timeout.total_seconds())
     return dist.default_pg_timeout
+
+
+def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True if ``group`` exchanges tensors on ``device`` by NCCL."""
+    return device.type == "cuda" and backend_name(group, device) == "nccl"

@@ -43,7 +43,7 @@ def next_rendezvous(group: dist.ProcessGroup) -> str:
     return f"gradwire/{number}"
 
 
-def join_rendezvous(group: dist.ProcessGroup, timeout: timedelta, caller: str = "gradwire.attach") -> str:
+def join_rendezvous(group: dist.ProcessGroup, timeout: timedelta, caller: str) -> str:
     """Return a new rendezvous name, shared by one process per rank; collective.
 
     See Note [Stores that outlive their ranks]. Raises RuntimeError if a rank does not come in time;

@@ -101,7 +101,7 @@ class Accuracy:
         if held is not None and self._bounds.residual_unit is not None:
             self._check_nothing_is_lost(where, result, exact, held, self._bounds.residual_unit)
         if self._bounds.feedback:
-            # Steps are not right, sums over steps are: compare these, by the largest gradient of any step.
+            # With feedback only sums over steps are accurate: compare those, over the largest gradient.
             scales = dict.fromkeys(self._exact, self._bounds.floor * self._largest)
             result, mean = self._sent, self._exact
         else:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import (
     _DEFAULT_FIRST_BUCKET_BYTES,
-    GradBucket,
     _compute_bucket_assignment_by_size,
 )
 
@@ -58,27 +55,9 @@ class DDPBuckets:
         return self._layouts(found)
 
     def _layouts(self, buckets: Sequence[Sequence[int]]) -> tuple[BucketLayout, ...]:
-        layouts = Layouts(self._model)
-        named = (_Named(i, [self._parameters[j] for j in own]) for i, own in enumerate(buckets))
-        return tuple(layouts.of(cast("GradBucket", bucket)) for bucket in named)
-
-
-class _Named:
-    """The parameters of one bucket, with the methods of a ``GradBucket``."""
-
-    def __init__(self, index: int, parameters: list[nn.Parameter]) -> None:
-        self._index, self._parameters = index, parameters
-
-    def index(self) -> int:
-        return self._index
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self._parameters
-
-    def buffer(self) -> Tensor:
-        """Return a tensor of the bucket's dtype; complex gradients lie in it as pairs."""
-        dtype = self._parameters[0].dtype
-        return torch.empty(0, dtype=dtype.to_real() if dtype.is_complex else dtype)
-
-    def is_last(self) -> bool:
-        return False
+        layouts, found = Layouts(self._model), []
+        for index, own in enumerate(buckets):
+            parameters = [self._parameters[number] for number in own]
+            first = parameters[0].dtype
+            found.append(layouts.make(index, first.to_real() if first.is_complex else first, parameters))
+        return tuple(found)

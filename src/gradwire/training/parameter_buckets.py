@@ -73,7 +73,7 @@ class ParameterBucket:
         flat = self.start.to(self.parameters[0].dtype).to(self.start.dtype, copy=True)
         for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
             slot.view(flat).sub_(parameter.detach())
-        return Bucket(flat, self._layout, self._is_last, self.parameters)
+        return Bucket(flat, self._layout, self._is_last)
 
     def move(self, mean: Tensor, inner_lr: float) -> None:
         """Move by the mean of all ranks, or by what the outer optimizer makes of it."""
