@@ -33,9 +33,13 @@ class HookSlot:
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The model whose slot this is."""
+        """The model whose slot this is; RuntimeError if it exists no more."""
         ddp = self._ddp()
-        assert ddp is not None, "the model is gone"
+        if ddp is None:
+            raise RuntimeError(
+                "the DistributedDataParallel of this wire exists no more; state_dict and stats still work. "
+                "For all else, keep a reference to the model, or attach to the one that you train now"
+            )
         return ddp
 
     def is_of(self, ddp: DistributedDataParallel) -> bool:

@@ -22,6 +22,17 @@ _ERROR = "error: "
 _NUM_SHOWN = 3
 
 
+class _PeerValueError(ValueError, RuntimeError):
+    """The error of a rank whose peer has raised ValueError."""
+
+
+class _PeerTypeError(TypeError, RuntimeError):
+    """The error of a rank whose peer has raised TypeError."""
+
+
+_PEER_ERRORS = {"ValueError": _PeerValueError, "TypeError": _PeerTypeError}
+
+
 def agree(
     group: dist.ProcessGroup,
     rendezvous: str,
@@ -42,13 +53,14 @@ def agree(
         note: a text to pass to all ranks; it may differ between them.
 
     Returns every rank's note, in rank order. Raises RuntimeError if a rank makes no claim in time or has
-    failed, and ValueError if claims differ.
+    failed, and ValueError if claims differ. After a peer's ValueError or TypeError, the error is also one.
     """
     store, rank = group.get_group_store(), group.rank()
     keys = [claim_key(rendezvous, peer) for peer in range(group.size())]
     if isinstance(claim, Exception):
         # A store takes valid UTF-8 only, and file names in an error's text may hold lone surrogates.
-        answer = f"{_ERROR}{claim}".encode(errors="backslashreplace").decode()
+        kind = next((k.__name__ for k in (ValueError, TypeError) if isinstance(claim, k)), "RuntimeError")
+        answer = f"{_ERROR}{kind}: {claim}".encode(errors="backslashreplace").decode()
     else:
         # Everyone reads the digest. The fields are read only if digests differ: they can be long.
         store.set(f"{keys[rank]}/fields", json.dumps(claim))
@@ -59,8 +71,10 @@ def agree(
     answers = [store.get(key).decode() for key in keys]
     failed = [peer for peer, answer in enumerate(answers) if answer.startswith(_ERROR)]
     if failed and rank not in failed:
-        text = answers[failed[0]].removeprefix(_ERROR)
-        raise RuntimeError(f"rank {rank}: {caller} failed on rank {failed[0]}: {text}")
+        kind, _, text = answers[failed[0]].removeprefix(_ERROR).partition(": ")
+        raise _PEER_ERRORS.get(kind, RuntimeError)(
+            f"rank {rank}: {caller} failed on rank {failed[0]}: {text}"
+        )
     digests, _, notes = zip(*(answer.partition(" ") for answer in answers), strict=True)
     if not failed and len(set(digests)) > 1:
         claims = [json.loads(store.get(f"{key}/fields")) for key in keys]

@@ -61,7 +61,7 @@ def missing_ranks_error(
 ) -> RuntimeError:
     """Return the error for ranks that did not come, and leave word for them that this rank has gone."""
     rank, size, ranks = group.rank(), group.size(), ", ".join(map(str, missing))
-    text = f"error: it gave up waiting for rank(s) {ranks}"
+    text = f"error: RuntimeError: it gave up waiting for rank(s) {ranks}"
     group.get_group_store().set(claim_key(rendezvous, rank), text)
     return RuntimeError(
         f"rank {rank}: {caller} is collective, but rank(s) {ranks} of {size} did not call it within "
