@@ -7,6 +7,7 @@ from gradwire.ddp.attach_to_all import AttachedModel, Attachments, attach_to_all
 from gradwire.ddp.attaching import attach
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.hook_info import HookInfo, hook_name, register_hook_info
+from gradwire.ddp.hook_slot import HookTaken
 from gradwire.ddp.models import (
     bucketed_parameters,
     claim_of,
@@ -30,6 +31,7 @@ __all__ = [
     "Bridge",
     "HookInfo",
     "HookRunner",
+    "HookTaken",
     "Runner",
     "SteppingRunner",
     "Wire",

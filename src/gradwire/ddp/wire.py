@@ -91,7 +91,12 @@ class Wire:
             )
         layouts = self._attachment.layouts
         buckets = layouts.current() or layouts.one_per_dtype(list(trained_parameters(self.model).values()))
-        return make_plan(recipe, buckets, group.rank(), group.size(), step)
+        plan = make_plan(recipe, buckets, group.rank(), group.size(), step)
+        if not self._attachment.is_disabled:
+            return plan
+        return replace(
+            plan, note="GRADWIRE_DISABLE is set: DDP averages by itself, and nothing of this is sent"
+        )
 
     def layout(self) -> tuple[BucketLayout, ...]:
         """Return the layouts of the buckets seen so far."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from gradwire.peers.groups import Group, gather
-from gradwire.peers.rendezvous import claim_key, missing_ranks_error
+from gradwire.peers.rendezvous import WaitLog, claim_key, missing_ranks_error
 
 Claim = Mapping[str, str]
 """The fields that must be the same on all ranks before they go on, and this rank's values."""
@@ -66,7 +66,7 @@ def agree(
         store.set(f"{keys[rank]}/fields", json.dumps(claim))
         answer = f"{_digest(claim).hex()} {note}"
     store.set(keys[rank], answer)
-    if missing := _wait_for_keys(store, keys, timeout):
+    if missing := _wait_for_keys(store, keys, timeout, WaitLog(group, timeout, caller)):
         raise missing_ranks_error(group, rendezvous, missing, timeout, caller)
     answers = [store.get(key).decode() for key in keys]
     failed = [peer for peer, answer in enumerate(answers) if answer.startswith(_ERROR)]
@@ -120,17 +120,26 @@ def describe_differences(claims: Sequence[Claim]) -> str:
     return "; ".join(f"{field} is {text}" for field, text in list(shown.items())[:_NUM_SHOWN]) + more
 
 
-def _wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta) -> list[int]:
+def _wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta, slow: WaitLog) -> list[int]:
     """Wait until all keys are set or the time is up; return the indices of those that are not set."""
     deadline = time.monotonic() + timeout.total_seconds()
     missing = []
     for index, key in enumerate(keys):
-        left_s = max(deadline - time.monotonic(), 0.001)
-        try:
-            store.wait([key], timedelta(seconds=left_s))
-        except RuntimeError:
-            missing.append(index)
+        while not _is_set(store, key, min(deadline - time.monotonic(), slow.left_s)):
+            slow.tell(lambda: [peer for peer, each in enumerate(keys) if not store.check([each])])
+            if time.monotonic() >= deadline:
+                missing.append(index)
+                break
     return missing
+
+
+def _is_set(store: Store, key: str, wait_s: float) -> bool:
+    """Wait for a key; return False if it is not set in time."""
+    try:
+        store.wait([key], timedelta(seconds=max(wait_s, 0.001)))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _gather_bytes(own: bytes, lengths: Sequence[int], group: Group, device: torch.device) -> list[bytearray]:

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from gradwire.averaging import Engine, LayoutCheck, checkpoint, gather_states, open_engine
 from gradwire.buckets import Layouts, canonical_name
 from gradwire.ddp import (
+    Wire,
     attach,
+    attachment_of,
     bucketed_parameters,
     claim_of,
     device_of,
@@ -94,7 +96,7 @@ class LocalSGD:
         self._num_steps = self._num_averages = 0
         self._buckets: list[ParameterBucket] = []
         self._gradient_recipe_in_use = self._gradient_recipe_at(0)
-        self._wire = attach(ddp, self._gradient_recipe_in_use, timeout=self._timeout)
+        self._wire = self._attach()
         self._disabled = not self._wire.attached  # GRADWIRE_DISABLE is set
         with contextlib.ExitStack() as undo:
             undo.callback(self._wire.detach)
@@ -217,7 +219,12 @@ class LocalSGD:
         if not self._disabled and self._gradient_recipe_in_use != self._gradient_recipe_at(num_steps):
             self._wire.detach()
             self._gradient_recipe_in_use = self._gradient_recipe_at(num_steps)
-            self._wire = attach(self._ddp, self._gradient_recipe_in_use, timeout=self._timeout)
+            self._wire = self._attach()
+
+    def _attach(self) -> Wire:
+        wire = attach(self._ddp, self._gradient_recipe_in_use, timeout=self._timeout)
+        attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
+        return wire
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
