@@ -50,7 +50,7 @@ def _hint(model: object) -> str:
             )
     if _is_inside_ddp(model):
         return ": this is the .module of one; attach to the DistributedDataParallel around it, and train that"
-    return "; wrap the model in torch.nn.parallel.DistributedDataParallel first"
+    return "; wrap the model first, in torch.nn.parallel.DistributedDataParallel"
 
 
 # Other ways of data-parallel training, by the class that a model then has or derives from.
