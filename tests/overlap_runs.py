@@ -21,11 +21,13 @@ def groups(module):
 FAILING_STEP = 2  # after DDP has rebuilt its buckets, which it does with a collective of its own
 
 
-def train_until_it_fails(rank, model, at_step, text):
+def train_until_it_fails(rank, model, at_step, text, optimizer=None):
     before = None
     with pytest.raises(gradwire.WireError, match=text):
         for step in range(5):  # a rank where all went well learns of it at the next step
             at_step(step)
             before = flat(model)
             loss_of(model, rank, step).backward()
+            if optimizer is not None:
+                optimizer.step()
     return before

@@ -213,9 +213,9 @@ def job_failed_averaging(rank):
 
     model = model_of()
     with gradwire.attach(model, fails_late) as wire:
-        gradwire.overlap_optimizer(wire, OPTIMIZERS["SGD"])
+        optimizer = gradwire.overlap_optimizer(wire, OPTIMIZERS["SGD"])
         place = f"rank 1, step {FAILING_STEP}, bucket 0, hook .*fails_late: ZeroDivisionError"
-        before = train_until_it_fails(rank, model, set_now, place)
+        before = train_until_it_fails(rank, model, set_now, place, optimizer)
         if rank == 1:
             assert now == [FAILING_STEP]
             # Bucket 0 holds the last parameters, whose gradients come first.
@@ -234,7 +234,7 @@ def job_failed_step(rank):
         optimizer.optimizer.now = step
 
     place = f"rank 1, step {FAILING_STEP}, bucket 0, hook fp32: ArithmeticError: no step today"
-    train_until_it_fails(rank, model, tell, place)
+    train_until_it_fails(rank, model, tell, place, optimizer)
     kind = ArithmeticError if rank == 1 else gradwire.PeerError
     with pytest.raises(kind):
         loss_of(model, rank, 0).backward()

@@ -199,7 +199,9 @@ def test_a_layout_changes_at_the_same_step_whenever_a_run_was_resumed():
 def test_states_of_one_run_merge_in_whatever_order_their_buckets_were_first_exchanged():
     parameters = {"first": torch.zeros(2), "second": torch.zeros(3)}
     orders = parameters, dict(reversed(parameters.items()))
-    states = [checkpoint.write("int4", 1, [], {"residual": own}, rank, 2) for rank, own in enumerate(orders)]
+    states = [
+        checkpoint.write("int4", 1, [], {"residual:float32": own}, rank, 2) for rank, own in enumerate(orders)
+    ]
     assert gradwire.merge_state_dicts(states)["memory"].keys() == {"rank0", "rank1"}
 
 

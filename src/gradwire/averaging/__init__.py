@@ -8,6 +8,7 @@ from gradwire.averaging.bucket import Bucket
 from gradwire.averaging.checkpoint import merge_state_dicts
 from gradwire.averaging.coalesce import Coalescer
 from gradwire.averaging.engine import Engine, open_engine
+from gradwire.averaging.gathering import gather_states
 from gradwire.averaging.layout_check import LayoutCheck
 from gradwire.averaging.pending import Pending
 from gradwire.averaging.state import RunState
@@ -23,6 +24,7 @@ __all__ = [
     "RunState",
     "Timeline",
     "checkpoint",
+    "gather_states",
     "grouping_of",
     "merge_state_dicts",
     "open_engine",

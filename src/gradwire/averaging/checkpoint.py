@@ -14,14 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.averaging.state_fields import (
+    KEYS,
+    VERSION,
+    States,
+    check_fields,
+    read_layouts,
+    require_count,
+    require_tensors,
+)
 from gradwire.averaging.timeline import Grouping
+from gradwire.buckets import dtype_named
 from gradwire.recipes import Reduction
 
-_VERSION = 2
-_KEYS = ("version", "recipe", "world_size", "step", "loss_scale", "layouts", "entries", "memory")
-
-States = Mapping[str, Mapping[str, Tensor]]
-"""Tensors by state and by parameter, as `Memory.state_dict` returns them."""
+__all__ = [
+    "Saved",
+    "States",
+    "check_fields",
+    "merge_state_dicts",
+    "read",
+    "read_layouts",
+    "require_count",
+    "require_tensors",
+    "template",
+    "write",
+    "write_layouts",
+]
 
 
 @dataclass(frozen=True)
@@ -47,7 +65,7 @@ def write(
 ) -> dict[str, Any]:
     """Return the state of one rank, in the form of the note above."""
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "recipe": recipe,
         "world_size": world_size,
         "step": step,
@@ -66,11 +84,6 @@ def write_layouts(timeline: Sequence[tuple[int, Grouping]]) -> list[Any]:
     return [[start, [[dtype, list(names)] for dtype, names in buckets]] for start, buckets in timeline]
 
 
-def read_layouts(layouts: Sequence[Any]) -> list[tuple[int, Grouping]]:
-    """Return the timeline that `write_layouts` was given."""
-    return [(int(s), tuple((d, tuple(names)) for d, names in buckets)) for s, buckets in layouts]
-
-
 def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states of all ranks into one that `Wire.load_state_dict` takes on any number of ranks.
 
@@ -83,10 +96,10 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for state in states:
-        _require_keys(state)
+        check_fields(state)
         if not merged:
             merged = {**state, "memory": {}}
-        for key in _KEYS[:-1]:
+        for key in KEYS[:-1]:
             if state[key] != merged[key]:
                 raise ValueError(
                     f"these states do not belong together: they differ in {key!r}; "
@@ -119,7 +132,7 @@ def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) 
         if len(owners) != world_size or owner == f"rank{rank}":
             tensors = memory.setdefault(owner, {}).setdefault(state, {})
             tensors[parameter] = torch.zeros(entry.size, dtype=entry.properties.dtype)
-    blank = {**dict.fromkeys(_KEYS[:-1], 0), "recipe": "", "layouts": [], "entries": []}
+    blank = {**dict.fromkeys(KEYS[:-1], 0), "recipe": "", "layouts": [], "entries": []}
     # Only keys that were saved: for others torch raises, before the version of the state can be checked.
     return {**{each: value for each, value in blank.items() if f"{key}.{each}" in metadata}, "memory": memory}
 
@@ -136,22 +149,32 @@ def read(
 
     The state may hold any of ``parameters``, and must hold those that are ``required``.
     """
-    _require_keys(state)
-    step, saved_size = int(state["step"]), int(state["world_size"])
-    timeline = read_layouts(state["layouts"])
-    for _, grouping in timeline:
+    fields = check_fields(state)
+    for _, grouping in fields.layouts:
         known = {name for _, bucket in grouping for name in bucket}
         for name in sorted(known - parameters.keys()):
             raise ValueError(f"the state has a parameter {name!r}, which this model has not")
         for name in sorted(set(required) - known):
             raise ValueError(f"the state has no parameter {name!r}, which this model has")
-    expected = {(key, name): tuple(shape) for key, name, shape in state["entries"]}
-    _require_shapes(expected, parameters)
-    wanted = range(saved_size) if saved_size != world_size else (rank,)
-    memories = [_states_of_rank(state["memory"], owner, expected, saved_size, world_size) for owner in wanted]
+        for dtype, names in grouping:
+            for name in names:
+                _require_realness(dtype, name, parameters[name])
+    _require_shapes(fields.entries, parameters)
+    saved_size = fields.world_size
+    # Without entries nothing was held back on any rank.
+    wanted = range(saved_size if fields.entries else 0) if saved_size != world_size else (rank,)
+    memories = []
+    for owner in wanted:
+        _require_states(fields.memory, owner, fields.entries, saved_size, world_size)
+        memories.append(fields.memory.get(owner, {}))
     own = memories[0] if saved_size == world_size else _redistribute(memories, world_size, reduction)
-    loss_scale = None if state["loss_scale"] is None else float(state["loss_scale"])
-    return Saved(str(state["recipe"]), step, timeline, own, loss_scale)
+    return Saved(fields.recipe, fields.step, fields.layouts, own, fields.loss_scale)
+
+
+def _require_realness(dtype: str, name: str, parameter: Tensor) -> None:
+    """Raise ValueError if a dtype is complex and the parameter is not."""
+    if dtype_named(dtype).is_complex and not parameter.is_complex():
+        raise ValueError(f"the state has {dtype} values of parameter {name!r}, which is real in this model")
 
 
 def _require_shapes(
@@ -159,33 +182,39 @@ def _require_shapes(
 ) -> None:
     """Raise ValueError if a residual has another shape than its parameter; other states may."""
     for (key, name), shape in expected.items():
-        if key.startswith("residual:"):
-            wanted = tuple(parameters[name].shape) if name in parameters else None
-            # A complex parameter is a pair of real values in its bucket.
-            if shape != wanted and not (wanted is not None and shape == (*wanted, 2)):
-                raise ValueError(
-                    f"the state has a {key} of parameter {name!r} with shape {shape}, but in this model that "
-                    + ("parameter does not exist" if wanted is None else f"parameter has shape {wanted}")
-                )
+        if name not in parameters:
+            raise ValueError(f"the state has a {key} of parameter {name!r}, which this model has not")
+        parameter = parameters[name]
+        _require_realness(key.rpartition(":")[2], name, parameter)
+        wanted = tuple(parameter.shape)
+        # A complex parameter is a pair of real values in its bucket.
+        fits = shape == wanted or (parameter.is_complex() and shape == (*wanted, 2))
+        if key.startswith("residual:") and not fits:
+            raise ValueError(
+                f"the state has a {key} of parameter {name!r} with shape {shape}, but in this model that "
+                f"parameter has shape {wanted}"
+            )
 
 
-def _states_of_rank(
-    memory: Mapping[str, States],
+def _require_states(
+    memory: Mapping[int, States],
     owner: int,
     expected: Mapping[tuple[str, str], tuple[int, ...]],
     saved_size: int,
     world_size: int,
-) -> States:
-    """Return the tensors of one saved rank; ValueError if one is missing, unknown or of another shape."""
-    states = memory.get(f"rank{owner}", {})
+) -> None:
+    """Raise ValueError if a tensor of one saved rank is missing, unknown or of another shape."""
+    states = memory.get(owner, {})
     if expected and not states:
         why = (
             f"; it was saved on {saved_size} ranks and this group has {world_size}, so the states of all of "
             "them are needed: see gradwire.merge_state_dicts"
             if saved_size != world_size
-            else "; each rank loads its own state"
+            else "; each rank loads its own state. To save on one rank alone, save what "
+            "state_dict(gather=True) returns, called on every rank"
         )
-        raise ValueError(f"the state has no 'rank{owner}', only {sorted(memory)}{why}")
+        there_are = [f"rank{rank}" for rank in sorted(memory)]
+        raise ValueError(f"the state has no 'rank{owner}', only {there_are}{why}")
     there = {(key, name): tensor for key, tensors in states.items() for name, tensor in tensors.items()}
     for key, name in expected.keys() - there.keys():
         raise ValueError(f"the state of rank {owner} has no {key} of parameter {name!r}, which was saved")
@@ -197,7 +226,6 @@ def _states_of_rank(
                 f"the {key} of parameter {name!r} of rank {owner} has shape {tuple(tensor.shape)}, but was "
                 f"saved with shape {expected[key, name]}"
             )
-    return states
 
 
 def _redistribute(memories: Sequence[States], world_size: int, reduction: Reduction) -> States:
@@ -209,7 +237,7 @@ def _redistribute(memories: Sequence[States], world_size: int, reduction: Reduct
     factors, are every rank's estimate of the same thing, so each new rank gets their mean.
     """
     spread: dict[str, dict[str, Tensor]] = {}
-    for key, tensors in memories[0].items():
+    for key, tensors in memories[0].items() if memories else ():
         is_share = reduction == "sum" and key.startswith("residual:")
         for name, first in tensors.items():
             wide = torch.complex128 if first.is_complex() else torch.float64
@@ -217,18 +245,3 @@ def _redistribute(memories: Sequence[States], world_size: int, reduction: Reduct
             total /= world_size if is_share else len(memories)
             spread.setdefault(key, {})[name] = total.to(first.dtype)
     return spread
-
-
-def _require_keys(state: Mapping[str, Any]) -> None:
-    # The version comes first, since a state of another version has other keys.
-    if state.get("version", _VERSION) != _VERSION:
-        raise ValueError(
-            f"this state has version {state['version']}, and this gradwire reads version {_VERSION}; "
-            "load it with the gradwire that saved it"
-        )
-    for key in _KEYS:
-        if key not in state:
-            raise ValueError(f"this is no state of a wire: it has no {key!r}")
-    for key in state:
-        if key not in _KEYS:
-            raise ValueError(f"this is no state of a wire: it has an unknown {key!r}")

@@ -15,7 +15,7 @@ from torch.futures import Future
 from gradwire.averaging.job import Job
 from gradwire.averaging.pending import Pending
 from gradwire.averaging.timeline import Grouping, Timeline, grouping_of
-from gradwire.buckets import BucketLayout
+from gradwire.buckets import BucketLayout, dtype_named
 from gradwire.errors import WireError, locate
 from gradwire.lanes import Promise
 
@@ -72,7 +72,7 @@ def _regroup(arrived: list[Job], grouping: Grouping) -> list[Job]:
     sparse = {job.layout.slots[0].name: job.flat for job in arrived if job.flat.is_sparse}
     regrouped = []
     for index, (dtype, names) in enumerate(grouping):
-        layout = BucketLayout.packed(index, getattr(torch, dtype), (slots[name] for name in names))
+        layout = BucketLayout.packed(index, dtype_named(dtype), (slots[name] for name in names))
         flat = sparse.get(names[0])
         if flat is None:
             flat = torch.empty(layout.numel, dtype=layout.dtype, device=arrived[0].flat.device)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradwire.buckets import BucketLayout
+from gradwire.buckets import BucketLayout, dtype_name
 
 Grouping = tuple[tuple[str, tuple[str, ...]], ...]
 """Every bucket's dtype and parameter names, in order."""
@@ -27,10 +27,7 @@ Grouping = tuple[tuple[str, tuple[str, ...]], ...]
 
 def grouping_of(layouts: Iterable[BucketLayout]) -> Grouping:
     """Return the grouping of parameters in these buckets."""
-    return tuple(
-        (str(layout.dtype).removeprefix("torch."), tuple(slot.name for slot in layout.slots))
-        for layout in layouts
-    )
+    return tuple((dtype_name(layout.dtype), tuple(slot.name for slot in layout.slots)) for layout in layouts)
 
 
 class Timeline:

@@ -3,6 +3,7 @@
 The exchange of buckets between ranks, and DDP's ways of making them, do not belong here.
 """
 
+from gradwire.buckets.dtypes import dtype_name, dtype_named
 from gradwire.buckets.layout import BucketLayout, Layouts, Slot, as_real, canonical_name
 from gradwire.buckets.loss_scale import LossScale
 from gradwire.buckets.memory import Memory
@@ -15,4 +16,6 @@ __all__ = [
     "Slot",
     "as_real",
     "canonical_name",
+    "dtype_name",
+    "dtype_named",
 ]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gradwire.buckets.dtypes import dtype_name, dtype_named
 from gradwire.buckets.layout import BucketLayout, as_real
 from gradwire.buckets.parameter_state import ParameterState
 
@@ -89,18 +90,24 @@ class Memory:
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of every state: ``state_dict()["residual:float32"]["fc.weight"]``."""
         return {
-            f"{name}:{_dtype_name(dtype)}": {key: view.clone() for key, view in views.items()}
+            f"{name}:{dtype_name(dtype)}": {key: view.clone() for key, view in views.items()}
             for (name, dtype), state in self._states.items()
             if (views := state.named())
         }
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
-        """Replace all states by ``states``, in the form that `state_dict` returns."""
-        self._states.clear()
+        """Replace all states by ``states``, in the form that `state_dict` returns.
+
+        Raises ValueError, and changes nothing, if a key does not end with the name of a dtype.
+        """
+        loaded: dict[tuple[str, torch.dtype], ParameterState] = {}
         for key, tensors in states.items():
-            name, _, dtype = key.rpartition(":")
+            name, _, text = key.rpartition(":")
+            dtype = dtype_named(text)
+            state = loaded.setdefault((name, dtype), ParameterState(dtype))
             for parameter, values in tensors.items():
-                self._state(name, getattr(torch, dtype)).put(parameter, values.to(device))
+                state.put(parameter, values.to(device))
+        self._states = loaded
 
     def _state(self, name: str, dtype: torch.dtype) -> ParameterState:
         return self._states.setdefault((name, dtype), ParameterState(dtype))
@@ -109,7 +116,3 @@ class Memory:
 def _key(name: str, layout: BucketLayout, dtype: torch.dtype) -> tuple[str, torch.dtype]:
     """Return the key of a bucket's state; complex buckets have complex states, whatever ``dtype`` is."""
     return name, torch.complex64 if layout.dtype.is_complex else dtype
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,6 +8,7 @@ from gradwire.ddp.attaching import attach
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import HookInfo, hook_name, register_hook_info
+from gradwire.ddp.hook_slot import HookTaken
 from gradwire.ddp.models import (
     bucketed_parameters,
     claim_of,
@@ -32,6 +33,7 @@ __all__ = [
     "DDPBucket",
     "HookInfo",
     "HookRunner",
+    "HookTaken",
     "Runner",
     "SteppingRunner",
     "Wire",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.averaging import Engine, RunState
+from gradwire.averaging import Engine, RunState, gather_states
 from gradwire.buckets import Layouts
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.choice import Choice
@@ -34,6 +37,10 @@ class Attachment:
         is_disabled: bool = False,
     ) -> None:
         self.slot = slot
+        # A wire may outlive its model. The group is kept weakly: torch keeps it until it is destroyed.
+        group: dist.ProcessGroup = slot.model.process_group
+        self._group = weakref.ref(group)
+        self.rank, self.world_size = group.rank(), group.size()
         self.bridge = bridge
         self.choice = choice
         self.layouts = layouts
@@ -49,8 +56,9 @@ class Attachment:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The model's process group."""
-        return self.model.process_group
+        """The model's process group; RuntimeError if it exists no more."""
+        group = self._group()
+        return self.model.process_group if group is None else group
 
     @property
     def state(self) -> RunState:
@@ -72,10 +80,20 @@ class Attachment:
         if not (self.is_attached or self.is_disabled):
             what = method.rpartition(".")[2]
             raise RuntimeError(
-                f"rank {self.group.rank()}: this wire is detached, and {what} would have no effect; "
+                f"rank {self.rank}: this wire is detached, and {what} would have no effect; "
                 "call it on the wire that gradwire.attach returned last"
             )
         return CollectiveCall(self.group, self._timeout, method)
+
+    def save(self, *, gather: bool = False) -> dict[str, Any]:
+        """Return the state of this rank, or of all ranks; RuntimeError inside ``backward()``."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"rank {self.rank}: Wire.state_dict was called inside backward(), where some residuals are "
+                "those of this step and some are older; call it after backward() has returned"
+            )
+        state = self.state.save(self.choice.name, self.bridge.num_steps, self.rank, self.world_size)
+        return gather_states(state, self.group, self._timeout, "Wire.state_dict") if gather else state
 
     def record_event(self, event: str, **details: str) -> None:
         """Record an event at the current step."""

@@ -20,6 +20,10 @@ from gradwire.ddp.hook_info import hook_name
 from gradwire.ddp.mixed_precision import average_by
 
 
+class HookTaken(ValueError, RuntimeError):
+    """The model has a hook already; a RuntimeError too, as DDP raises for a second hook."""
+
+
 class HookSlot:
     """The hook that DDP holds for a model, and the bridge behind it while one is attached."""
 
@@ -27,15 +31,21 @@ class HookSlot:
         self.bridge: Bridge | None = None
         self.give_way: Callable[[], None] | None = None
         """Frees the slot for another bridge; None if the current bridge stays."""
+        self.owner: str | None = None
+        """The feature that has put the current bridge here on a user's behalf, if one has."""
         # Weakly: DDP's reducer holds the hook, and the hook holds this.
         self._ddp = weakref.ref(ddp)
         self._registered = False
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The model whose slot this is."""
+        """The model whose slot this is; RuntimeError if it exists no more."""
         ddp = self._ddp()
-        assert ddp is not None, "the model is gone"
+        if ddp is None:
+            raise RuntimeError(
+                "the DistributedDataParallel of this wire exists no more; state_dict and stats still work. "
+                "For all else, keep a reference to the model, or attach to the one that you train now"
+            )
         return ddp
 
     def is_of(self, ddp: DistributedDataParallel) -> bool:
@@ -66,7 +76,7 @@ class HookSlot:
     def leave(self, bridge: Bridge) -> None:
         """Return to plain averaging, unless another bridge has taken the slot."""
         if self.bridge is bridge:
-            self.bridge = None
+            self.bridge = self.owner = None
 
     def _run(self, bucket: GradBucket) -> Future[Tensor]:
         return self.bridge.run(bucket) if self.bridge is not None else self._average_plainly(bucket)
@@ -95,23 +105,25 @@ _slots: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.W
 
 
 def free_slot(ddp: DistributedDataParallel) -> HookSlot:
-    """Return the model's slot; ValueError if it is taken and does not give way."""
+    """Return the model's slot; `HookTaken` if it is taken and does not give way."""
     slot = _slots.get(ddp)
     if slot is None:
         if ddp._comm_hooks and ddp.mixed_precision is None:
-            raise ValueError(
+            raise HookTaken(
                 f"the model has a hook already, {hook_name(ddp._comm_hooks[0][0])}, and DDP takes one in "
                 "its life; register that hook through gradwire.attach(model, hook, state=...) instead"
             )
         builtin = ddp._get_ddp_logging_data().get("comm_hook")
         if builtin and ddp.mixed_precision is None:
-            raise ValueError(
+            raise HookTaken(
                 f"the model has a hook of DDP's own already, {builtin}, and DDP takes one in its life; leave "
                 "_register_builtin_comm_hook out, and attach 'fp32' or 'fp16'"
             )
         slot = _slots[ddp] = HookSlot(ddp)
     if slot.bridge is not None and slot.give_way is None:
-        raise ValueError(
+        if slot.owner is not None:
+            raise HookTaken(f"{slot.owner} trains this model already; call detach() on it first")
+        raise HookTaken(
             f"{slot.bridge.runner.name} is attached to this model already; call detach() on its wire first"
         )
     return slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -27,12 +28,47 @@ def unwrap(model: nn.Module) -> DistributedDataParallel:
     inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
     if isinstance(inner, DistributedDataParallel):
         return inner
-    hint = ""
-    if isinstance(getattr(inner, "module", None), DistributedDataParallel):
-        hint = "; its .module is one: attach to that"
-    elif isinstance(inner, nn.Module):
-        hint = "; wrap the model first"
-    raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{hint}")
+    raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{_hint(inner)}")
+
+
+def _hint(model: object) -> str:
+    """Return the end of an error's text that says what to attach to instead, or an empty text."""
+    if isinstance(getattr(model, "module", None), DistributedDataParallel):
+        return "; its .module is one: attach to that"
+    if not isinstance(model, nn.Module):
+        return ""
+    for kind in type(model).__mro__:
+        if (kind.__module__.startswith("torch.") and kind.__name__ in _OTHER_WRAPPERS) or _is_replicated(
+            kind
+        ):
+            what = _OTHER_WRAPPERS.get(kind.__name__, _OTHER_WRAPPERS["ReplicateModule"])
+            return (
+                f": this model's gradients are averaged by {what}, which gradwire does not support. Wrap the "
+                "plain model in torch.nn.parallel.DistributedDataParallel instead, or train without gradwire"
+            )
+    if _is_inside_ddp(model):
+        return ": this is the .module of one; attach to the DistributedDataParallel around it, and train that"
+    return "; wrap the model first, in torch.nn.parallel.DistributedDataParallel"
+
+
+# Other ways of data-parallel training, by the class that a model then has or derives from.
+_OTHER_WRAPPERS = {
+    "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
+    "ReplicateModule": "replicate()",
+    "FSDPModule": "fully_shard() (FSDP2)",
+    "DataParallel": "DataParallel, in one process",
+}
+
+
+def _is_replicated(kind: type) -> bool:
+    return kind.__name__ == "DDP" and kind.__module__ == "torch.distributed._composable.replicate"
+
+
+def _is_inside_ddp(model: nn.Module) -> bool:
+    """Return True if a ``DistributedDataParallel`` of this process wraps ``model``."""
+    # Slow, and for errors only. `type` and not isinstance: some objects answer for others.
+    found = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    return any(each.module is model for each in found)
 
 
 def device_of(ddp: DistributedDataParallel) -> torch.device:

@@ -83,6 +83,7 @@ class SteppingRunner:
         lane: Lane,
         step: Step,
         *,
+        before_backward: Callable[[], None] | None = None,
         after_backward: Callable[[], None] | None = None,
         at_the_end: bool = False,
     ) -> None:
@@ -91,6 +92,7 @@ class SteppingRunner:
         self.stats = inner.stats
         self._lane = lane
         self._step = step
+        self._before_backward = before_backward
         self._after_backward = after_backward
         self._at_the_end = at_the_end
         self._pending: Pending[_ParameterStep] = Pending()
@@ -109,6 +111,8 @@ class SteppingRunner:
 
     def start(self, bucket: DDPBucket, place: Place) -> Future[Tensor]:
         if not bucket.is_shadow:
+            if place.bucket == 0 and self._before_backward is not None:
+                self._before_backward()
             _require_gradients(bucket)
         averaged = self.inner.start(bucket, place)
         step = _ParameterStep(self.inner, self._step, bucket, averaged, Promise(bucket.flat), place)

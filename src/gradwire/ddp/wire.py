@@ -91,20 +91,35 @@ class Wire:
             )
         layouts = self._attachment.layouts
         buckets = layouts.current() or layouts.one_per_dtype(list(trained_parameters(self.model).values()))
-        return make_plan(recipe, buckets, group.rank(), group.size(), step)
+        plan = make_plan(recipe, buckets, group.rank(), group.size(), step)
+        if not self._attachment.is_disabled:
+            return plan
+        return replace(
+            plan, note="GRADWIRE_DISABLE is set: DDP averages by itself, and nothing of this is sent"
+        )
 
     def layout(self) -> tuple[BucketLayout, ...]:
         """Return the layouts of the buckets seen so far."""
         return self._attachment.layouts.current()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return what this rank needs to resume bit for bit: residuals, the step count, the layouts in use.
 
+        Args:
+            gather: return the states of all ranks on every rank, as `merge_state_dicts` makes them; for
+                programs that save on rank 0 alone. Collective.
+
         The state is plain tensors (copies) and numbers, which ``torch.save`` and
-        ``torch.distributed.checkpoint.save`` take. Each rank saves its own. Call it between steps.
+        ``torch.distributed.checkpoint.save`` take. Without ``gather``, each rank saves its own. Call it
+        between steps; RuntimeError inside ``backward()``. It works without the model too.
+
+        Example::
+
+            state = wire.state_dict(gather=True)  # on every rank
+            if rank == 0:
+                torch.save(state, "wire.pt")
         """
-        own = self._attachment
-        return own.state.save(own.choice.name, own.bridge.num_steps, own.group.rank(), own.group.size())
+        return self._attachment.save(gather=gather)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, also on another number of ranks; collective.

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.ddp import attach
+from gradwire.ddp import HookTaken, attach
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
 from gradwire.ddp_comm_hooks import powerSGD_hook as powerSGD
@@ -23,7 +23,7 @@ __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 def _attach(
     *, comm_hook: Callable[..., Any] | str, model: nn.Module, state: dist.ProcessGroup | None = None
 ) -> None:
-    attach(model, comm_hook, state=state)
+    _attach_once(model, comm_hook, state)
 
 
 def _attach_low_rank(
@@ -32,13 +32,22 @@ def _attach_low_rank(
     matrix_approximation_rank: int,
     model: nn.Module,
     state: dist.ProcessGroup | None = None,
+    start_powerSGD_iter: int = 1_000,  # noqa: N803
 ) -> None:
     if state is not None and not isinstance(state, dist.ProcessGroup):
         raise TypeError(
             f"the state of a POWER_SGD type is a process group or None, not {type(state).__name__}; with a "
             "PowerSGDState of your own, use gradwire.attach(model, powerSGD_hook, state=...)"
         )
-    attach(model, comm_hook, state=powerSGD.PowerSGDState(state, matrix_approximation_rank))
+    own = powerSGD.PowerSGDState(state, matrix_approximation_rank, start_powerSGD_iter)
+    _attach_once(model, comm_hook, own)
+
+
+def _attach_once(model: nn.Module, comm_hook: Callable[..., Any] | str, state: object) -> None:
+    try:
+        attach(model, comm_hook, state=state)
+    except HookTaken as error:
+        raise HookTaken(f"register_ddp_comm_hook can only be called once for a model: {error}") from None
 
 
 def _member(comm_hook: Callable[..., Any] | str) -> Any:
@@ -58,6 +67,7 @@ def _value(attach_to: Callable[..., None]) -> Any:
 class DDPCommHookType(enum.Enum):
     """Hooks by name; call a value as ``value(model=..., state=...)``.
 
+    The low-rank members also take ``start_powerSGD_iter``, the number of first steps that are not compressed.
     torch's hooks come first, then recipes that torch does not have, with their default options.
     """
 
@@ -88,6 +98,8 @@ def register_ddp_comm_hook(
         model: the model; `gradwire.attach` lists the kinds it takes, and the errors it raises.
         state: None or the model's process group. Another group raises ValueError; torch would silently
             average over it.
+
+    Raises RuntimeError if the model has a hook already.
 
     Example::
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable
+import logging
+import sys
+import threading
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Literal
 
@@ -51,6 +54,11 @@ __all__ = [
 
 Family = Literal["casts", "blocks", "low_rank"]
 """Kernels that are compiled together."""
+
+_SLOW_S = 2.0
+"""The time after which loading kernels is announced; reading them from the cache takes less."""
+
+log = logging.getLogger("gradwire")
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -122,8 +130,25 @@ def low_rank(values: Tensor, work: Tensor) -> ModuleType:
 def warm_up(device: torch.device, families: Iterable[Family]) -> None:
     """Compile kernels for ``device`` ahead of their first use, or read them from the cache on disk."""
     load = {"casts": _cpu_casts, "blocks": _cpu_blocks, "low_rank": _cpu_low_rank}
-    for family in families if device.type == "cpu" else ():
-        load[family]()
+    names = sorted(families) if device.type == "cpu" else []
+    if all(f"{__name__}.cpu.{name}" in sys.modules for name in names):
+        return
+    told = threading.Timer(_SLOW_S, _tell_compiling, [names])
+    told.daemon = True
+    told.start()
+    try:
+        for name in names:
+            load[name]()
+    finally:
+        told.cancel()
+
+
+def _tell_compiling(names: Sequence[str]) -> None:
+    log.warning(
+        "gradwire compiles its CPU kernels (%s), which takes some seconds once for each version and machine; "
+        "numba keeps them on disk for later runs",
+        ", ".join(names),
+    )
 
 
 def _is_fast(*tensors: Tensor) -> bool:

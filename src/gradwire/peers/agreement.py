@@ -13,13 +13,24 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from gradwire.peers.groups import Group, gather
-from gradwire.peers.rendezvous import claim_key, missing_ranks_error
+from gradwire.peers.rendezvous import WaitLog, claim_key, missing_ranks_error
 
 Claim = Mapping[str, str]
 """The fields that must be the same on all ranks before they go on, and this rank's values."""
 
 _ERROR = "error: "
 _NUM_SHOWN = 3
+
+
+class _PeerValueError(ValueError, RuntimeError):
+    """The error of a rank whose peer has raised ValueError."""
+
+
+class _PeerTypeError(TypeError, RuntimeError):
+    """The error of a rank whose peer has raised TypeError."""
+
+
+_PEER_ERRORS = {"ValueError": _PeerValueError, "TypeError": _PeerTypeError}
 
 
 def agree(
@@ -42,25 +53,28 @@ def agree(
         note: a text to pass to all ranks; it may differ between them.
 
     Returns every rank's note, in rank order. Raises RuntimeError if a rank makes no claim in time or has
-    failed, and ValueError if claims differ.
+    failed, and ValueError if claims differ. After a peer's ValueError or TypeError, the error is also one.
     """
     store, rank = group.get_group_store(), group.rank()
     keys = [claim_key(rendezvous, peer) for peer in range(group.size())]
     if isinstance(claim, Exception):
         # A store takes valid UTF-8 only, and file names in an error's text may hold lone surrogates.
-        answer = f"{_ERROR}{claim}".encode(errors="backslashreplace").decode()
+        kind = next((k.__name__ for k in (ValueError, TypeError) if isinstance(claim, k)), "RuntimeError")
+        answer = f"{_ERROR}{kind}: {claim}".encode(errors="backslashreplace").decode()
     else:
         # Everyone reads the digest. The fields are read only if digests differ: they can be long.
         store.set(f"{keys[rank]}/fields", json.dumps(claim))
         answer = f"{_digest(claim).hex()} {note}"
     store.set(keys[rank], answer)
-    if missing := _wait_for_keys(store, keys, timeout):
+    if missing := _wait_for_keys(store, keys, timeout, WaitLog(group, timeout, caller)):
         raise missing_ranks_error(group, rendezvous, missing, timeout, caller)
     answers = [store.get(key).decode() for key in keys]
     failed = [peer for peer, answer in enumerate(answers) if answer.startswith(_ERROR)]
     if failed and rank not in failed:
-        text = answers[failed[0]].removeprefix(_ERROR)
-        raise RuntimeError(f"rank {rank}: {caller} failed on rank {failed[0]}: {text}")
+        kind, _, text = answers[failed[0]].removeprefix(_ERROR).partition(": ")
+        raise _PEER_ERRORS.get(kind, RuntimeError)(
+            f"rank {rank}: {caller} failed on rank {failed[0]}: {text}"
+        )
     digests, _, notes = zip(*(answer.partition(" ") for answer in answers), strict=True)
     if not failed and len(set(digests)) > 1:
         claims = [json.loads(store.get(f"{key}/fields")) for key in keys]
@@ -106,17 +120,26 @@ def describe_differences(claims: Sequence[Claim]) -> str:
     return "; ".join(f"{field} is {text}" for field, text in list(shown.items())[:_NUM_SHOWN]) + more
 
 
-def _wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta) -> list[int]:
+def _wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta, slow: WaitLog) -> list[int]:
     """Wait until all keys are set or the time is up; return the indices of those that are not set."""
     deadline = time.monotonic() + timeout.total_seconds()
     missing = []
     for index, key in enumerate(keys):
-        left_s = max(deadline - time.monotonic(), 0.001)
-        try:
-            store.wait([key], timedelta(seconds=left_s))
-        except RuntimeError:
-            missing.append(index)
+        while not _is_set(store, key, min(deadline - time.monotonic(), slow.left_s)):
+            slow.tell(lambda: [peer for peer, each in enumerate(keys) if not store.check([each])])
+            if time.monotonic() >= deadline:
+                missing.append(index)
+                break
     return missing
+
+
+def _is_set(store: Store, key: str, wait_s: float) -> bool:
+    """Wait for a key; return False if it is not set in time."""
+    try:
+        store.wait([key], timedelta(seconds=max(wait_s, 0.001)))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _gather_bytes(own: bytes, lengths: Sequence[int], group: Group, device: torch.device) -> list[bytearray]:

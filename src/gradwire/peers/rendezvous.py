@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
 import uuid
 import weakref
@@ -16,6 +18,38 @@ import torch.distributed as dist
 _FIRST_KEY = "gradwire/first"
 """The key under which rank 0 writes its process name."""
 _SLOWEST_POLL_S = 0.05
+SLOW_S = 10.0
+"""The wait after which a rank logs whom it is waiting for."""
+
+log = logging.getLogger("gradwire")
+
+
+class WaitLog:
+    """Log once for whom a rank is waiting, when it has waited for `SLOW_S` seconds."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta, caller: str) -> None:
+        self._group, self._timeout, self._caller = group, timeout, caller
+        self._start = time.monotonic()
+        self._is_over = False
+
+    @property
+    def left_s(self) -> float:
+        """The number of seconds until `tell` has something to log; infinite if it has logged."""
+        return math.inf if self._is_over else self._start + SLOW_S - time.monotonic()
+
+    def tell(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Log the ranks that ``missing`` returns, if it is time to."""
+        if self.left_s <= 0:
+            self._is_over = True
+            log.warning(
+                "rank %d waits in %s for rank(s) %s of %d, which have not called it; it will wait for %g s "
+                "in all. Every rank of the model's process group must call it",
+                self._group.rank(),
+                self._caller,
+                ", ".join(map(str, missing())),
+                self._group.size(),
+                self._timeout.total_seconds(),
+            )
 
 
 @dataclass
@@ -61,7 +95,7 @@ def missing_ranks_error(
 ) -> RuntimeError:
     """Return the error for ranks that did not come, and leave word for them that this rank has gone."""
     rank, size, ranks = group.rank(), group.size(), ", ".join(map(str, missing))
-    text = f"error: it gave up waiting for rank(s) {ranks}"
+    text = f"error: RuntimeError: it gave up waiting for rank(s) {ranks}"
     group.get_group_store().set(claim_key(rendezvous, rank), text)
     return RuntimeError(
         f"rank {rank}: {caller} is collective, but rank(s) {ranks} of {size} did not call it within "
@@ -104,10 +138,19 @@ def _meet(group: dist.ProcessGroup, session: _Session, timeout: timedelta, calle
     if rank == 0:
         name = session.process_name
         store.set(_FIRST_KEY, name)
-    if not _poll(has_seen_all if rank == 0 else is_seen, time.monotonic() + timeout.total_seconds()):
-        missing = [peer for peer in others if name and not store.check([_answer_key(name, peer)])]
+
+    def missing() -> list[int]:
+        return [peer for peer in others if name and not store.check([_answer_key(name, peer)])] or [0]
+
+    slow = WaitLog(group, timeout, caller)
+
+    def is_over() -> bool:
+        slow.tell(missing)
+        return has_seen_all() if rank == 0 else is_seen()
+
+    if not _poll(is_over, time.monotonic() + timeout.total_seconds()):
         rendezvous = _rendezvous_name(name, session.num_rendezvous)
-        raise missing_ranks_error(group, rendezvous, missing or [0], timeout, caller)
+        raise missing_ranks_error(group, rendezvous, missing(), timeout, caller)
     if rank == 0:
         answers = [store.get(_answer_key(name, peer)).decode() for peer in others]
         store.set(_seen_key(name), json.dumps(answers))

@@ -27,6 +27,8 @@ class WirePlan:
     """One entry for each recipe of a wire; prints as a table."""
 
     routes: tuple[PlannedRoute, ...]
+    note: str = ""
+    """A line that is printed above the table."""
 
     @property
     def bytes_sent(self) -> int:
@@ -39,10 +41,12 @@ class WirePlan:
         ]
         rows = [("recipe", "parameters", "values", "bytes sent"), *rows]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
+        lines = [self.note] if self.note else []
+        lines += [
             "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3))])
             for row in rows
-        )
+        ]
+        return "\n".join(lines)
 
 
 def make_plan(

@@ -86,7 +86,7 @@ def _did_you_mean(near: Iterator[str] | list[str]) -> str:
 def _respell(spec: str) -> Iterator[str]:
     """Yield near texts: with a known name, and with colons, semicolons and parentheses where they belong."""
     word, rest = re.fullmatch(r"\s*(\w*)\s*(.*)", spec, re.DOTALL).groups()  # type: ignore[union-attr]
-    inside = (rest[1:] if rest[:1] in {*":([{"} else rest).rstrip(")]} ")
+    inside = (rest[1:] if rest[:1] in {*":([{,;"} else rest).lstrip().rstrip(")]} ")
     inside += ")" * (inside.count("(") - inside.count(")"))
     for name in _near(word):
         if name in _COMPOSED:
@@ -100,4 +100,5 @@ def _near(word: str) -> list[str]:
     """Return the known names that ``word`` begins with or, if there are none, up to two similar ones."""
     lower, names = word.lower().replace("_", ""), [*RECIPES, *_COMPOSED]
     prefixes = [name for name in names if lower.startswith(name)]
-    return prefixes or difflib.get_close_matches(lower, names, n=2, cutoff=0.5)
+    averaging = [name for name in names if name != "noop"]  # nobody averages nothing by a slip of the pen
+    return prefixes or difflib.get_close_matches(lower, averaging, n=2, cutoff=0.5)

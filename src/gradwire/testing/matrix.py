@@ -249,10 +249,17 @@ def _run_until_broken(
     return results
 
 
+# What torch says, or how it ends, when a hook does not return a Future of a tensor.
+_UNCLEAR = ("signal SIG", "INTERNAL ASSERT", "Unable to cast")
+
+
 def _advice(subject: Subject, crash: str) -> str:
     """Return advice on a crash that does not give its reason."""
-    if subject.via == "ddp" and "signal SIG" in crash:
-        return "\nDDP itself crashes if a hook returns no Future; via='attach' says what the hook returned"
+    if subject.via == "ddp" and any(sign in crash for sign in _UNCLEAR):
+        return (
+            "\nDDP itself ends so if a hook returns no Future of a tensor; via='attach' says what the hook "
+            "returned"
+        )
     return ""
 
 
@@ -266,6 +273,7 @@ def _run_cases(rank: int, subject: Subject, todo: list[Case], case_timeout: floa
                 outcome = check_invariants(subject, case)
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}"
+            outcome += _advice(subject, outcome)
         send_message((index, outcome))
         store.set(f"outcome/{index}/{rank}", "broken" if isinstance(outcome, str) else "ok")
         keys = [f"outcome/{index}/{peer}" for peer in range(dist.get_world_size())]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.averaging import Grouping, Timeline, checkpoint, grouping_of
-from gradwire.buckets import BucketLayout, Memory, canonical_name
+from gradwire.buckets import BucketLayout, Memory, canonical_name, dtype_named
 from gradwire.ddp import is_ddp
 from gradwire.exchanges import Context, Scratch, average
 from gradwire.peers import Group, Traffic
@@ -205,7 +205,7 @@ class VirtualRanks:
     def _grouped(self, grouping: Grouping) -> tuple[BucketLayout, ...]:
         slots = {slot.name: slot for layout in self.layouts for slot in layout.slots}
         return tuple(
-            BucketLayout.packed(index, getattr(torch, dtype), (slots[name] for name in names))
+            BucketLayout.packed(index, dtype_named(dtype), (slots[name] for name in names))
             for index, (dtype, names) in enumerate(grouping)
         )
 

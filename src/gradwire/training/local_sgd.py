@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.averaging import Engine, LayoutCheck, checkpoint, open_engine
+from gradwire.averaging import Engine, LayoutCheck, checkpoint, gather_states, open_engine
 from gradwire.buckets import Layouts, canonical_name
 from gradwire.ddp import (
+    Wire,
     attach,
+    attachment_of,
     bucketed_parameters,
     claim_of,
     device_of,
@@ -28,6 +29,7 @@ from gradwire.peers import CollectiveCall, timeout_of
 from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, kernels_of, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.telemetry import WireStats
+from gradwire.training.local_state import require_all_ranks, require_keys
 from gradwire.training.outer import Outer
 from gradwire.training.parameter_buckets import ParameterBucket, load_tensors, make_buckets, tensors_of
 
@@ -94,7 +96,7 @@ class LocalSGD:
         self._num_steps = self._num_averages = 0
         self._buckets: list[ParameterBucket] = []
         self._gradient_recipe_in_use = self._gradient_recipe_at(0)
-        self._wire = attach(ddp, self._gradient_recipe_in_use, timeout=self._timeout)
+        self._wire = self._attach()
         self._disabled = not self._wire.attached  # GRADWIRE_DISABLE is set
         with contextlib.ExitStack() as undo:
             undo.callback(self._wire.detach)
@@ -157,17 +159,20 @@ class LocalSGD:
         """Return bytes, messages and times of the averagings, each of which counts as a step."""
         return self._engine.stats.read(self._num_averages)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the step count, the parameters at the start of the period, the momentum and the residuals.
 
         The state is plain tensors and numbers. Residuals differ between ranks and have the rank in their key,
-        so each rank saves its own state. Between two averagings the model's parameters differ between ranks
+        so each rank saves its own state. With ``gather``, which is collective, every rank gets those of all
+        ranks, and one rank can save them. Between two averagings the model's parameters differ between ranks
         too: call `average` first, or save every rank's.
         """
         rank, size = self._group.rank(), self._group.size()
         memory = self._engine.state.memory.state_dict()
         averaging = checkpoint.write(str(self.recipe), self._num_steps, (), memory, rank, size)
-        wire = self._wire.state_dict()
+        if gather:
+            averaging = gather_states(averaging, self._group, self._timeout, "LocalSGD.state_dict")
+        wire = self._wire.state_dict(gather=gather)
         return {
             "num_steps": self._num_steps,
             **tensors_of(self._buckets),
@@ -214,7 +219,12 @@ class LocalSGD:
         if not self._disabled and self._gradient_recipe_in_use != self._gradient_recipe_at(num_steps):
             self._wire.detach()
             self._gradient_recipe_in_use = self._gradient_recipe_at(num_steps)
-            self._wire = attach(self._ddp, self._gradient_recipe_in_use, timeout=self._timeout)
+            self._wire = self._attach()
+
+    def _attach(self) -> Wire:
+        wire = attach(self._ddp, self._gradient_recipe_in_use, timeout=self._timeout)
+        attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
+        return wire
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
@@ -255,32 +265,19 @@ class LocalSGD:
         self, state: dict[str, Any]
     ) -> tuple[int, list[ParameterBucket], checkpoint.States, checkpoint.Saved]:
         """Return the step, the buckets, this rank's residuals, and the wire's state; ValueError if unfit."""
-        for key in ("num_steps", "start", "momentum", "averaging", "wire"):
-            if key not in state:
-                raise ValueError(f"this is no state of a LocalSGD: it has no {key!r}")
-        num_steps = int(state["num_steps"])
+        num_steps = require_keys(state)
         is_local = num_steps >= self.warmup_steps and not self._disabled
         buckets = make_buckets(self._parameters(), self._layouts, self.outer) if is_local else []
         load_tensors(buckets, state)
         rank, size = self._group.rank(), self._group.size()
         for key in ("averaging", "wire"):
-            _require_all_ranks(key, state[key], size)
+            require_all_ranks(key, state[key], size)
         named = {canonical_name(name): p for name, p in self._ddp.module.named_parameters()}
         memory = checkpoint.read(state["averaging"], named, (), rank, size, "mean").memory
         # The wire will check its state too, but by then a new wire may have replaced the old one.
         in_wire, must_be = bucketed_parameters(self._ddp), trained_parameters(self._ddp).keys()
         of_wire = checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
         return num_steps, buckets, memory, of_wire
-
-
-def _require_all_ranks(key: str, part: Mapping[str, Any], size: int) -> None:
-    """Raise ValueError if a part was saved on another number of ranks and lacks the residuals of one."""
-    saved, there = part.get("world_size"), part.get("memory", {})
-    if part.get("entries") and saved not in (size, len(there)):
-        raise ValueError(
-            f"this state was saved on {saved} ranks and this group has {size}, but its {key!r} has only the "
-            f"residuals of {', '.join(there)}: put gradwire.merge_state_dicts of every rank's {key!r} there"
-        )
 
 
 def _check_counts(period: int, warmup_steps: int) -> None:

@@ -28,6 +28,7 @@ class OverlappedOptimizer(Optimizer):
         """The optimizer that takes the steps."""
         self._wire = wire
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        self._awaits_step = False
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -45,6 +46,7 @@ class OverlappedOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler.step reads this first, so this is where a scaler is refused.
         if self._wire.attached:
+            self._awaits_step = False  # what was missed is told here
             raise RuntimeError(
                 "a GradScaler cannot be used with overlap_optimizer: gradients would have to be unscaled, "
                 "and a step with infinite ones skipped, before the first bucket is stepped. Train in bf16, "
@@ -61,6 +63,7 @@ class OverlappedOptimizer(Optimizer):
                 "overlap_optimizer takes no closure, since backward() takes the step; leave it out"
             )
         self._refuse_changed_gradients()
+        self._awaits_step = False
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -90,7 +93,8 @@ class OverlappedOptimizer(Optimizer):
         return f"Overlapped {self.optimizer!r}"
 
     def note_gradients(self) -> None:
-        """Remember the gradients that the steps have used."""
+        """Remember the gradients that the steps have used, and that `step` is due."""
+        self._awaits_step = True
         self._versions = {
             parameter: (id(parameter.grad), parameter.grad._version)
             for group in self.param_groups
@@ -98,11 +102,21 @@ class OverlappedOptimizer(Optimizer):
             if parameter.grad is not None
         }
 
+    def refuse_missed_step(self) -> None:
+        """Raise RuntimeError if `step` was not called after the last backward pass."""
+        if self._awaits_step:
+            raise RuntimeError(
+                "backward() runs again before optimizer.step(), but with overlap_optimizer the last one has "
+                "taken its step already. To accumulate gradients, run all backward passes but the last "
+                "inside model.no_sync(). To skip steps, step as usual, without overlap_optimizer"
+            )
+
     def _refuse_changed_gradients(self) -> None:
         versions, self._versions = self._versions, {}
         for parameter, version in versions.items():
             grad = parameter.grad
             if grad is not None and id(grad) == version[0] and grad._version != version[1]:
+                self._awaits_step = False  # what was missed is told here
                 raise RuntimeError(
                     "gradients were changed after backward(), which had already taken the step with them: "
                     "clipping by the global norm, for one, needs every gradient before the first step. "
@@ -130,7 +144,8 @@ def overlap_optimizer(
             model may leave parameters unused (``find_unused_parameters``), or the wire overlaps already.
 
     The optimizer raises RuntimeError when it is used with a ``GradScaler``, or when gradients change between
-    ``backward()`` and ``step()``, as in clipping by the global norm.
+    ``backward()`` and ``step()``, as in clipping by the global norm. ``backward()`` raises it if ``step()``
+    was not called since the last one: accumulate inside ``model.no_sync()``.
 
     Example::
 
@@ -138,6 +153,7 @@ def overlap_optimizer(
         optimizer = gradwire.overlap_optimizer(wire, lambda params: torch.optim.SGD(params, lr=0.1))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     """
+    _check_factory(optimizer_factory)
     ddp = wire.model
     parameters = [p for p in ddp.module.parameters() if p.requires_grad]
     optimizer = optimizer_factory(parameters)
@@ -153,6 +169,7 @@ def overlap_optimizer(
                 runner,
                 open_local_lane(device, f"step-{runner.name}"),
                 functools.partial(_step, optimizer),
+                before_backward=overlapped.refuse_missed_step,
                 after_backward=overlapped.note_gradients,
             )
 
@@ -164,6 +181,20 @@ def _step(
     optimizer: Optimizer, parameters: Sequence[Tensor], gradients: Sequence[Tensor], group: Group
 ) -> None:
     step_parameters(optimizer, parameters, gradients)
+
+
+def _check_factory(factory: object) -> None:
+    if isinstance(factory, Optimizer):
+        name = type(factory).__name__
+        raise TypeError(
+            f"overlap_optimizer takes a function that makes the optimizer, not the optimizer ({name}): pass "
+            f"lambda params: torch.optim.{name}(params, lr=...)"
+        )
+    if not callable(factory):
+        raise TypeError(
+            "overlap_optimizer takes a function that makes the optimizer from a list of parameters, not "
+            f"{type(factory).__name__}"
+        )
 
 
 def _check(optimizer: Optimizer, wire: Wire) -> None:

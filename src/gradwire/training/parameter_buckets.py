@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gradwire.averaging import Bucket
+from gradwire.averaging import Bucket, checkpoint
 from gradwire.buckets import Layouts
 from gradwire.training.outer import Outer
 
@@ -106,6 +106,7 @@ def load_tensors(buckets: Sequence[ParameterBucket], saved: Mapping[str, Mapping
     """Load what `tensors_of` returned; ValueError, with nothing changed, if it does not fit."""
     own = tensors_of(buckets)
     for key, views in own.items():
+        checkpoint.require_tensors(key, saved[key])
         different = views.keys() ^ saved[key].keys()
         different |= {n for n in views.keys() & saved[key].keys() if views[n].shape != saved[key][n].shape}
         if different:

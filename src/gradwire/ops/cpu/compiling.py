@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
 
+log = logging.getLogger("gradwire")
+
 
 def kernel(signature: Any, reorders_sums: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile a function now, to run without the GIL, or load it from numba's cache on disk.
 
-    Nothing is cached where no cache folder can be written. ``reorders_sums`` lets LLVM split a sum into as
-    many parts as a vector register has; the split is the same in every call.
+    Nothing is cached where no cache folder can be written, or where one holds damaged files; both are logged.
+    ``reorders_sums`` lets LLVM split a sum into as many parts as a vector register has; the split is the same
+    in every call.
 
     Pass a kernel plain tuples, and name their fields inside it: numba takes 0.4 us to unpack a NamedTuple
     that comes from Python, and none for one that a kernel makes.
@@ -25,12 +29,16 @@ def kernel(signature: Any, reorders_sums: bool = False) -> Callable[[Callable[..
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         if reorders_sums:
             options["fastmath"] = {"reassoc", "contract", "nsz"}
+        dispatcher = None
         try:
             dispatcher = numba.njit(cache=True, **options)(function)
             _expire_with_helpers(dispatcher)
-        except RuntimeError:  # no cache folder can be written
+            dispatcher.compile(signature)
+        except Exception as error:  # a damaged file raises almost anything
+            folder = "" if dispatcher is None else str(dispatcher._cache.cache_path)
             dispatcher = numba.njit(**options)(function)
-        dispatcher.compile(signature)
+            dispatcher.compile(signature)  # raises if the kernel itself is wrong
+            _tell_cache_unusable(folder, f"{type(error).__name__}: {error}")
         dispatcher.disable_compile()
         return dispatcher  # type: ignore[no-any-return]
 
@@ -41,6 +49,18 @@ def helper(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function into each kernel that calls it; it cannot be called from Python."""
     options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
     return numba.njit(nogil=True, error_model="numpy", **options)(function)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _tell_cache_unusable(folder: str, why: str) -> None:
+    """Log, once, that kernels are compiled in every process."""
+    log.warning(
+        "numba's cache of compiled kernels%s cannot be used (%.300s), so gradwire compiles its kernels in "
+        "every process, which takes seconds; %sset NUMBA_CACHE_DIR to a folder that can be written",
+        f" in {folder}" if folder else "",
+        why,
+        "delete that folder, or " if folder else "",
+    )
 
 
 def _expire_with_helpers(dispatcher: Any) -> None:

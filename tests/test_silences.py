@@ -1,0 +1,147 @@
+"""Logs and lines that say what would otherwise go unnoticed."""
+
+import logging
+import os
+import sys
+import threading
+from datetime import timedelta
+
+import numba
+import pytest
+import torch
+import torch.distributed as dist
+from numba.core import caching
+
+import gradwire
+from gradwire import ops
+from gradwire.ops.cpu import compiling
+from gradwire.peers import rendezvous
+from gradwire.peers.agreement import agree
+from gradwire.peers.rendezvous import join_rendezvous
+from tests.models import small_model
+from tests.test_rendezvous import start, together
+
+
+class Heard(logging.Handler):
+    """A handler that keeps texts, and tells when one has come."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts, self.event = [], threading.Event()
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+        self.event.set()
+
+
+@pytest.fixture
+def heard():
+    handler = Heard()
+    logging.getLogger("gradwire").addHandler(handler)
+    yield handler
+    logging.getLogger("gradwire").removeHandler(handler)
+
+
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.3)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_rank_that_waits_long_logs_for_whom(missing, heard, monkeypatch):
+    monkeypatch.setattr(rendezvous, "SLOW_S", 0.05)
+    members = start(dist.HashStore())
+    del members[missing]
+
+    def work(member):
+        with pytest.raises(RuntimeError, match="is collective"):
+            join_rendezvous(member, SHORT, "gradwire.attach")
+
+    together(work, members)
+    assert len(heard.texts) == 2, "each rank logs it once"
+    for text in heard.texts:
+        assert f"waits in gradwire.attach for rank(s) {missing} of 3" in text
+
+
+def test_so_does_one_that_waits_for_claims(heard, monkeypatch):
+    members = start(dist.HashStore())
+    names = together(lambda m: join_rendezvous(m, LONG), members)
+    monkeypatch.setattr(rendezvous, "SLOW_S", 0.05)
+
+    def work(member):
+        with pytest.raises(RuntimeError, match=r"swap is collective, but rank\(s\) 1, 2 of 3"):
+            agree(member, names[0], {}, SHORT, "swap")
+
+    work(members[0])
+    (text,) = heard.texts
+    assert "rank 0 waits in swap for rank(s) 1, 2 of 3" in text
+
+
+def test_ranks_that_meet_in_time_log_nothing(heard):
+    members = start(dist.HashStore())
+    together(lambda m: agree(m, join_rendezvous(m, LONG), {}, LONG), members)
+    assert not heard.texts
+
+
+def test_compiling_kernels_is_announced_when_it_takes_long(heard, monkeypatch):
+    monkeypatch.setattr(ops, "_SLOW_S", 0.01)
+    monkeypatch.setattr(ops, "_cpu_casts", lambda: heard.event.wait(30))
+    monkeypatch.delitem(sys.modules, "gradwire.ops.cpu.casts", raising=False)
+    ops.warm_up(torch.device("cpu"), ["casts"])
+    assert "compiles its CPU kernels (casts)" in heard.texts[0]
+
+
+def doubled(value):
+    return 2 * value
+
+
+def test_a_damaged_kernel_cache_is_named_and_not_used(tmp_path, heard, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    compile_it = compiling.kernel(numba.float32(numba.float32))
+    assert compile_it(doubled)(2.0) == 4
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert files
+    assert not heard.texts
+    for damage in (b"", b"no pickle", os.urandom(300)):
+        for ending in ("nbi", "nbc"):
+            compiling._tell_cache_unusable.cache_clear()
+            before = {file: file.read_bytes() for file in files}
+            for file in files:
+                if file.name.endswith(ending):
+                    file.write_bytes(damage)
+            assert compile_it(doubled)(3.0) == 6
+            for file, content in before.items():
+                file.write_bytes(content)
+            assert str(tmp_path) in heard.texts.pop()
+            assert not heard.texts
+    assert compile_it(doubled)(3.0) == 6
+    assert not heard.texts
+
+
+def test_a_kernel_cache_that_cannot_be_written_is_named_too(tmp_path, heard, monkeypatch):
+    def save(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(caching.IndexDataCacheFile, "save", save)
+    compiling._tell_cache_unusable.cache_clear()
+    assert compiling.kernel(numba.float32(numba.float32))(doubled)(3.0) == 6
+    assert str(tmp_path) in heard.texts[0]
+    assert "No space left" in heard.texts[0]
+    monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
+    assert compiling.kernel(numba.float32(numba.float32))(doubled)(3.0) == 6
+    assert "set NUMBA_CACHE_DIR to a folder that can be written" in heard.texts[1]
+
+
+def check_disabled(rank):
+    os.environ["GRADWIRE_DISABLE"] = "1"
+    model = small_model()
+    try:
+        wire = gradwire.attach(model, "int4")
+    finally:
+        del os.environ["GRADWIRE_DISABLE"]
+    assert str(wire.plan()).startswith("GRADWIRE_DISABLE is set: DDP averages by itself, and nothing of this")
+    with gradwire.attach(model, "int4") as wire:
+        assert "GRADWIRE_DISABLE" not in str(wire.plan())
+
+
+def test_the_plan_of_a_disabled_wire_says_that_nothing_of_it_is_sent(two_ranks):
+    two_ranks.run(check_disabled)
