@@ -225,6 +225,9 @@ WRITTEN = json.loads(SPEEDS.to_json())
         (json.dumps({**WRITTEN, "calibration_version": 2}).encode(), "its version is 2, not 3"),
         (json.dumps({**WRITTEN, "costs": {"int8": 3}}).encode(), "'int8' must be dict, not 3"),
         (json.dumps({**WRITTEN, "costs": {"int8": {}}}).encode(), "'work_ns_per_value' is missing"),
+        (json.dumps({**WRITTEN, "load_average": math.nan}).encode(), "NaN is not a number that JSON allows"),
+        (json.dumps({**WRITTEN, "num_cores": 0}).encode(), "'num_cores' must be from 1 to 1e+06, not 0"),
+        (b"[" * 100_000, "it is nested too deeply"),
     ],
 )
 def test_a_file_that_is_no_calibration_is_refused_with_the_reason(tmp_path, content, why):

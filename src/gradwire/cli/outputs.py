@@ -49,6 +49,6 @@ class RecordOutput:
             typer.echo(write_records(records), nl=False)
         for path, content in ((self._json_path, write_records), (self._html_path, render_page)):
             if path is not None:
-                path.write_text(content(records))
+                path.write_text(content(records), encoding="utf-8")
                 if not self._quiet:
                     self.errors.print(f"written: {path}", markup=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import gradwire
 from gradwire.headroom.benchmark import OnProgress, compared_recipes
+from gradwire.headroom.json_fields import printable
 from gradwire.headroom.measure import conditions, slowest_ms
 from gradwire.headroom.records import Record, Row, ring_bytes, row_name
 from gradwire.headroom.script_launchers import ScriptFailed, choose_launcher
@@ -96,7 +97,7 @@ def _to_record(script: Script, runs: _Runs, lab: Lab | None, one_machine: bool) 
         device=first.device,
         interleaved=False,
         bucket_mb=None,
-        workload=f"{script}, {format_count(wires.num_parameters)} parameters",
+        workload=f"{printable(str(script))}, {format_count(wires.num_parameters)} parameters",
         num_parameters=wires.num_parameters,
         gradient_bytes=wires.gradient_bytes,
         rows=tuple(_row(recipe, results, wires.gradient_bytes) for recipe, results in runs.items()),
