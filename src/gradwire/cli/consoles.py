@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
+from collections.abc import Iterator
 
 from rich.console import Console
 
@@ -17,3 +20,24 @@ def open_console(*, stderr: bool = False) -> Console:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     return Console(stderr=stderr, highlight=False, emoji=False)
+
+
+@contextlib.contextmanager
+def stdout_to_stderr(wanted: bool) -> Iterator[None]:
+    """Send to stderr all that this process and its children print to stdout, if ``wanted``.
+
+    A model or a script of the user's may print, and what a program reads from stdout must stand alone.
+    """
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)

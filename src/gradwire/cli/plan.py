@@ -9,7 +9,7 @@ import typer
 from torch import nn
 
 from gradwire.cli.calibrations import load_calibration
-from gradwire.cli.consoles import open_console
+from gradwire.cli.consoles import open_console, stdout_to_stderr
 from gradwire.cli.ending import (
     FAILED,
     INTERRUPTED,
@@ -53,7 +53,8 @@ def plan(options: PlanOptions) -> None:
     try:
         if options.validate:
             _validate(options)
-        predicted = _predict(options)
+        with stdout_to_stderr(options.json):
+            predicted = _predict(options)
     except (ValueError, TypeError, OSError) as error:
         stop("plan", str(error), WRONG_ARGUMENTS)
     except RanksFailed as error:

@@ -69,9 +69,13 @@ def main() -> None:
         num_threads=torch.get_num_threads(),
         backend=stopwatch.backend,
         device=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
+        num_optimizer_steps=len(stopwatch.ends_s),
         wires=wires,
     )
-    result_file.write_text(result.to_json())
+    # Whoever waits for the file must never see a part of it.
+    unfinished = result_file.with_suffix(".part")
+    unfinished.write_text(result.to_json())
+    unfinished.rename(result_file)
     if dist.is_initialized():
         # All ranks are here, at the same step. None may close its connections while another still reads.
         dist.barrier()

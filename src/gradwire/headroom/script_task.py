@@ -52,6 +52,8 @@ class ScriptResult:
     num_threads: int
     backend: str
     device: str
+    num_optimizer_steps: int
+    """The steps that the script took, one more than there are times."""
     wires: WireTotals | None
     """None with plain DDP, whose messages nobody counts."""
 

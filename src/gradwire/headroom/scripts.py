@@ -75,12 +75,14 @@ def _check(task: ScriptTask, results: Sequence[ScriptResult]) -> None:
             f"{task.script} made no DistributedDataParallel that gradwire could attach to (a hook of the "
             "script's own wins), so there is nothing to compare"
         )
-    shortest = min(len(result.times_s) for result in results)
-    if shortest < task.num_steps:
+    taken, needed = min(result.num_optimizer_steps for result in results), task.num_steps + 1
+    if taken < needed:
+        num_timed = taken - 1 - _NUM_WARM_UP_STEPS
+        fewer = f", or time fewer steps: --steps {num_timed}" if num_timed > 0 else ""
         raise ScriptFailed(
-            f"{task.script} ended after {shortest} optimizer steps with {row_name(task.recipe)}; "
-            f"{task.num_steps} are needed, {_NUM_WARM_UP_STEPS} of them to warm up: let it train longer, or "
-            "time fewer steps"
+            f"{task.script} ended after {taken} optimizer steps with {row_name(task.recipe)}; {needed} are "
+            f"needed, {_NUM_WARM_UP_STEPS + 1} of them before the first that is timed: let it train longer"
+            f"{fewer}"
         )
 
 
