@@ -18,6 +18,7 @@ from gradwire.ddp.models import (
     unwrap,
     wrap,
 )
+from gradwire.ddp.nonfinite import OnNonfinite
 from gradwire.ddp.raw_hooks import hook_with_bridge, open_raw_engine, open_raw_lane
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
@@ -30,6 +31,7 @@ __all__ = [
     "Bridge",
     "HookInfo",
     "HookRunner",
+    "OnNonfinite",
     "Runner",
     "SteppingRunner",
     "Wire",
