@@ -5,8 +5,10 @@ import typing
 import pytest
 import typer
 from typer.models import OptionInfo
+from typer.testing import CliRunner
 
 from gradwire.cli import app
+from gradwire.planner import Cluster, step_traffic
 
 COMMANDS = {each.callback.__name__: each.callback for each in app.registered_commands}
 
@@ -30,3 +32,11 @@ def test_options_are_lower_case_whichever_typer_reads_them(name):
         # Within `Annotated`, typer keeps the first declaration in `default`.
         is_spelled_out = isinstance(option.default, str)
         assert is_spelled_out or not is_named_after_itself, f'spell out "--{parameter}"'
+
+
+def test_the_list_of_recipes_says_what_the_bytes_of_low_rank_depend_on():
+    shown = " ".join(CliRunner().invoke(app, ["recipes"]).stdout.split())
+    assert "about 1/120 for a matrix of 1000 x 1000, 1/30 for one of 256 x 256" in shown
+    for recipe, size, share in (("powersgd", 1000, 120), ("powersgd", 256, 30), ("acp", 1000, 240)):
+        sent, plain = (step_traffic(r, [(size, size)], Cluster(2)).buckets[0] for r in (recipe, "fp32"))
+        assert plain.worker_bytes / sent.worker_bytes == pytest.approx(share, rel=0.05)

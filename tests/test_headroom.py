@@ -323,7 +323,8 @@ def test_a_script_that_ends_too_early_is_explained(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     result = run("headroom", "--ranks", "1", "--steps", "8", "--", str(tmp_path / "train.py"), "5")
     assert result.exit_code == 1
-    assert "ended after 4 optimizer steps with allreduce; 11 are needed" in result.stderr
+    assert "ended after 5 optimizer steps with allreduce; 12 are needed" in result.stderr
+    assert "or time fewer steps: --steps 1" in result.stderr
 
 
 def test_a_script_that_leaves_its_process_is_explained(tmp_path):

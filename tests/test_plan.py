@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import gradwire
@@ -25,6 +27,7 @@ from gradwire.planner import (
     step_traffic,
     typical_shapes,
 )
+from gradwire.testing import run_ranks
 
 FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
 SOME = Costs(1.0, 0.5, 0.2, 0.05, 0.1)
@@ -222,6 +225,9 @@ WRITTEN = json.loads(SPEEDS.to_json())
         (json.dumps({**WRITTEN, "calibration_version": 2}).encode(), "its version is 2, not 3"),
         (json.dumps({**WRITTEN, "costs": {"int8": 3}}).encode(), "'int8' must be dict, not 3"),
         (json.dumps({**WRITTEN, "costs": {"int8": {}}}).encode(), "'work_ns_per_value' is missing"),
+        (json.dumps({**WRITTEN, "load_average": math.nan}).encode(), "NaN is not a number that JSON allows"),
+        (json.dumps({**WRITTEN, "num_cores": 0}).encode(), "'num_cores' must be from 1 to 1e+06, not 0"),
+        (b"[" * 100_000, "it is nested too deeply"),
     ],
 )
 def test_a_file_that_is_no_calibration_is_refused_with_the_reason(tmp_path, content, why):
@@ -292,3 +298,79 @@ def test_wrong_arguments_are_explained(arguments, message):
     result = plan(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+class Words(torch.nn.Module):
+    """Two tables, a matrix, a convolution in another order of memory, and a parameter in 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.hidden = torch.nn.Embedding(600, 48), torch.nn.Linear(48, 48)
+        self.conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.head, self.frozen = torch.nn.Linear(48, 600), torch.nn.Linear(48, 48).requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+
+    def forward(self, words):
+        seen = self.frozen(self.hidden(self.embed(words)))
+        return self.head(seen).square().mean() + self.conv(torch.ones(1, 3, 3, 3)).mean() + self.scale.sum()
+
+
+def make_words():
+    return Words(), torch.arange(5), lambda loss: loss
+
+
+def bytes_of_wires(rank, names):
+    """Return the bytes that this rank sends in steps of each recipe, the mean of an even and an odd one."""
+    found = {}
+    for name in names:
+        model = DistributedDataParallel(Words(), bucket_cap_mb=0.05)
+        wire = gradwire.attach(model, name)
+        for _ in range(4):
+            model(torch.arange(5) + rank).backward()
+        last = wire.stats().steps[-2:]
+        found[name] = sum(b.bytes_sent for step in last for b in step.buckets) / 2
+        wire.detach()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_plan_of_a_model_has_the_bytes_that_a_wire_of_it_counts(world_size):
+    ranks = run_ranks(bytes_of_wires, world_size, args=(NAMES,))
+    for name in NAMES:
+        counted = max(rank[name] for rank in ranks)
+        assert sent(name, Words(), Cluster(world_size), bucket_mb=0.05) == pytest.approx(
+            counted, rel=0.005
+        ), name
+
+
+def test_the_command_plans_the_tables_of_a_model_as_attach_sends_them(tmp_path):
+    path = tmp_path / "speeds.json"
+    path.write_text(SPEEDS.to_json())
+    options = [
+        "--compute-ms",
+        "10",
+        "--calibration",
+        str(path),
+        "--nodes",
+        "2",
+        "--recipe",
+        "powersgd",
+        "--json",
+    ]
+    result = plan("--model", f"{__name__}:make_words", *options)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)[-1]
+    # The tables alone hold 58,200 values, in four bits with a scale for each block.
+    assert found["bytes_per_step"] > 58_200 / 2
+    assert found["bytes_per_step"] == pytest.approx(sent("powersgd", Words(), Cluster(2)), abs=1)
+
+
+def test_tables_average_within_a_node_and_low_rank_does_not():
+    nodes = Cluster(num_nodes=4, workers_per_node=2, bits_per_s=1e9)
+    module = torch.nn.Sequential(torch.nn.Embedding(600, 48), torch.nn.Linear(48, 200, bias=False))
+    whole, tables, others = (
+        step_traffic(name, model, nodes).buckets[0]
+        for name, model in (("powersgd", module), ("int4", [(600, 48)]), ("powersgd", [(200, 48)]))
+    )
+    for figure in ("num_values", "worker_bytes", "node_bytes", "num_rounds", "num_messages"):
+        assert getattr(whole, figure) == getattr(tables, figure) + getattr(others, figure), figure

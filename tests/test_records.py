@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -43,20 +44,28 @@ def change(key, value):
         (lambda data: data.pop("world_size"), "'world_size' is missing"),
         (change("world_size", "two"), "'world_size' must be int, not \"two\""),
         (change("world_size", True), "'world_size' must be int, not true"),
-        (change("world_size", 0), "world size must be at least 1"),
-        (change("gradient_bytes", 0), "a record needs gradients to average, not 0 bytes"),
-        (change("num_parameters", 0), "bytes of 0 parameters"),
+        (change("world_size", 0), "'world_size' must be from 1 to 100000, not 0"),
+        (change("gradient_bytes", 0), "'gradient_bytes' must be from 1 to 1e\\+15, not 0"),
+        (change("num_parameters", 0), "'num_parameters' must be from 1 to 1e\\+13, not 0"),
         (change("link", "fast"), "such as 100mbit, not 'fast'"),
-        (lambda data: data["machine"].update(num_cores=0), "at least one core, not 0"),
+        (lambda data: data["machine"].update(num_cores=0), "'num_cores' must be from 1 to 1e\\+06, not 0"),
         (change("machine", None), "'machine' must be dict, not null"),
         (change("rows", []), "needs one row 'allreduce'"),
         (change("rows", [3]), "an object with 'samples_ms' was expected, not 3"),
         (lambda data: data["rows"].pop(), "needs one row 'noop'"),
         (lambda data: data["rows"][0].update(samples_ms=["1"]), "must be a list of numbers"),
         (lambda data: data["rows"][0].update(samples_ms=[]), "'allreduce' has no samples"),
-        (lambda data: data["rows"][0].update(samples_ms=[0]), "not a positive number"),
+        (lambda data: data["rows"][0].update(samples_ms=[0]), "numbers from 1e-06 to 1e\\+12"),
         (lambda data: data["rows"][0].update(samples_ms=[1.0]), "different numbers of samples"),
         (lambda data: data["rows"].append(data["rows"][0]), "needs one row 'allreduce'"),
+        (change("rows", [{}] * 1001), "at most 1000 rows, not 1001"),
+        (change("bucket_mb", math.nan), "NaN is not a number that JSON allows"),
+        (change("bucket_mb", -1.0), "'bucket_mb' must be from 1e-06 to 1e"),
+        (change("link", "9" * 400 + "gbit"), "such as 100mbit"),
+        (change("device", "cpu\x1b[31m"), "'device' must be at most 100000 printable characters"),
+        (change("workload", "train\udcff.py"), "'workload' must be at most 100000 printable characters"),
+        (lambda data: data["rows"][0].update(wait_ms=-1), "'wait_ms' must be from 0 to 1e"),
+        (lambda data: data["rows"][0].update(bytes_per_step=10**400), "'bytes_per_step' must be from 0"),
     ],
 )
 def test_a_damaged_record_says_what_is_wrong(damage, message):
@@ -66,7 +75,7 @@ def test_a_damaged_record_says_what_is_wrong(damage, message):
         read_records(json.dumps(data))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "no json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", "no json", "[" * 100_000, "9" * 5000])
 def test_what_is_no_record_is_refused(text):
     with pytest.raises(ValueError, match="not a headroom record: "):
         read_records(text)

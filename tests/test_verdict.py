@@ -1,6 +1,11 @@
 """The verdict on a record: the bottleneck, its size, what to use, and when nothing can be gained."""
 
 import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradwire.headroom import give_verdict, recommend
 from tests.records import record
@@ -38,6 +43,29 @@ def test_communication_that_seems_to_save_time_costs_nothing():
     said = give_verdict(record(allreduce=100, bf16=99, noop=103))
     assert "takes 0% of a plain DDP step" in said
     assert "more than 1.00x" in said
+
+
+@pytest.mark.parametrize("noop", [101, 100, 97, 60])
+def test_a_recipe_that_seems_faster_than_no_communication_makes_the_measurement_too_noisy(noop):
+    found = record(allreduce=100, int8=98, bf16=50, noop=noop)
+    said = give_verdict(found)
+    most = max(1.0, 100 / noop)
+    assert said.startswith(
+        "This measurement is too noisy to judge: bf16 seems to make a step 2.00x as fast, but a step without "
+        f"any communication only {most:.2f}x"
+    )
+    assert said.endswith("Measure again on an idle machine, with more --steps.")
+    assert recommend(found) is None
+
+
+@given(times=st.lists(st.floats(50, 200), min_size=3, max_size=5))
+def test_a_verdict_never_denies_a_gain_that_its_table_shows(times):
+    found = record(**dict(zip(("allreduce", "noop", "bf16", "int8", "int4"), times, strict=False)))
+    best = max(found.gain(row) for row in found.recipes)
+    said = give_verdict(found)
+    limit = re.search(r"more than (.*)x as fast", said) or re.search(r"would be (.*)x as fast, which", said)
+    if limit:
+        assert best <= 1.06 * float(limit[1]), said
 
 
 def test_a_small_gain_is_called_small():

@@ -19,6 +19,12 @@ from gradwire.cli.plan import plan
 from gradwire.cli.report import report
 from gradwire.cli.run import run
 
+_LOW_RANK_BYTES = (
+    "The bytes of powersgd and acp depend on the model. Of fp32's bytes, powersgd sends about 1/120 for a "
+    "matrix of 1000 x 1000, 1/30 for one of 256 x 256, 1/8 for embeddings and output layers (int4), and all "
+    "for vectors; acp sends half of that for matrices. `gradwire plan --model` counts yours."
+)
+
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
 )
@@ -65,7 +71,9 @@ def recipes() -> None:
         options = ", ".join(map(_option, inspect.signature(factory).parameters.values()))
         if options:
             table.add_row("", Text(options, style="dim"))
-    open_console().print(table)
+    console = open_console()
+    console.print(table)
+    console.print(f"\n{_LOW_RANK_BYTES}", markup=False)
 
 
 def _option(parameter: inspect.Parameter) -> str:

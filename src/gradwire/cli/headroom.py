@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 
+from gradwire.cli.consoles import stdout_to_stderr
 from gradwire.cli.ending import (
     FAILED,
     INTERRUPTED,
@@ -76,16 +77,17 @@ def _measure_and_show(options: HeadroomOptions) -> None:
     output = RecordOutput(options.json_file, options.html, options.quiet)
     output.check()
     options.check()
-    subject = options.subject()
     records = []
-    for rate in options.rates():
-        title = "measuring" if rate is None else f"measuring with links of {rate}"
-        with show_progress(output.errors, title, quiet=options.quiet) as on_progress:
-            record = _measure(subject, options, rate, on_progress)
-        if record is None:  # under torchrun, on a rank other than 0
-            return
-        records.append(record)
-        output.show(record)
+    with stdout_to_stderr(output.json_to_stdout):
+        subject = options.subject()
+        for rate in options.rates():
+            title = "measuring" if rate is None else f"measuring with links of {rate}"
+            with show_progress(output.errors, title, quiet=options.quiet) as on_progress:
+                record = _measure(subject, options, rate, on_progress)
+            if record is None:  # under torchrun, on a rank other than 0
+                return
+            records.append(record)
+            output.show(record)
     output.write(records)
 
 

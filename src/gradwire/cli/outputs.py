@@ -24,9 +24,9 @@ class RecordOutput:
 
     def __init__(self, json_file: str | None, html: Path | None, quiet: bool) -> None:
         self.errors = open_console(stderr=True)
-        self._json_to_stdout = json_file == "-"
-        self._console = self.errors if self._json_to_stdout else open_console()
-        self._json_path = None if json_file is None or self._json_to_stdout else Path(json_file)
+        self.json_to_stdout = json_file == "-"
+        self._console = self.errors if self.json_to_stdout else open_console()
+        self._json_path = None if json_file is None or self.json_to_stdout else Path(json_file)
         self._html_path = html
         self._quiet = quiet
 
@@ -45,10 +45,10 @@ class RecordOutput:
 
     def write(self, records: Sequence[Record]) -> None:
         """Write all records to the files that were asked for."""
-        if self._json_to_stdout:
+        if self.json_to_stdout:
             typer.echo(write_records(records), nl=False)
         for path, content in ((self._json_path, write_records), (self._html_path, render_page)):
             if path is not None:
-                path.write_text(content(records))
+                path.write_text(content(records), encoding="utf-8")
                 if not self._quiet:
                     self.errors.print(f"written: {path}", markup=False)

@@ -6,9 +6,10 @@ import math
 from typing import NamedTuple, NoReturn
 
 import typer
+from torch import nn
 
 from gradwire.cli.calibrations import load_calibration
-from gradwire.cli.consoles import open_console
+from gradwire.cli.consoles import open_console, stdout_to_stderr
 from gradwire.cli.ending import (
     FAILED,
     INTERRUPTED,
@@ -22,7 +23,7 @@ from gradwire.cli.plan_options import PlanOptions
 from gradwire.cli.plan_tables import PlannedRow, comparison_json, comparison_table, plan_json, plan_table
 from gradwire.headroom import ALLREDUCE, format_count
 from gradwire.lab import LabUnavailable, format_rate, parse_rate
-from gradwire.planner import predict, validate
+from gradwire.planner import predict, shapes_of, validate
 from gradwire.ranks import RanksFailed
 
 # Predictions that are farther off fail --validate.
@@ -35,8 +36,9 @@ def plan(options: PlanOptions) -> None:
 
     Uses each recipe's own bytes and messages, the link, and kernel speeds that
     are measured on this machine first (a second or two for each recipe). Low
-    rank depends on the shapes of matrices: --model uses your model's, and
-    --parameters those of a typical transformer.
+    rank depends on the shapes of matrices: --model uses your model's, sends its
+    embeddings and output layers as attach would, and --parameters stands for a
+    typical transformer without them.
 
     Examples: 350 M parameters with 400 ms of compute; your own model:
 
@@ -51,7 +53,8 @@ def plan(options: PlanOptions) -> None:
     try:
         if options.validate:
             _validate(options)
-        predicted = _predict(options)
+        with stdout_to_stderr(options.json):
+            predicted = _predict(options)
     except (ValueError, TypeError, OSError) as error:
         stop("plan", str(error), WRONG_ARGUMENTS)
     except RanksFailed as error:
@@ -81,13 +84,14 @@ def _predict(options: PlanOptions) -> _Predicted:
     """Predict each recipe on each cluster."""
     recipes = options.recipes()
     options.check()
-    compute_s, shapes, clusters = options.compute_s(), options.shapes(), options.clusters()
+    compute_s, subject, clusters = options.compute_s(), options.subject(), options.clusters()
     speeds = load_calibration(options.calibration, recipes, open_console(stderr=True))
     rows = [
-        PlannedRow(cluster, name, predict(name, shapes, compute_s, cluster, speeds, options.bucket_mb))
+        PlannedRow(cluster, name, predict(name, subject, compute_s, cluster, speeds, options.bucket_mb))
         for cluster in clusters
         for name in (ALLREDUCE, *recipes)
     ]
+    shapes = shapes_of(subject) if isinstance(subject, nn.Module) else subject
     return _Predicted(rows, sum(map(math.prod, shapes)), speeds.machine)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from torch import nn
 
 import gradwire
 from gradwire.cli.options import ALL_RECIPES, Model, Recipes, check_positive, check_writable
@@ -95,13 +96,13 @@ class PlanOptions:
             raise ValueError("--compute-ms must be given, above 0: the time of noop in `gradwire headroom`")
         return self.compute_ms / 1e3
 
-    def shapes(self) -> list[Shape]:
-        """Return the shapes of the model's parameters."""
+    def subject(self) -> list[Shape] | nn.Module:
+        """Return the user's model, or the shapes of a typical one."""
         if self.model is not None and self.num_parameters is None:
-            shapes = shapes_of(ModelFactory(self.model).build().model)
-            if not shapes:
+            model = ModelFactory(self.model).build().model
+            if not shapes_of(model):
                 raise ValueError(f"the model of {self.model} has no parameters to train")
-            return shapes
+            return model
         if self.model is not None or self.num_parameters is None:
             raise ValueError("give --parameters or --model, one of them")
         if not 1 <= self.num_parameters <= _MAX_PARAMETERS:

@@ -14,7 +14,7 @@ from rich.table import Table
 from gradwire.cli.consoles import open_console
 from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
 from gradwire.cli.options import Html
-from gradwire.headroom import Record, give_verdict, read_records, step_table
+from gradwire.headroom import Record, give_verdict, printable, read_records, step_table
 from gradwire.report import ReportUnavailable, render_page
 
 _NamedRecord = tuple[str, Record]
@@ -46,7 +46,8 @@ def report(
         console.print(_comparison_table(named))
     if html is not None:
         try:
-            html.write_text(render_page([record for _, record in named], [name for name, _ in named]))
+            page = render_page([record for _, record in named], [name for name, _ in named])
+            html.write_text(page, encoding="utf-8")
         except (OSError, ReportUnavailable) as error:
             stop("report", f"--html: {error}", FAILED)
 
@@ -57,12 +58,17 @@ def _read(files: Sequence[Path]) -> list[_NamedRecord]:
     names_differ = len({path.name for path in files}) == len(files)
     for path in files:
         try:
-            records = read_records(path.read_text())
-        except (OSError, ValueError) as error:
+            records = read_records(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            stop("report", f"{path}: not a headroom record: it is not text in UTF-8", WRONG_ARGUMENTS)
+        except OSError as error:
+            stop("report", f"{path}: cannot read it: {error.strerror}", WRONG_ARGUMENTS)
+        except ValueError as error:
             stop("report", f"{path}: {error}", WRONG_ARGUMENTS)
         for record in records:
             link = f", {record.link}" if len(records) > 1 else ""
-            named.append((f"{path.name if names_differ else path}{link}", record))
+            name = printable(path.name if names_differ else str(path))
+            named.append((f"{name}{link}", record))
     return named
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import sys
-from typing import Annotated, NoReturn
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 import gradwire
-from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
-from gradwire.ddp import attach_to_all
+from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
+from gradwire.cli.options import check_writable
+from gradwire.ddp import OnNonfinite, attach_to_all
 from gradwire.processes import rank_environment
-from gradwire.scripts import Script, run_script, show_error, summarize
+from gradwire.scripts import Script, observe, run_script, show_error, summarize
 
 
 def run(
@@ -36,6 +40,29 @@ def run(
             show_default=False,
         ),
     ] = None,
+    on_nonfinite: Annotated[
+        str,
+        typer.Option(
+            "--on-nonfinite",
+            metavar="MODE",
+            help="If an averaged gradient is infinite or NaN: propagate it, skip the step, or raise.",
+        ),
+    ] = "propagate",
+    verify_every: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Compare the averaged gradients over ranks every N steps; 0 is never."
+        ),
+    ] = 0,
+    telemetry: Annotated[
+        Path | None,
+        typer.Option(
+            "--telemetry",
+            metavar="FILE",
+            help="Append events and errors to this file, as lines of JSON, every 100 steps.",
+            show_default=False,
+        ),
+    ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary at the end.")] = False,
 ) -> None:
@@ -53,29 +80,47 @@ def run(
 
         gradwire lab --rate 100mbit -- gradwire run --recipe int4 -- train.py
 
-    Exit codes: the script's own; 1 if it raises; 2 wrong arguments. With --ranks,
-    torchrun's: 1 if a rank fails, and the output says which and how.
+    Exit codes: the script's own; 1 if it raises; 2 wrong arguments; 130
+    interrupted. With --ranks 1 if a rank fails, and the output says which and how.
     """
-    logging.basicConfig(format="%(name)s: %(message)s")
     try:
         chosen, wanted = gradwire.recipe(recipe), Script.of(script or [], module)
+        if on_nonfinite not in typing.get_args(OnNonfinite):
+            modes = ", ".join(typing.get_args(OnNonfinite))
+            raise ValueError(f"--on-nonfinite is one of {modes}, not {on_nonfinite!r}")
+        check_writable("--telemetry", telemetry)
         if ranks is not None and "RANK" in os.environ:
             raise ValueError("this process is a rank already: leave out --ranks")
     except ValueError as error:
         stop("run", str(error), WRONG_ARGUMENTS)
-    if ranks is not None:
-        _become_torchrun(ranks, wanted, recipe, quiet)
-    _run_as_rank(wanted, chosen, quiet)
+    options: dict[str, Any] = {"on_nonfinite": on_nonfinite, "verify_every": verify_every}
+    try:
+        if ranks is not None:
+            words = ["--recipe", recipe, "--on-nonfinite", on_nonfinite, "--verify-every", str(verify_every)]
+            words += ["--telemetry", str(telemetry)] if telemetry is not None else []
+            words += [*(["--module"] if wanted.is_module else []), *(["--quiet"] if quiet else [])]
+            _run_torchrun(ranks, [*words, "--", *wanted.words])
+        else:
+            if telemetry is not None:
+                options["telemetry"] = gradwire.Telemetry(jsonl=telemetry)
+            _run_as_rank(wanted, chosen, options, quiet)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
 
 
-def _run_as_rank(script: Script, recipe: gradwire.Recipe, quiet: bool) -> None:
+def _run_as_rank(script: Script, recipe: gradwire.Recipe, options: dict[str, Any], quiet: bool) -> None:
     """Run the script in this process, as the rank that the environment names, or as the only one."""
-    if "RANK" not in os.environ:
+    is_only_rank = "RANK" not in os.environ
+    if is_only_rank:
         # Scripts may need torchrun's variables.
         os.environ.update(
             rank_environment(0, 1, local_rank=0, local_world_size=1, address="127.0.0.1", port=0)
         )
-    with attach_to_all(recipe) as attachments:
+    with (
+        _show_warnings(),
+        observe(is_only_rank=is_only_rank) as seen,
+        attach_to_all(recipe, **options) as attachments,
+    ):
         try:
             run_script(script)
         except Exception as error:
@@ -83,15 +128,35 @@ def _run_as_rank(script: Script, recipe: gradwire.Recipe, quiet: bool) -> None:
             raise typer.Exit(FAILED) from None
         finally:
             if not quiet and os.environ.get("RANK", "0") == "0":
-                typer.echo(summarize(attachments), err=True)
+                typer.echo(summarize(attachments, seen), err=True)
 
 
-def _become_torchrun(num_ranks: int, script: Script, recipe: str, quiet: bool) -> NoReturn:
-    """Replace this process by torchrun, which starts this command on every rank."""
-    options = [*(["--module"] if script.is_module else []), *(["--quiet"] if quiet else [])]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = ["-m", "gradwire.run", "--recipe", recipe, *options, "--", *script.words]
+@contextlib.contextmanager
+def _show_warnings() -> Iterator[None]:
+    """Print gradwire's warnings until the script sets up logging, and leave the root logger to the script."""
+    log, handler = logging.getLogger("gradwire"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.addFilter(lambda _: not logging.getLogger().handlers)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def _run_torchrun(num_ranks: int, command: list[str]) -> None:
+    """Start this command on every rank with torchrun, in this process."""
+    # Imported here: other commands, and the ranks themselves, do without.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
     # torchrun would set it too, and warn about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, *command])
+    launcher = ["--standalone", "--nproc-per-node", str(num_ranks)]
+    try:
+        torchrun([*launcher, "-m", "gradwire.run", *command])
+    except SignalException as error:
+        stop("run", "interrupted; every rank is ended", 128 + error.sigval)
+    except ChildFailedError as error:
+        stop("run", str(error), FAILED)

@@ -20,6 +20,7 @@ from gradwire.ddp.models import (
     unwrap,
     wrap,
 )
+from gradwire.ddp.nonfinite import OnNonfinite
 from gradwire.ddp.raw_hooks import hook_with_bridge, open_raw_engine, open_raw_lane
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
@@ -34,6 +35,7 @@ __all__ = [
     "HookInfo",
     "HookRunner",
     "HookTaken",
+    "OnNonfinite",
     "Runner",
     "SteppingRunner",
     "Wire",

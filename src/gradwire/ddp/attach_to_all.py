@@ -42,8 +42,10 @@ class Attachments:
 
 
 @contextlib.contextmanager
-def attach_to_all(recipe: str | Recipe) -> Iterator[Attachments]:
+def attach_to_all(recipe: str | Recipe, **options: Any) -> Iterator[Attachments]:
     """Attach ``recipe`` to every ``DistributedDataParallel`` that is made inside this context.
+
+    ``options`` are those of `attach`.
 
     A hook that the script registers with such a model replaces the recipe, and so does another
     `gradwire.attach`. A model that takes no hook is left to DDP. Both log a warning. Raises ValueError if
@@ -56,7 +58,7 @@ def attach_to_all(recipe: str | Recipe) -> Iterator[Attachments]:
     @functools.wraps(make)
     def make_and_attach(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        _attach(self, attachments)
+        _attach(self, attachments, options)
 
     @functools.wraps(register)
     def register_instead(self: DistributedDataParallel, state: Any, hook: Any) -> None:
@@ -75,9 +77,9 @@ def attach_to_all(recipe: str | Recipe) -> Iterator[Attachments]:
         DistributedDataParallel.register_comm_hook = register  # type: ignore[method-assign]
 
 
-def _attach(model: DistributedDataParallel, attachments: Attachments) -> None:
+def _attach(model: DistributedDataParallel, attachments: Attachments, options: dict[str, Any]) -> None:
     try:
-        wire = attach(model, attachments.recipe)
+        wire = attach(model, attachments.recipe, **options)
     except ValueError as error:
         attachments.num_refused += 1
         log.warning("%s is not attached, and DDP averages as usual: %s", attachments.recipe, error)

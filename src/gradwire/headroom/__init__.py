@@ -11,8 +11,16 @@ Example::
 """
 
 from gradwire.headroom.benchmark import Benchmark
+from gradwire.headroom.json_fields import (
+    parse_json,
+    printable,
+    read_field,
+    read_number,
+    read_text,
+    read_whole,
+)
 from gradwire.headroom.measure import measure_here, measure_steps, measure_under_torchrun
-from gradwire.headroom.record_json import read_field, read_records, write_records
+from gradwire.headroom.record_json import read_records, write_records
 from gradwire.headroom.records import ALLREDUCE, NOOP, Machine, Record, Row
 from gradwire.headroom.script_launchers import ScriptFailed
 from gradwire.headroom.scripts import measure_script
@@ -37,8 +45,13 @@ __all__ = [
     "measure_script",
     "measure_steps",
     "measure_under_torchrun",
+    "parse_json",
+    "printable",
     "read_field",
+    "read_number",
     "read_records",
+    "read_text",
+    "read_whole",
     "recommend",
     "record_notes",
     "row_cells",

@@ -7,10 +7,19 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from gradwire.headroom.json_fields import parse_json, read_field, read_number, read_text, read_whole
 from gradwire.headroom.records import Machine, Record, Row
 from gradwire.headroom.verdict import give_verdict, recommend
 
 SCHEMA_VERSION = 2
+
+# Bounds of a record's figures, far beyond every measurement. Within them, tables and charts can be computed.
+_MAX_ROWS, _MAX_SAMPLES = 1000, 100_000
+_MAX_RANKS, _MAX_THREADS = 100_000, 1_000_000
+_MAX_PARAMETERS, _MAX_BYTES, _MAX_MESSAGES = 10**13, 10**15, 10**12
+_MIN_MB, _MAX_MB = 1e-6, 1e9
+_MIN_MS, _MAX_MS = 1e-6, 1e12
+_MAX_ERROR = 1e12
 
 
 def write_records(records: Sequence[Record]) -> str:
@@ -34,7 +43,7 @@ def _write_record(record: Record) -> dict[str, Any]:
 def read_records(text: str) -> list[Record]:
     """Read back what `write_records` wrote. Raises ValueError that says what is wrong with the text."""
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         items = data if isinstance(data, list) and data else [data]
         versions = [read_field(item, "schema_version", int) for item in items]
         if set(versions) == {SCHEMA_VERSION}:
@@ -44,8 +53,16 @@ def read_records(text: str) -> list[Record]:
     raise ValueError(
         f"this headroom record has schema version {versions[0]}, and this gradwire reads version "
         f"{SCHEMA_VERSION}: read it with the gradwire that wrote it, "
-        f"{items[0].get('gradwire_version', 'unknown')}"
+        f"{_shown_version(items[0])}"
     )
+
+
+def _shown_version(data: dict[str, Any]) -> str:
+    """Return the version that wrote a record, if it says so."""
+    try:
+        return str(read_text(data, "gradwire_version"))
+    except ValueError:
+        return "unknown"
 
 
 def _completed(data: dict[str, Any]) -> dict[str, Any]:
@@ -57,27 +74,30 @@ def _completed(data: dict[str, Any]) -> dict[str, Any]:
 
 def _read_record(data: object) -> Record:
     machine = read_field(data, "machine", dict)
+    rows = read_field(data, "rows", list)
+    if len(rows) > _MAX_ROWS:
+        raise ValueError(f"'rows' must have at most {_MAX_ROWS} rows, not {len(rows)}")
     return Record(
-        gradwire_version=read_field(data, "gradwire_version", str),
-        torch_version=read_field(data, "torch_version", str),
-        date=read_field(data, "date", str),
+        gradwire_version=read_text(data, "gradwire_version"),
+        torch_version=read_text(data, "torch_version"),
+        date=read_text(data, "date"),
         machine=Machine(
-            read_field(machine, "cpu", str),
-            read_field(machine, "num_cores", int),
-            read_field(machine, "platform", str),
+            read_text(machine, "cpu"),
+            read_whole(machine, "num_cores", 1, _MAX_THREADS),
+            read_text(machine, "platform"),
         ),
-        world_size=read_field(data, "world_size", int),
-        threads_per_rank=read_field(data, "threads_per_rank", int),
-        backend=read_field(data, "backend", str),
-        device=read_field(data, "device", str),
-        link=read_field(data, "link", str, None),
+        world_size=read_whole(data, "world_size", 1, _MAX_RANKS),
+        threads_per_rank=read_whole(data, "threads_per_rank", 1, _MAX_THREADS),
+        backend=read_text(data, "backend"),
+        device=read_text(data, "device"),
+        link=read_text(data, "link", None),
         one_machine=read_field(data, "one_machine", bool),
         interleaved=read_field(data, "interleaved", bool),
-        bucket_mb=read_field(data, "bucket_mb", float, int, None),
-        workload=read_field(data, "workload", str),
-        num_parameters=read_field(data, "num_parameters", int),
-        gradient_bytes=read_field(data, "gradient_bytes", int),
-        rows=tuple(map(_read_row, read_field(data, "rows", list))),
+        bucket_mb=read_number(data, "bucket_mb", _MIN_MB, _MAX_MB, None),
+        workload=read_text(data, "workload"),
+        num_parameters=read_whole(data, "num_parameters", 1, _MAX_PARAMETERS),
+        gradient_bytes=read_whole(data, "gradient_bytes", 1, _MAX_BYTES),
+        rows=tuple(map(_read_row, rows)),
     )
 
 
@@ -85,27 +105,17 @@ def _read_row(data: object) -> Row:
     samples = read_field(data, "samples_ms", list)
     if not all(type(ms) in (int, float) for ms in samples):
         raise ValueError("'samples_ms' must be a list of numbers")
+    if len(samples) > _MAX_SAMPLES or not all(_MIN_MS <= ms <= _MAX_MS for ms in samples):
+        raise ValueError(
+            f"'samples_ms' must be at most {_MAX_SAMPLES} numbers from {_MIN_MS:g} to {_MAX_MS:g}"
+        )
     return Row(
-        recipe=read_field(data, "recipe", str),
+        recipe=read_text(data, "recipe"),
         samples_ms=tuple(map(float, samples)),
-        bytes_per_step=read_field(data, "bytes_per_step", int, None),
-        bucket_mb=read_field(data, "bucket_mb", float, int, None),
-        num_messages=read_field(data, "num_messages", int, None),
-        wait_ms=read_field(data, "wait_ms", float, int, None),
-        work_ms=read_field(data, "work_ms", float, int, None),
-        gradient_error=read_field(data, "gradient_error", float, int, None),
+        bytes_per_step=read_whole(data, "bytes_per_step", 0, _MAX_BYTES, None),
+        bucket_mb=read_number(data, "bucket_mb", _MIN_MB, _MAX_MB, None),
+        num_messages=read_whole(data, "num_messages", 0, _MAX_MESSAGES, None),
+        wait_ms=read_number(data, "wait_ms", 0, _MAX_MS, None),
+        work_ms=read_number(data, "work_ms", 0, _MAX_MS, None),
+        gradient_error=read_number(data, "gradient_error", 0, _MAX_ERROR, None),
     )
-
-
-def read_field(data: object, key: str, *kinds: type | None) -> Any:
-    """Return ``data[key]``. Raises ValueError if it is missing or of another type; None stands for null."""
-    if not isinstance(data, dict):
-        raise ValueError(f"an object with {key!r} was expected, not {json.dumps(data)[:40]}")
-    if key not in data:
-        raise ValueError(f"{key!r} is missing")
-    value = data[key]
-    # By type(), because isinstance() takes True for an int.
-    if (None if value is None else type(value)) not in kinds:
-        expected = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
-        raise ValueError(f"{key!r} must be {expected}, not {json.dumps(value)[:40]}")
-    return value

@@ -124,11 +124,12 @@ class _ScriptProcesses:
 
     def results(self) -> Sequence[str]:
         """Wait for all ranks and return what each has found. Raises ScriptFailed at the first failure."""
-        failure = wait_for_all(list(self._ranks.values()))
+        files = [self._result_file(rank) for rank in self._ranks]
+        # A rank that has left its result may still be aborted at its exit: Gloo's threads are ended then.
+        failure = wait_for_all(list(self._ranks.values()), has_finished=lambda index: files[index].exists())
         if failure is not None:
             rank, how = list(self._ranks)[failure.index], describe_exit(failure.code)
             raise ScriptFailed(f"the script ended with {how} on rank {rank}; its output says why")
-        files = [self._result_file(rank) for rank in self._ranks]
         if not all(file.exists() for file in files):
             raise ScriptFailed("the script left its process (os._exit) before it had taken enough steps")
         return [file.read_text() for file in files]

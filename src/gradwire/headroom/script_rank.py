@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradwire.ddp import Attachments, attach_to_all
 from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
 from gradwire.processes import end_with_parent
-from gradwire.scripts import run_script, show_error
+from gradwire.scripts import SPAWN_HINT, Observations, observe, run_script, show_error
 
 
 class _EnoughSteps(BaseException):
@@ -61,24 +61,30 @@ def main() -> None:
     end_with_parent(lambda: os.read(lifeline, 1))
     stopwatch = _Stopwatch(task.num_steps)
     register_optimizer_step_post_hook(stopwatch)
-    with attach_to_all(task.recipe) if task.recipe else contextlib.nullcontext() as attachments:
-        _run_until_enough(task)
+    attaching = attach_to_all(task.recipe) if task.recipe else contextlib.nullcontext()
+    with attaching as attachments, observe() as seen:
+        _run_until_enough(task, seen)
         wires = None if attachments is None else _totals(attachments)
     result = ScriptResult(
         times_s=tuple(end - begin for begin, end in pairwise(stopwatch.ends_s)),
         num_threads=torch.get_num_threads(),
         backend=stopwatch.backend,
         device=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
+        num_optimizer_steps=len(stopwatch.ends_s),
+        has_spawned=seen.has_spawned,
         wires=wires,
     )
-    result_file.write_text(result.to_json())
+    # Whoever waits for the file must never see a part of it.
+    unfinished = result_file.with_suffix(".part")
+    unfinished.write_text(result.to_json())
+    unfinished.rename(result_file)
     if dist.is_initialized():
         # All ranks are here, at the same step. None may close its connections while another still reads.
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _run_until_enough(task: ScriptTask) -> None:
+def _run_until_enough(task: ScriptTask, seen: Observations) -> None:
     """Run the script until it ends or has taken enough steps; exit with its error if it fails."""
     try:
         run_script(task.script)
@@ -89,6 +95,8 @@ def _run_until_enough(task: ScriptTask) -> None:
             raise
     except Exception as error:
         show_error(error)
+        if seen.has_spawned:
+            print(f"gradwire headroom: {SPAWN_HINT}", file=sys.stderr)
         sys.exit(1)
 
 

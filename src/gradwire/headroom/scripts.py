@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import gradwire
 from gradwire.headroom.benchmark import OnProgress, compared_recipes
+from gradwire.headroom.json_fields import printable
 from gradwire.headroom.measure import conditions, slowest_ms
 from gradwire.headroom.records import Record, Row, ring_bytes, row_name
 from gradwire.headroom.script_launchers import ScriptFailed, choose_launcher
 from gradwire.headroom.script_task import ScriptResult, ScriptTask
 from gradwire.headroom.workloads import format_count
 from gradwire.lab import Lab
-from gradwire.scripts import Script
+from gradwire.scripts import SPAWN_HINT, Script
 
 # DDP rebuilds its buckets after the first step; caches and allocators settle.
 _NUM_WARM_UP_STEPS = 3
@@ -69,17 +70,21 @@ def measure_script(
 def _check(task: ScriptTask, results: Sequence[ScriptResult]) -> None:
     """Raise ScriptFailed if a run cannot be compared with the others."""
     wires = results[0].wires
+    if results[0].has_spawned and not results[0].num_optimizer_steps:
+        raise ScriptFailed(f"{task.script} took no optimizer step: {SPAWN_HINT}")
     if wires is not None and wires.num_models == 0:
         raise ScriptFailed(
             f"{task.script} made no DistributedDataParallel that gradwire could attach to (a hook of the "
             "script's own wins), so there is nothing to compare"
         )
-    shortest = min(len(result.times_s) for result in results)
-    if shortest < task.num_steps:
+    taken, needed = min(result.num_optimizer_steps for result in results), task.num_steps + 1
+    if taken < needed:
+        num_timed = taken - 1 - _NUM_WARM_UP_STEPS
+        fewer = f", or time fewer steps: --steps {num_timed}" if num_timed > 0 else ""
         raise ScriptFailed(
-            f"{task.script} ended after {shortest} optimizer steps with {row_name(task.recipe)}; "
-            f"{task.num_steps} are needed, {_NUM_WARM_UP_STEPS} of them to warm up: let it train longer, or "
-            "time fewer steps"
+            f"{task.script} ended after {taken} optimizer steps with {row_name(task.recipe)}; {needed} are "
+            f"needed, {_NUM_WARM_UP_STEPS + 1} of them before the first that is timed: let it train longer"
+            f"{fewer}"
         )
 
 
@@ -96,7 +101,7 @@ def _to_record(script: Script, runs: _Runs, lab: Lab | None, one_machine: bool) 
         device=first.device,
         interleaved=False,
         bucket_mb=None,
-        workload=f"{script}, {format_count(wires.num_parameters)} parameters",
+        workload=f"{printable(str(script))}, {format_count(wires.num_parameters)} parameters",
         num_parameters=wires.num_parameters,
         gradient_bytes=wires.gradient_bytes,
         rows=tuple(_row(recipe, results, wires.gradient_bytes) for recipe, results in runs.items()),

@@ -29,6 +29,7 @@ def recommend(record: Record) -> Row | None:
     if record.world_size == 1 or best is None:
         return None
     shown = not _may_be_chance(record, record.noop) and not _may_be_chance(record, best)
+    shown = shown and _beyond_possible(record) is None
     return best if shown and record.gain(best) >= _WORTHWHILE_GAIN else None
 
 
@@ -43,6 +44,13 @@ def give_verdict(record: Record) -> str:
     most = max(1.0, record.gain(record.noop))
     where = "" if record.link is None else f" with links of {record.link}"
     opening = f"Communication takes {share:.0%} of a plain DDP step on {record.world_size} ranks{where}"
+    faster = _beyond_possible(record)
+    if faster is not None:
+        return (
+            f"This measurement is too noisy to judge: {_describe(record, faster)} seems to make a step "
+            f"{record.gain(faster):.2f}x as fast, but a step without any communication only {most:.2f}x, and "
+            "no recipe can gain more than that. Measure again on an idle machine, with more --steps."
+        )
     if most < _WORTHWHILE_GAIN:
         return (
             f"{opening}, so no recipe could make a step more than {most:.2f}x as fast: "
@@ -135,6 +143,13 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
     gain = f"{record.gain(fastest):.2f}x"
     how = f"makes it {gain} as fast" if best is None else f"is faster still, {gain}"
     return f"{_describe(record, fastest)} {how}, but coarse{off}: check first that your model learns with it."
+
+
+def _beyond_possible(record: Record) -> Row | None:
+    """Return the row with the largest gain, if that is clearly more than no communication gains."""
+    fastest = min(record.recipes, key=lambda row: row.step_ms, default=None)
+    limit_ms = min(record.noop.step_ms, record.allreduce.step_ms) / _WORTHWHILE_GAIN
+    return fastest if fastest is not None and fastest.step_ms < limit_ms else None
 
 
 def _is_worth_it(record: Record, row: Row) -> bool:

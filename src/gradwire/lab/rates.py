@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+# Bounds that no link is near.
+_SLOWEST, _FASTEST = 1.0, 1e15
 
 
 def parse_rate(text: str) -> float:
@@ -14,9 +16,10 @@ def parse_rate(text: str) -> float:
     2500000000.0
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", text.strip().lower())
-    if match is None or float(match[1]) == 0:
-        raise ValueError(f"a rate is a number and kbit, mbit or gbit, such as 100mbit, not {text!r}")
-    return float(match[1]) * _UNITS[match[2]]
+    bits_per_s = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
+    if not _SLOWEST <= bits_per_s <= _FASTEST:
+        raise ValueError(f"a rate is a number and kbit, mbit or gbit, such as 100mbit, not {text[:40]!r}")
+    return bits_per_s
 
 
 def format_rate(bits_per_s: float) -> str:

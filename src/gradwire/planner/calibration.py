@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire.ddp import wrap
-from gradwire.headroom import ALLREDUCE, Machine, read_field
+from gradwire.headroom import ALLREDUCE, Machine, parse_json, read_field, read_number, read_text, read_whole
 from gradwire.planner.cost import Costs
 from gradwire.planner.messages import measure_messages
 from gradwire.ranks import run_ranks, send_message
@@ -29,6 +29,8 @@ _NUM_STEPS = {_LARGE: 12, _SMALL: 60}
 _NUM_RANKS = 2
 _TIMEOUT_S = 600.0
 _SCHEMA_VERSION = 3
+# Above every cost in a calibration, in ms or ns.
+_MAX_COST = 1e9
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Calibration:
         """Read back what `to_json` of this version wrote. Raises ValueError for anything else."""
         try:
             try:
-                data = json.loads(text)
+                data = parse_json(text)
             except ValueError as error:
                 raise ValueError(f"it is not JSON: {error}") from None
             version = read_field(data, "calibration_version", int)
@@ -68,11 +70,11 @@ class Calibration:
                 )
             figures = read_field(data, "costs", dict)
             return cls(
-                machine=read_field(data, "machine", str),
-                torch_version=read_field(data, "torch_version", str),
+                machine=read_text(data, "machine"),
+                torch_version=read_text(data, "torch_version"),
                 costs={name: _read_costs(figures, name) for name in figures},
-                num_cores=read_field(data, "num_cores", int),
-                load_average=read_field(data, "load_average", float, int, None),
+                num_cores=read_whole(data, "num_cores", 1, 1_000_000),
+                load_average=read_number(data, "load_average", 0, 1e9, None),
             )
         except ValueError as error:
             raise ValueError(f"not a calibration of this gradwire: {error}") from None
@@ -80,7 +82,7 @@ class Calibration:
 
 def _read_costs(figures: dict[str, object], name: str) -> Costs:
     costs, names = read_field(figures, name, dict), [field.name for field in dataclasses.fields(Costs)]
-    return Costs(**{cost: read_field(costs, cost, float, int) for cost in names})
+    return Costs(**{cost: read_number(costs, cost, 0, _MAX_COST) for cost in names})
 
 
 def calibrate(

@@ -30,13 +30,17 @@ def cores_per_worker(record: Record) -> float:
 
 
 def _is_known(name: str) -> bool:
-    """Return True if a row can be planned: no schedule, no route, no recipe of another gradwire."""
+    """Return True if a row can be planned for any number of workers.
+
+    No schedule, no route, no recipe of another gradwire, and no nodes of a given size can.
+    """
     if name == ALLREDUCE:
         return True
     try:
-        return can_be_planned(gradwire.recipe(name))
-    except ValueError:
+        recipe = gradwire.recipe(name)
+    except (ValueError, TypeError, OverflowError, RecursionError):  # the name is text from a file
         return False
+    return can_be_planned(recipe) and recipe.local_size in (None, 1)
 
 
 @dataclass(frozen=True)

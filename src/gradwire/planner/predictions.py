@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 
 import torch
+from torch import nn
 
 import gradwire
 from gradwire.buckets import BucketLayout, Slot
-from gradwire.exchanges import Exchange, LowRank
+from gradwire.exchanges import Exchange, LowRank, Route
 from gradwire.headroom import ALLREDUCE, NOOP
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffic, predict_step
+from gradwire.planner.models import bucket_layouts, trained_parameters
 from gradwire.planner.shapes import Shape, ddp_buckets
+from gradwire.recipes import resolve_for_module, with_node_size
+
+Model = Sequence[Shape] | nn.Module
+"""A model to plan: a module, or the shapes of its fp32 parameters."""
 
 
 def predict(
     recipe: str,
-    shapes: Sequence[Shape],
+    model: Model,
     compute_s: float,
     cluster: Cluster,
     calibration: Calibration,
     bucket_mb: float | None = None,
 ) -> Prediction:
-    """Predict a step with ``recipe`` of a model with fp32 parameters of these shapes.
+    """Predict a step with ``recipe`` of a model.
 
-    Raises ValueError if the calibration does not have the recipe.
+    Raises ValueError if the calibration does not have the recipe, or if the recipe does not fit the model.
     """
     if recipe == NOOP:
         return Prediction(compute_s, compute_s, 0, 0)
@@ -36,60 +42,81 @@ def predict(
             f"the calibration has no {recipe!r}, only {', '.join(calibration.costs)}: calibrate again with "
             "all recipes that you plan"
         )
-    traffic = step_traffic(recipe, shapes, cluster, bucket_mb)
+    traffic = step_traffic(recipe, model, cluster, bucket_mb)
     return predict_step(compute_s, traffic, calibration.costs[recipe], cluster)
 
 
 def step_traffic(
     recipe: str,
-    shapes: Sequence[Shape],
+    model: Model,
     cluster: Cluster,
     bucket_mb: float | None = None,
     bytes_per_value: float = 4,
 ) -> StepTraffic:
-    """Return the traffic of a step with fp32 parameters of these shapes; ``allreduce`` is plain DDP.
+    """Return the traffic of a step; ``allreduce`` is plain DDP.
 
-    DDP cuts buckets by their bytes, with ``bytes_per_value`` for each value.
+    A module's embeddings and output layers go by the recipe that `attach` would send them by. Shapes are of
+    fp32 parameters, and none of them is an embedding; DDP cuts their buckets by their bytes, with
+    ``bytes_per_value`` for each value.
 
     >>> traffic = step_traffic("bf16", [(1000, 1000)], Cluster(num_nodes=2))
     >>> [round(bucket.node_bytes) for bucket in traffic.buckets]
     [2000000]
     """
     num_workers, num_local = cluster.num_workers, cluster.workers_per_node
-    bucket_shapes = [tuple(bucket) for bucket in ddp_buckets(shapes, bucket_mb, bytes_per_value)]
     if num_workers == 1:
         return StepTraffic(())
+    if isinstance(model, nn.Module):
+        layouts = bucket_layouts(model, bucket_mb)
+    else:
+        layouts = [_layout(bucket) for bucket in ddp_buckets(model, bucket_mb, bytes_per_value)]
     if recipe == ALLREDUCE:
-        return StepTraffic(tuple(_ring_traffic(bucket, cluster) for bucket in bucket_shapes))
+        return StepTraffic(tuple(_ring_traffic(layout, cluster) for layout in layouts))
+    chosen = gradwire.recipe(recipe)
+    if isinstance(model, nn.Module):
+        chosen = resolve_for_module(chosen, model, trained_parameters(model), num_workers)
     # As `attach` does, average within a node first if nodes have several workers.
-    placed = gradwire.recipe(recipe).with_node_size(num_local if cluster.num_nodes > 1 else 1)
-    exchange, node_size = placed.exchange, placed.local_size or 1
+    placed = with_node_size(chosen, num_local if cluster.num_nodes > 1 else 1)
     # Most buckets of a large model are alike, and counting takes long for thousands of workers.
     traffic_of = functools.cache(
-        lambda bucket: _exchange_traffic(exchange, _layout(bucket), cluster, node_size)
+        lambda each, *key: _exchange_traffic(each.exchange, _unnamed(*key), cluster, each.local_size or 1)
     )
-    buckets, num_senders = tuple(map(traffic_of, bucket_shapes)), num_workers // node_size
-    # With low rank, every worker does all of the work.
-    work = 1.0 if isinstance(exchange, LowRank) else _two_shot_work(num_senders) / node_size
-    return StepTraffic(buckets, work, messages_meet=num_senders > 2)
+    buckets, work, num_values = [], 0.0, 0
+    for layout in layouts:
+        parts = list(_split(placed, layout))
+        found = [traffic_of(each, *_key(part)) for each, part in parts]
+        buckets.append(BucketTraffic(*(sum(figures) for figures in zip(*map(astuple, found), strict=True))))
+        work += sum(part.numel * _work(each, num_workers) for each, part in parts)
+        num_values += layout.numel
+    messages_meet = any(num_workers // (each.local_size or 1) > 2 for each in placed.leaves())
+    return StepTraffic(tuple(buckets), work / num_values, messages_meet)
 
 
 def can_be_planned(recipe: gradwire.Recipe) -> bool:
-    """Return True if a recipe does the same in every step and to every parameter."""
+    """Return True if a recipe is neither a schedule nor a route."""
     return not recipe.parts
 
 
-def shapes_of(model: torch.nn.Module) -> list[Shape]:
+def shapes_of(model: nn.Module) -> list[Shape]:
     """Return the shapes of a model's trained parameters."""
     return [tuple(p.shape) for p in model.parameters() if p.requires_grad]
 
 
-def _ring_traffic(shapes: Sequence[Shape], cluster: Cluster) -> BucketTraffic:
+def _split(recipe: gradwire.Recipe, layout: BucketLayout) -> Iterator[tuple[gradwire.Recipe, BucketLayout]]:
+    """Yield the parts of a bucket, each with its recipe."""
+    if not isinstance(recipe.exchange, Route):
+        yield recipe, layout
+        return
+    for _, part, _ in recipe.exchange.split(layout):
+        yield recipe.parts[part.index % len(recipe.parts)][1], part
+
+
+def _ring_traffic(layout: BucketLayout, cluster: Cluster) -> BucketTraffic:
     """Return the traffic of a ring, in which one worker of each node sends to the next node."""
-    n, num_values = cluster.num_workers, sum(map(math.prod, shapes))
-    num_bytes = 4 * num_values * 2 * (n - 1) / n
+    n = cluster.num_workers
+    num_bytes = layout.dtype.itemsize * layout.numel * 2 * (n - 1) / n
     node_bytes = num_bytes if cluster.num_nodes > 1 else 0.0
-    return BucketTraffic(num_values, num_bytes, node_bytes, 2 * (n - 1), 2 * (n - 1))
+    return BucketTraffic(layout.numel, num_bytes, node_bytes, 2 * (n - 1), 2 * (n - 1))
 
 
 def _exchange_traffic(
@@ -108,15 +135,29 @@ def _exchange_traffic(
     return BucketTraffic(layout.numel, *(sum(both) / 2 for both in zip(*figures, strict=True)))
 
 
-def _two_shot_work(n: int) -> float:
-    """Return the work of each of n workers, relative to that of each of two."""
+def _work(recipe: gradwire.Recipe, num_workers: int) -> float:
+    """Return the work of each worker, relative to that of each of two."""
+    if isinstance(recipe.exchange, LowRank):
+        return 1.0  # every worker does all of it
+    node_size = recipe.local_size or 1
+    n = num_workers // node_size
     # A worker encodes (n - 1)/n of the values for others, sums and decodes as many, and encodes 1/n again.
-    return (3 * n - 2) / (2 * n)
+    return (3 * n - 2) / (2 * n) / node_size
 
 
 def _layout(shapes: Sequence[Shape]) -> BucketLayout:
-    slots = [
-        Slot(str(number), 0, torch.Size(shape), torch.empty(shape, device="meta").stride())
-        for number, shape in enumerate(shapes)
-    ]
-    return BucketLayout.packed(0, torch.float32, slots)
+    strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
+    return _unnamed(torch.float32, tuple(map(torch.Size, shapes)), tuple(strides))
+
+
+def _key(layout: BucketLayout) -> tuple[torch.dtype, tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]:
+    """Return what the traffic of a layout depends on, so that equal buckets are counted once."""
+    return layout.dtype, tuple(s.shape for s in layout.slots), tuple(s.stride for s in layout.slots)
+
+
+def _unnamed(
+    dtype: torch.dtype, shapes: Sequence[torch.Size], strides: Sequence[tuple[int, ...]]
+) -> BucketLayout:
+    """Return a layout of parameters that have numbers for names."""
+    slots = [Slot(str(i), 0, *place) for i, place in enumerate(zip(shapes, strides, strict=True))]
+    return BucketLayout.packed(0, dtype, slots)

@@ -31,17 +31,20 @@ class ChildFailure:
 
 
 def wait_for_all(
-    processes: Sequence[subprocess.Popen[Any]], timeout: float | None = None
+    processes: Sequence[subprocess.Popen[Any]],
+    timeout: float | None = None,
+    has_finished: Callable[[int], bool] = lambda index: False,
 ) -> ChildFailure | None:
     """Wait until all have ended well, or until one has failed; return that failure.
 
-    Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
+    A child for whose index ``has_finished`` returns True has done its work, however it ends. Raises
+    ``subprocess.TimeoutExpired`` after ``timeout`` seconds.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
         for index, code in enumerate(codes):
-            if code:
+            if code and not has_finished(index):
                 return ChildFailure(index, code)
         if None not in codes:
             return None

@@ -223,7 +223,7 @@ def powersgd(
     tables: Tables = "int4",
     factors: Factors | None = None,
 ) -> Recipe:
-    """PowerSGD: send matrices as two low-rank factors, from step ``start`` on: 1/70 of fp32's bytes.
+    """PowerSGD: send matrices as two low-rank factors, from step ``start`` on; bytes depend on their sizes.
 
     By default factors have rank 32 and travel as int4: many coarse directions lose less than few exact
     ones. With a ``rank``, they travel as fp32. ``factors`` chooses how they travel; its default rank then

@@ -7,18 +7,29 @@ from rich.filesize import decimal
 import gradwire
 from gradwire.ddp import AttachedModel, Attachments
 from gradwire.recipes import make_plan
+from gradwire.scripts.observing import SPAWN_HINT, Observations
 
 
-def summarize(attachments: Attachments) -> str:
+def summarize(attachments: Attachments, seen: Observations) -> str:
     """Return one line per model, as seen by this rank."""
     lines = [_describe(a) for a in attachments.made if a.wire.stats().num_steps]
     if attachments.num_given_way:
         lines.append(f"{attachments.num_given_way} taken over by a hook of the script's own")
     if attachments.num_refused:
         lines.append(f"{attachments.num_refused} left to DDP, because gradwire could not attach")
+    num_trained = sum(a.wire.stats().num_steps > 0 for a in attachments.made)
+    num_idle = len(attachments.made) - num_trained - attachments.num_given_way
+    if num_idle > 0 and seen.num_optimizer_steps:
+        lines.append(
+            f"{num_idle} DistributedDataParallel averaged 0 steps, though optimizers took "
+            f"{seen.num_optimizer_steps}: if it is to be trained, call the DistributedDataParallel itself, "
+            "and not its .module, whose gradients stay on each rank"
+        )
     if not lines:
         made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
         lines.append(f"no model trained with it ({made})")
+        if seen.has_spawned:
+            lines.append(SPAWN_HINT)
     return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
 
 

@@ -1,0 +1,81 @@
+"""`gradwire headroom -- SCRIPT` with scripts that print, abort at exit, or have odd names."""
+
+import os
+import subprocess
+import sys
+
+from gradwire.headroom import read_records
+
+SCRIPT = """
+import atexit, os, signal, sys, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+print("a line of the script's", flush=True)
+os.write(1, b"and one past python\\n")
+if "abort" in sys.argv:
+    atexit.register(os.kill, os.getpid(), signal.SIGABRT)
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(300, 50))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(5):
+    model(torch.randn(3, 300)).square().mean().backward()
+    optimizer.step()
+"""
+PRINTING_MODEL = """
+import torch
+print("imported")
+def make():
+    print("made")
+    return torch.nn.Linear(8, 8), torch.randn(2, 8), torch.Tensor.sum
+"""
+
+
+def gradwire(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "gradwire", *arguments],
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["", *sys.path]).strip(os.pathsep)},
+    )
+
+
+def measure(folder, *arguments, name=b"train.py"):
+    """Measure the script, which takes exactly as many steps as are needed to time one."""
+    script = folder / os.fsdecode(name)
+    script.write_text(SCRIPT)
+    options = ["--ranks", "1", "--recipe", "noop", "--steps", "1"]
+    return gradwire(folder, "headroom", *options, *arguments[:2], "--", script, *arguments[2:])
+
+
+def test_json_on_stdout_stands_alone_whatever_the_script_prints(tmp_path):
+    done = measure(tmp_path, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    (found,) = read_records(done.stdout.decode())
+    assert [row.recipe for row in found.rows] == ["allreduce", "noop"]
+    assert done.stderr.count(b"a line of the script's") == 2
+    assert done.stderr.count(b"and one past python") == 2
+
+
+def test_json_on_stdout_stands_alone_whatever_a_model_prints(tmp_path):
+    (tmp_path / "mine.py").write_text(PRINTING_MODEL)
+    options = ["--model", "mine:make", "--ranks", "1", "--recipe", "noop", "--steps", "1", "--json", "-"]
+    done = gradwire(tmp_path, "headroom", *options)
+    assert done.returncode == 0, done.stderr
+    read_records(done.stdout.decode())
+    assert b"made" in done.stderr
+
+
+def test_a_script_whose_name_is_not_utf8_is_measured_like_any_other(tmp_path):
+    done = measure(tmp_path, "--html", "page.html", name=b"train\xff.py")
+    assert done.returncode == 0, done.stderr
+    assert b"train\\udcff.py" in done.stdout
+    assert "train\\udcff.py" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_rank_that_aborts_once_it_has_left_its_result_is_measured(tmp_path):
+    done = measure(tmp_path, "--json", "record.json", "abort")
+    assert done.returncode == 0, done.stderr
+    (found,) = read_records((tmp_path / "record.json").read_text())
+    assert [row.recipe for row in found.rows] == ["allreduce", "noop"]
