@@ -16,15 +16,7 @@ from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, largest_of, load, point, spread, store
-from gradwire.ops.cpu.rotation import (
-    Signs,
-    dequantise,
-    flip,
-    mix_lines,
-    mix_within_lines,
-    quantise,
-    rotate_back,
-)
+from gradwire.ops.cpu.rotation import Signs, decode_block, flip, mix_lines, mix_within_lines, quantise
 from gradwire.ops.cpu.scalars import INFINITY, bf16_to_f32, f32_to_bf16, from_bits, larger
 from gradwire.ops.cpu.vectors import copy, fence, prefetch, span, streams_to, write
 from gradwire.ops.formats import MIN_SCALE, RotatedFormat, Seed
@@ -132,6 +124,7 @@ def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
     form, terms, own, row = _Format(*form), _Terms(*terms), _Own(*own), _Row(*row)
     block = form.block
     x, y, total = point(scratch, 0), point(scratch, block), point(scratch, 2 * block)
+    words = point(scratch, 3 * block)
     for b in range(row.scales.size):
         start = b * block
         m = min(block, own.values.size - start)
@@ -149,31 +142,31 @@ def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
                 else:
                     scale = bf16_to_f32(terms.halves[r * (terms.stride // 2) + terms.first_scale + b])
                     codes = point(terms.codes, r * terms.stride + start * terms.bits // 8)
-                    dequantise(terms.bits, codes, size, y)
-                    rotate_back(y, size, scale, Signs(start, terms.seeds[2 * r], terms.seeds[2 * r + 1]))
+                    signs = Signs(start, terms.seeds[2 * r], terms.seeds[2 * r + 1], words)
+                    decode_block(terms.bits, codes, size, scale, signs, y)
                     _add(y, own.scale, total, size, r == 0)
             _pad(total, m, size)
             source = total
-        signs, codes = Signs(start, row.low, row.high), point(row.codes, start * form.bits // 8)
+        signs, codes = Signs(start, row.low, row.high, words), point(row.codes, start * form.bits // 8)
         ahead = point(values, max(block, _AHEAD))
         scale = _encode(form, source, ahead, size, signs, x, codes)
         row.scales[b] = f32_to_bf16(scale)
         if own.is_written:
-            dequantise(form.bits, codes, size, x)
-            rotate_back(x, size, bf16_to_f32(row.scales[b]), signs)
+            decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x)
             write(x, values, m, False)
 
 
 @kernel((_FORMAT, _ROW, F4[::1], numba.boolean, F4[::1]))
 def _decode(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> None:
     form, row = _Format(*form), _Row(*row)
-    block, x = form.block, point(scratch, 0)
+    block = form.block
+    x, words = point(scratch, 0), point(scratch, 3 * block)
     for b in range(row.scales.size):
         start = b * block
         m = min(block, values.size - start)
         size = block if m == block else form.tail
-        dequantise(form.bits, point(row.codes, start * form.bits // 8), size, x)
-        rotate_back(x, size, bf16_to_f32(row.scales[b]), Signs(start, row.low, row.high))
+        codes, signs = point(row.codes, start * form.bits // 8), Signs(start, row.low, row.high, words)
+        decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x)
         write(x, point(values, start), m, streams)
     fence()
 
@@ -228,5 +221,5 @@ def _words(seeds: Any) -> Any:
 
 
 def _scratch(form: RotatedFormat) -> Any:
-    # By torch, whose memory begins at a cache line.
-    return torch.empty(3 * form.block).numpy()
+    # Three blocks, and the random words of one. By torch, whose memory begins at a cache line.
+    return torch.empty(3 * form.block + (form.block // 512 + 1) * LINE).numpy()
