@@ -239,7 +239,7 @@ def _level(bits: Any, codes: Any, h: Any, j: Any, k: Any) -> Any:
 
 @helper
 def _dequantise(bits: Any, codes: Any, size: Any, x: Any) -> None:
-    """Write the levels of packed codes to ``x``, mixed by the three largest strides, which part the planes."""
+    """Write the levels of packed codes to ``x``, mixed by the three largest strides, those between planes."""
     h = size // 8
     for j in range(0, h, LINE):
         _store_mixed(
