@@ -100,7 +100,6 @@ ROWS = [
     Row("int4:local_size=2", ROUNDED_UP / 14, packed(4, 128), world_size=4),
     # Errors of rotated values have no bound of use: six deviations.
     Row("int2", 6 * 0.343, rotated(2, 1024)),
-    Row("int2:worker=1", 6 * 0.756, rotated(2, 1024), world_size=4),
     Row("int2:local_size=2", 6 * 0.343, rotated(2, 1024), world_size=None),
     # The error of a value is at most its distance from the mean magnitude.
     Row("sign", 1.0, packed(1, 512)),
