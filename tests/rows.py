@@ -68,6 +68,17 @@ def packed(bits, block):
     return size
 
 
+def rotated(bits, block):
+    """Return the size of codes and scales; the last block is padded to a power of two, at least 128."""
+
+    def size(n, dtype):
+        full, rest = divmod(n, block)
+        tail = max(128, 2 ** math.ceil(math.log2(rest))) if rest else 0
+        return (full * block + tail) * bits // 8 + 2 * math.ceil(n / block)
+
+    return size
+
+
 # A scale is rounded up to bf16, by at most 2^-7; half a step is 1/254 or 1/14 of the largest value, and in
 # fp8 at most half of 2^-3 of a value.
 ROUNDED_UP = 1 + 2.0**-7
@@ -87,6 +98,9 @@ ROWS = [
     Row("bf16:local_size=2", 2.0**-7, two_bytes, world_size=None),
     Row("int8:local_size=2", ROUNDED_UP / 254, packed(8, 256), world_size=None),
     Row("int4:local_size=2", ROUNDED_UP / 14, packed(4, 128), world_size=4),
+    # Errors of rotated values have no bound of use: six deviations.
+    Row("int2", 6 * 0.343, rotated(2, 1024)),
+    Row("int2:local_size=2", 6 * 0.343, rotated(2, 1024), world_size=None),
     # The error of a value is at most its distance from the mean magnitude.
     Row("sign", 1.0, packed(1, 512)),
     # Low rank holds back what its factors cannot represent. That is most where biases share one matrix with

@@ -5,6 +5,7 @@ Arithmetic over many values belongs in `ops`, and whatever sends a message in `e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,9 +15,10 @@ from gradwire.codecs.affine import Affine
 from gradwire.codecs.blocks import Blocks
 from gradwire.codecs.cast import Cast
 from gradwire.codecs.raw import Raw
-from gradwire.ops import Chunk, Family, Scale
+from gradwire.codecs.rotated import Rotated
+from gradwire.ops import NO_SEED, Chunk, Family, Scale, Seed
 
-__all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw"]
+__all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw", "Rotated"]
 
 
 class Codec(Protocol):
@@ -39,12 +41,20 @@ class Codec(Protocol):
 
     @property
     def max_error(self) -> float:
-        """The largest error of a value, relative to the largest value that shares its scale."""
+        """The largest error of a value, relative to the largest value that shares its scale.
+
+        For errors without a useful bound, six times their deviation.
+        """
         ...
 
     @property
     def stochastic(self) -> bool:
-        """True if it rounds at random, and so needs a seed for each row."""
+        """True if its rows are random, and so need a seed each."""
+        ...
+
+    @property
+    def to_owner(self) -> Codec:
+        """The codec of the rows that `reduce` sums; most use one codec for these and for sums."""
         ...
 
     @property
@@ -67,16 +77,16 @@ class Codec(Protocol):
         """
         ...
 
-    def decode(self, row: Tensor, values: Tensor) -> None:
-        """Decode ``row`` to ``values``."""
+    def decode(self, row: Tensor, values: Tensor, seed: Seed = NO_SEED) -> None:
+        """Decode ``row``, which was encoded with ``seed``, to ``values``."""
         ...
 
-    def reduce(self, chunk: Chunk, rows: Tensor, rank: int, scale: Scale) -> None:
+    def reduce(self, chunk: Chunk, rows: Tensor, rank: int, scale: Scale, seeds: Sequence[Seed] = ()) -> None:
         """Sum ``values[r] * scale`` over ranks r in order, and encode the sum to the chunk's row.
 
         ``values[rank]`` are the chunk's values, plus its residual if there is one. Those of another rank are
-        encoded in its row of ``rows``, a matrix of bytes whose rows may be longer than what they hold. The
-        chunk's values become what its row decodes to; the residual becomes what the row leaves out of the
-        sum, divided by ``scale``.
+        encoded by `to_owner` in its row of ``rows``, a matrix of bytes whose rows may be longer than what
+        they hold, with its seed of ``seeds``. The chunk's values become what its row decodes to; the residual
+        becomes what the row leaves out of the sum, divided by ``scale``.
         """
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -36,6 +37,10 @@ class Affine:
         if self.block is not None and self.block < 1:
             raise ValueError(f"block must be at least 1, or None for all of a row, not {self.block}")
 
+    @property
+    def to_owner(self) -> Affine:
+        return self
+
     def resolve(self, dtype: torch.dtype) -> Affine:
         return self
 
@@ -45,11 +50,13 @@ class Affine:
     def encode(self, chunk: ops.Chunk) -> None:
         self._encode(chunk.values, chunk.row)
 
-    def decode(self, row: Tensor, values: Tensor) -> None:
+    def decode(self, row: Tensor, values: Tensor, seed: ops.Seed = ops.NO_SEED) -> None:
         codes, ranges = self._split(row, values.numel())
         affine.decode(codes, ranges, self.block or values.numel(), values)
 
-    def reduce(self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale) -> None:
+    def reduce(
+        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+    ) -> None:
         own = chunk.values
         term, total = torch.empty_like(own), torch.zeros_like(own)
         for r in range(len(rows)):

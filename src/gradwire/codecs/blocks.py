@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -44,6 +45,10 @@ class Blocks:
     def max_error(self) -> float:
         return self.format.max_error
 
+    @property
+    def to_owner(self) -> Blocks:
+        return self
+
     def resolve(self, dtype: torch.dtype) -> Blocks:
         return self
 
@@ -53,8 +58,10 @@ class Blocks:
     def encode(self, chunk: Chunk) -> None:
         ops.encode_blocks(self.format, chunk)
 
-    def decode(self, row: Tensor, values: Tensor) -> None:
+    def decode(self, row: Tensor, values: Tensor, seed: ops.Seed = ops.NO_SEED) -> None:
         ops.decode_blocks(self.format, row, values)
 
-    def reduce(self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale) -> None:
+    def reduce(
+        self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+    ) -> None:
         ops.reduce_blocks(self.format, chunk, rows, rank, scale)

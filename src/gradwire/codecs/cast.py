@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,6 +44,10 @@ class Cast:
     def max_error(self) -> float:
         return torch.finfo(self.dtype).eps / 2
 
+    @property
+    def to_owner(self) -> Cast:
+        return self
+
     def resolve(self, dtype: torch.dtype) -> Cast | Raw:
         return self if self.dtype.itemsize < dtype.itemsize else Raw(dtype)
 
@@ -57,11 +62,13 @@ class Cast:
             header.copy_(down)
         ops.cast_scaled(chunk.values, up, halves)
 
-    def decode(self, row: Tensor, values: Tensor) -> None:
+    def decode(self, row: Tensor, values: Tensor, seed: ops.Seed = ops.NO_SEED) -> None:
         header, halves = self._split(row)
         ops.cast_scaled(halves, 1.0 if header is None else header, values)
 
-    def reduce(self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale) -> None:
+    def reduce(
+        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+    ) -> None:
         header, encoded = self._split(chunk.row)
         scales: list[ops.Scale] = [scale] * len(rows)
         up: ops.Scale = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,6 +25,10 @@ class Raw:
     stochastic = False
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"casts"})
 
+    @property
+    def to_owner(self) -> Raw:
+        return self
+
     def resolve(self, dtype: torch.dtype) -> Raw:
         return Raw(dtype)
 
@@ -35,11 +40,13 @@ class Raw:
         if chunk.row.data_ptr() != chunk.values.data_ptr():
             self._values(chunk.row).copy_(chunk.values)
 
-    def decode(self, row: Tensor, values: Tensor) -> None:
+    def decode(self, row: Tensor, values: Tensor, seed: ops.Seed = ops.NO_SEED) -> None:
         if row.data_ptr() != values.data_ptr():
             values.copy_(self._values(row))
 
-    def reduce(self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale) -> None:
+    def reduce(
+        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+    ) -> None:
         own = chunk.values
         ops.reduce_rows(ops.Terms(own, rank, rows, [scale] * len(rows)), encoded=own, up=1.0, down=1.0)
         self.encode(chunk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -13,16 +13,29 @@ from torch import Tensor
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.scratch import Scratch
-from gradwire.ops import Chunk, Scale, Seed
+from gradwire.ops import NO_SEED, Chunk, Scale, Seed
 from gradwire.peers import Group
 
 # Chunks start at multiples of this many values, rows and segments at multiples of this many bytes, so that
 # kernels can use vector loads.
 _ALIGNMENT = 64
-_NO_SEED = Seed(0, 0)
 # The number of cached layouts: enough for a few models with hundreds of buckets each. A miss costs a few
 # microseconds per rank.
 _NUM_KEPT = 2048
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Seeds of the rows of one bucket in one step, which every rank can compute for every other."""
+
+    seed: int
+    step: int
+    index: int
+    """The bucket's index."""
+
+    def of(self, rank: int, chunk: int) -> Seed:
+        """Return the seed of the row in which ``rank`` encodes a chunk."""
+        return Seed.of(self.seed, rank, self.step, self.index, chunk)
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,8 @@ class Sum:
     codec: Codec | None = None
     residual: Tensor | None = None
     """Added to this rank's values; then it holds what the codec has left out of them."""
-    seeds: Sequence[Seed] | None = None
-    """The seed of stochastic rounding for each rank's chunk."""
+    seeds: Seeds | None = None
+    """The seeds of a codec whose rows are random."""
 
 
 class TwoPhaseReduce:
@@ -50,18 +63,25 @@ class TwoPhaseReduce:
         codecs = [each.codec or Raw(each.values.dtype) for each in sums]
         numels = [each.values.numel() for each in sums]
         layouts = _layouts(tuple(zip(codecs, numels, strict=True)), group.size)
-        sizes = [layout[-1][1] for layout in layouts]
+        to_owners = _layouts(tuple((c.to_owner, n) for c, n in zip(codecs, numels, strict=True)), group.size)
+        sizes, sent_sizes = ([each[-1][1] for each in every] for every in (layouts, to_owners))
         if len(sums) == 1 and codecs[0].in_place:
             self._rows = list(sums[0].values.view(torch.uint8).split(sizes))
+            self._sent = self._rows
         else:
-            matrix = aligned_rows(scratch, "rows", group.size, max(sizes), device)
+            matrix = aligned_rows(scratch, "rows", group.size, max(*sizes, *sent_sizes), device)
             self._rows = [row[:num_bytes] for row, num_bytes in zip(matrix, sizes, strict=True)]
+            # A row to an owner is sent before the owner's own row arrives in its place.
+            self._sent = [row[:num_bytes] for row, num_bytes in zip(matrix, sent_sizes, strict=True)]
         self._group, self._scale = group, context.scale
-        self._arriving = aligned_rows(scratch, "arriving", group.size, sizes[group.rank], device)
-        self._shares = [
-            _Share.of(each, codec, self._rows, [layout[number] for layout in layouts])
-            for number, (each, codec) in enumerate(zip(sums, codecs, strict=True))
-        ]
+        self._arriving = aligned_rows(scratch, "arriving", group.size, sent_sizes[group.rank], device)
+        self._shares = []
+        for number, (each, codec) in enumerate(zip(sums, codecs, strict=True)):
+            sent = summed = _chunks(each, self._rows, [layout[number] for layout in layouts])
+            if to_owners is not layouts:
+                sent = _chunks(each, self._sent, [layout[number] for layout in to_owners])
+            place = to_owners[group.rank][number]
+            self._shares.append(_Share(codec, group.rank, sent, summed, place, each.seeds))
 
     def run(self) -> None:
         """Give every rank every sum."""
@@ -70,12 +90,12 @@ class TwoPhaseReduce:
 
     def scatter_reduce(self) -> None:
         """Leave the sum of every chunk r on rank r: in its chunk r, and encoded in its row r."""
-        group, own_row = self._group, self._rows[self._group.rank]
+        group, own_row = self._group, self._sent[self._group.rank]
         messages = group.post([row[: own_row.numel()] for row in self._arriving])
         for peer in _peers(group):
             for share in self._shares:
                 share.encode(peer)
-            messages.send(peer, self._rows[peer])
+            messages.send(peer, self._sent[peer])
         messages.finish()
         for share in self._shares:
             share.reduce(self._arriving, group.rank, self._scale)
@@ -95,50 +115,55 @@ class TwoPhaseReduce:
 
 @dataclass(frozen=True)
 class _Share:
-    """One sum: its chunk for each rank, and the offset of each chunk's segment in that rank's row."""
+    """One of the sums: its chunks, each with its segment of a row."""
 
     codec: Codec
-    chunks: Sequence[Chunk]
-    begins: Sequence[int]
-
-    @classmethod
-    def of(cls, each: Sum, codec: Codec, rows: list[Tensor], places: list[tuple[int, int]]) -> _Share:
-        bounds = bounds_of(each.values.numel(), len(rows))
-        seeds, residual = each.seeds or [_NO_SEED] * len(rows), each.residual
-        chunks = [
-            Chunk(
-                each.values[start:end],
-                row[begin:stop],
-                None if residual is None else residual[start:end],
-                seed,
-            )
-            for (start, end), row, (begin, stop), seed in zip(bounds, rows, places, seeds, strict=True)
-        ]
-        return cls(codec, chunks, [begin for begin, _ in places])
+    rank: int
+    sent: Sequence[Chunk]
+    """Chunks with the rows that go to their owners."""
+    summed: Sequence[Chunk]
+    """Chunks with the rows that come from their owners."""
+    place: tuple[int, int]
+    """Start and end of the segment in the rows that arrive at this rank."""
+    seeds: Seeds | None
 
     def encode(self, peer: int) -> None:
-        if self.chunks[peer].row.numel():
-            self.codec.encode(self.chunks[peer])
+        chunk = self.sent[peer]
+        if chunk.row.numel():
+            self.codec.to_owner.encode(self._seeded(chunk, self.rank, peer))
 
     def reduce(self, arriving: Tensor, rank: int, scale: Scale) -> None:
         """Sum this rank's chunk, of which the others' parts have arrived."""
-        chunk, begin = self.chunks[rank], self.begins[rank]
+        chunk, (begin, end) = self.summed[rank], self.place
         if chunk.row.numel():
-            rows = arriving[:, begin : begin + _aligned(chunk.row.numel())]
-            self.codec.reduce(chunk, rows, rank, scale)
+            rows = arriving[:, begin : begin + _aligned(end - begin)]
+            seeds = () if self.seeds is None else [self.seeds.of(r, rank) for r in range(len(rows))]
+            self.codec.reduce(self._seeded(chunk, rank, rank), rows, rank, scale, seeds)
 
     def decode(self, peer: int) -> None:
-        chunk = self.chunks[peer]
+        chunk = self.summed[peer]
         if chunk.row.numel():
-            self.codec.decode(chunk.row, chunk.values)
+            self.codec.decode(chunk.row, chunk.values, self._seed(peer, peer))
+
+    def _seed(self, rank: int, chunk: int) -> Seed:
+        return NO_SEED if self.seeds is None else self.seeds.of(rank, chunk)
+
+    def _seeded(self, chunk: Chunk, rank: int, number: int) -> Chunk:
+        return chunk if self.seeds is None else replace(chunk, seed=self._seed(rank, number))
 
 
-def seeds_of(codec: Codec, seed: int, context: Context) -> list[Seed] | None:
-    """Return a seed per chunk, different for every rank, step and bucket; None if nothing is random."""
-    if not codec.stochastic:
-        return None
-    rank, size, index = context.group.rank, context.group.size, context.layout.index
-    return [Seed.of(seed, rank, context.step, index, chunk) for chunk in range(size)]
+def _chunks(each: Sum, rows: list[Tensor], places: list[tuple[int, int]]) -> list[Chunk]:
+    """Return the chunk of every rank, with its segment of that rank's row."""
+    bounds, residual = bounds_of(each.values.numel(), len(rows)), each.residual
+    return [
+        Chunk(each.values[start:end], row[begin:stop], None if residual is None else residual[start:end])
+        for (start, end), row, (begin, stop) in zip(bounds, rows, places, strict=True)
+    ]
+
+
+def seeds_of(codec: Codec, seed: int, context: Context) -> Seeds | None:
+    """Return seeds that differ for every rank, step, bucket and chunk; None if nothing is random."""
+    return Seeds(seed, context.step, context.layout.index) if codec.stochastic else None
 
 
 def average_alone(flat: Tensor, residual: Tensor | None, context: Context) -> None:
@@ -151,9 +176,12 @@ def average_alone(flat: Tensor, residual: Tensor | None, context: Context) -> No
 
 def two_shot_bytes(codec: Codec, numel: int, world_size: int) -> list[int]:
     """Return the exact bytes that each rank sends for a sum of ``numel`` values in messages of its own."""
-    sizes = [codec.wire_bytes(end - start) for start, end in bounds_of(numel, world_size)]
-    total = sum(sizes)
-    return [total - own + (world_size - 1) * own for own in sizes]
+    bounds = bounds_of(numel, world_size)
+    sent, summed = (
+        [each.wire_bytes(end - start) for start, end in bounds] for each in (codec.to_owner, codec)
+    )
+    total = sum(sent)
+    return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]
 
 
 def _peers(group: Group) -> list[int]:

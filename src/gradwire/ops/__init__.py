@@ -21,14 +21,16 @@ import torch
 from torch import Tensor
 
 from gradwire.ops.batches import OTHER, Batch, Batches, Matrix, Side
-from gradwire.ops.formats import BlockFormat, Kind, Seed
-from gradwire.ops.operands import Chunk, Scale, Terms
+from gradwire.ops.formats import BlockFormat, Kind, RotatedFormat, Seed
+from gradwire.ops.operands import NO_SEED, Chunk, RotatedRows, Scale, Terms
 from gradwire.ops.owner_cache import cached_on_owner
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.ops.reference import casts as reference_casts
 from gradwire.ops.reference import low_rank as reference_low_rank
+from gradwire.ops.reference import rotated as reference_rotated
 
 __all__ = [
+    "NO_SEED",
     "OTHER",
     "Batch",
     "Batches",
@@ -37,6 +39,8 @@ __all__ = [
     "Family",
     "Kind",
     "Matrix",
+    "RotatedFormat",
+    "RotatedRows",
     "Scale",
     "Seed",
     "Side",
@@ -45,14 +49,17 @@ __all__ = [
     "cached_on_owner",
     "cast_scaled",
     "decode_blocks",
+    "decode_rotated",
     "encode_blocks",
+    "encode_rotated",
     "low_rank",
     "reduce_blocks",
+    "reduce_rotated",
     "reduce_rows",
     "warm_up",
 ]
 
-Family = Literal["casts", "blocks", "low_rank"]
+Family = Literal["casts", "blocks", "rotated", "low_rank"]
 """Kernels that are compiled together."""
 
 _SLOW_S = 2.0
@@ -117,6 +124,26 @@ def reduce_blocks(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int,
     _blocks(chunk.values).reduce(form, chunk, rows, own_index, scale)
 
 
+def encode_rotated(form: RotatedFormat, chunk: Chunk) -> None:
+    """Rotate the chunk's values by its seed, and encode them to its row."""
+    _rotated(chunk.values).encode(form, chunk)
+
+
+def decode_rotated(form: RotatedFormat, row: Tensor, values: Tensor, seed: Seed) -> None:
+    """Decode ``row``, which was rotated by ``seed``, to ``values``."""
+    _rotated(values).decode(form, row, values, seed)
+
+
+def reduce_rotated(
+    form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int, scale: Scale
+) -> None:
+    """Sum ``values[r] * scale`` over r in order, encode the sum, and decode it again to ``chunk.values``.
+
+    ``values[own_index]`` is the chunk's. The others are encoded in ``terms``.
+    """
+    _rotated(chunk.values).reduce(form, chunk, terms, own_index, scale)
+
+
 def low_rank(values: Tensor, work: Tensor) -> ModuleType:
     """Return the kernels for low-rank factors of ``values``, computed in ``work``.
 
@@ -129,7 +156,12 @@ def low_rank(values: Tensor, work: Tensor) -> ModuleType:
 
 def warm_up(device: torch.device, families: Iterable[Family]) -> None:
     """Compile kernels for ``device`` ahead of their first use, or read them from the cache on disk."""
-    load = {"casts": _cpu_casts, "blocks": _cpu_blocks, "low_rank": _cpu_low_rank}
+    load = {
+        "casts": _cpu_casts,
+        "blocks": _cpu_blocks,
+        "rotated": _cpu_rotated,
+        "low_rank": _cpu_low_rank,
+    }
     names = sorted(families) if device.type == "cpu" else []
     if all(f"{__name__}.cpu.{name}" in sys.modules for name in names):
         return
@@ -161,6 +193,10 @@ def _blocks(values: Tensor) -> ModuleType:
     return _cuda_blocks() if values.is_cuda and _has_triton() else reference_blocks
 
 
+def _rotated(values: Tensor) -> ModuleType:
+    return _cpu_rotated() if _is_fast(values) else reference_rotated
+
+
 # Imported on first use: importing numba takes 0.2 s, which a program that never trains need not spend.
 
 
@@ -174,6 +210,12 @@ def _cpu_blocks() -> ModuleType:
     from gradwire.ops.cpu import blocks
 
     return blocks
+
+
+def _cpu_rotated() -> ModuleType:
+    from gradwire.ops.cpu import rotated
+
+    return rotated
 
 
 def _cpu_low_rank() -> ModuleType:

@@ -82,9 +82,81 @@ class BlockFormat:
         return row[: self.code_bytes(numel)], scales.view(torch.bfloat16)
 
 
+# The levels and boundaries that suit normally distributed numbers of deviation 1 best, without signs (Max,
+# 1960), and the root mean square of the error that is left.
+GAUSSIAN_LEVELS = {1: (1.0,), 2: (0.4528, 1.510), 3: (0.2451, 0.7560, 1.344, 2.152)}
+GAUSSIAN_BOUNDS = {1: (), 2: (0.9816,), 3: (0.5006, 1.050, 1.748)}
+_GAUSSIAN_ERRORS = {1: 0.603, 2: 0.343, 3: 0.186}
+_UNBIASED_ERRORS = {1: 0.756, 2: 0.366, 3: 0.190}
+# A tail is padded to at least this many values: a plane of bits is then 16 bytes, which is one line.
+_SMALLEST_TAIL = 128
+# Errors of decoded values are nearly normal. One in 5e8 is beyond this many deviations.
+_NUM_DEVIATIONS = 6
+
+
+@dataclass(frozen=True)
+class RotatedFormat:
+    """Codes of rotated blocks of ``block`` values, ``bits`` each, then one bf16 scale for each block.
+
+    A block is multiplied by random signs and by a Hadamard matrix. That makes its values nearly normal, and
+    they are rounded to the levels that suit such values best. Signs come from the sender's seed, so nothing
+    is sent for them. Value v of a row has the sign of bit ``(v >> 4) & 31`` of the hash of ``(v >> 9) * 16 +
+    (v & 15)``: one hash serves 32 values.
+
+    The last block may be shorter. It is padded with zeros to a power of two, at least 128, and sent so: a
+    rotation mixes all of its values.
+
+    A block of m values has ``bits`` planes of h = m / 8 bytes: signs, then the bits of the level's number,
+    the highest first. Byte j of a plane holds the bits of the values j, j + h, j + 2h and so on, the first in
+    its lowest bit. The scale of a block with a value that is not finite is NaN.
+    """
+
+    bits: int
+    block: int
+    unbiased: bool = False
+    """True to scale so that errors are nearly zero on average over seeds; False to make them smallest."""
+
+    def __post_init__(self) -> None:
+        if self.bits not in GAUSSIAN_LEVELS:
+            raise ValueError(f"a rotated value takes 1, 2 or 3 bits, not {self.bits!r}")
+        if self.block not in (1 << p for p in range(7, 13)):
+            raise ValueError(f"block must be a power of two from 128 to 4096, not {self.block!r}")
+
+    @property
+    def max_error(self) -> float:
+        """Six deviations of a value's error, relative to the largest magnitude of its block.
+
+        The deviation is relative to the block's root mean square, which is at most that magnitude.
+        """
+        errors = _UNBIASED_ERRORS if self.unbiased else _GAUSSIAN_ERRORS
+        return _NUM_DEVIATIONS * errors[self.bits]
+
+    def num_blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def tail(self, numel: int) -> int:
+        """Return the size of the last block, padded, if it is shorter than others; 0 if it is not."""
+        rest = numel % self.block
+        return max(_SMALLEST_TAIL, 1 << (rest - 1).bit_length()) if rest else 0
+
+    def scales_offset(self, numel: int) -> int:
+        """Return the size of the codes, which is the offset of the scales in a row."""
+        return (numel // self.block * self.block + self.tail(numel)) * self.bits // 8
+
+    def row_bytes(self, numel: int) -> int:
+        """Return the exact size of a row of ``numel`` values."""
+        return self.scales_offset(numel) + _SCALE_BYTES * self.num_blocks(numel)
+
+    def split(self, row: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return views of the codes and of the scales in a row of ``numel`` values."""
+        offset = self.scales_offset(numel)
+        scales = row[offset : offset + _SCALE_BYTES * self.num_blocks(numel)]
+        return row[:offset], scales.view(torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class Seed:
-    """Seed of stochastic rounding: value i of a chunk gets the noise ``hash(i, low, high)``."""
+    """Seed of stochastic rounding and of rotations: what is random comes from ``hash(i, low, high)``."""
 
     low: int
     high: int

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradwire.ops.formats import Seed
+from gradwire.ops.formats import RotatedFormat, Seed
 
 Scale = float | Tensor
 
-_NO_SEED = Seed(0, 0)
+NO_SEED = Seed(0, 0)
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Chunk:
     row: Tensor
     residual: Tensor | None = None
     """Added to the values before they are encoded; becomes what the row leaves out."""
-    seed: Seed = _NO_SEED
-    """Seed of stochastic rounding; not used by codecs that round to nearest."""
+    seed: Seed = NO_SEED
+    """Seed of stochastic rounding or of a rotation; not used by codecs that are not random."""
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,14 @@ class Terms:
     """A factor for each term."""
     header_bytes: int = 0
     """Size of what precedes the values in a row."""
+
+
+@dataclass(frozen=True)
+class RotatedRows:
+    """The terms of a sum over ranks as rotated rows, with the seeds that they were rotated by."""
+
+    form: RotatedFormat
+    rows: Tensor
+    """A matrix of bytes, one row per rank; rows may be longer than what they hold."""
+    seeds: Sequence[Seed]
+    """The seed of each row's sender."""

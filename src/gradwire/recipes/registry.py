@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from gradwire.buckets import BucketLayout, Slot
-from gradwire.codecs import Blocks, Cast, Codec, Raw
+from gradwire.codecs import Blocks, Cast, Codec, Raw, Rotated
 from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Noop, Selector, TwoShot
 from gradwire.recipes.option_text import format_spec, parse_options
 
@@ -196,6 +196,23 @@ def int4(
     return _two_shot(int4, locals(), Blocks("int4", block, rounding == "stochastic"))
 
 
+def int2(
+    block: int = 1024,
+    worker: int = 2,
+    owner: int = 2,
+    seed: int = 0,
+    reduction: Reduction = "mean",
+    local_size: int | None = None,
+    tables: Tables = "int4",
+) -> Recipe:
+    """Rotate blocks at random, and send 2 bits per value; send tables by recipe ``tables``.
+
+    ``worker`` and ``owner``, from 1 to 3, are the bits of what ranks send to be summed, and of sums.
+    """
+    is_symmetric = worker == owner and worker > 1  # with 1 bit, a worker's scale is another one
+    return _two_shot(int2, locals(), Rotated(owner, block, None if is_symmetric else worker))
+
+
 def sign(
     block: int = 512,
     feedback: bool = False,
@@ -252,7 +269,8 @@ def acp(
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
-    factory.__name__: factory for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, sign, powersgd, acp)
+    factory.__name__: factory
+    for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int2, sign, powersgd, acp)
 }
 
 

@@ -133,8 +133,12 @@ def _to_fp8(y: Tensor, noise: Tensor | None) -> Tensor:
 
 def _noise(index: Tensor, seed: Seed) -> Tensor:
     """Return 24 random bits for each index, as fp32."""
-    mixed = _mix((_mix((index ^ seed.low) & _WORD) + seed.high) & _WORD)
-    return (mixed >> 8).to(torch.float32)
+    return (hashed(index, seed) >> 8).to(torch.float32)
+
+
+def hashed(index: Tensor, seed: Seed) -> Tensor:
+    """Return 32 random bits for each index, in 64-bit integers."""
+    return _mix((_mix((index ^ seed.low) & _WORD) + seed.high) & _WORD)
 
 
 _WORD = 0xFFFFFFFF

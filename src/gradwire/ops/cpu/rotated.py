@@ -1,0 +1,225 @@
+"""Rotated blocks in numba, for fp32 values in host memory.
+
+The kernels work block by block, as those of `blocks`: a block is rotated and packed in the first-level cache.
+Importing this module compiles the kernels, or loads them from numba's cache on disk.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from gradwire.ops.cpu.compiling import helper, kernel
+from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, largest_of, load, point, spread, store
+from gradwire.ops.cpu.rotation import Signs, decode_block, flip, mix_lines, mix_within_lines, quantise
+from gradwire.ops.cpu.scalars import INFINITY, bf16_to_f32, f32_to_bf16, from_bits, larger
+from gradwire.ops.cpu.vectors import copy, fence, prefetch, span, streams_to, write
+from gradwire.ops.formats import MIN_SCALE, RotatedFormat, Seed
+from gradwire.ops.operands import Chunk, RotatedRows, Scale
+
+# Values are prefetched this far ahead of those in use: 4 KiB.
+_AHEAD = 1024
+_INFINITY = np.int32(INFINITY)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_NAN = np.float32(np.nan)
+_MIN_SCALE = np.float32(MIN_SCALE)
+
+
+class _Format(NamedTuple):
+    """A `RotatedFormat` in numbers, for rows of one size."""
+
+    bits: Any
+    block: Any
+    tail: Any
+    """Size of the last block, padded, if it is shorter than others; 0 if it is not."""
+    unbiased: Any
+
+
+class _Terms(NamedTuple):
+    """The terms of a sum as rows, all in one flat array: once as bytes, once as 16-bit numbers."""
+
+    codes: Any
+    halves: Any
+    num_rows: Any
+    stride: Any
+    """Bytes from one row to the next."""
+    first_scale: Any
+    """Place of a row's first scale, in 16-bit numbers."""
+    bits: Any
+    seeds: Any
+    """The two words of each sender's seed, one after the other."""
+
+
+class _Own(NamedTuple):
+    """This rank's term: its values, its place in the sum, and the scale of all terms."""
+
+    values: Any
+    index: Any
+    scale: Any
+    is_written: Any
+    """True if the values become what the sum decodes to."""
+
+
+class _Row(NamedTuple):
+    """Codes, scales as the bits of bf16, and the words of the seed."""
+
+    codes: Any
+    scales: Any
+    low: Any
+    high: Any
+
+
+# The types of their fields.
+_FORMAT = types.Tuple((I8, I8, I8, numba.boolean))
+_TERMS = types.Tuple((U1[::1], U2[::1], I8, I8, I8, I8, I4[::1]))
+_OWN = types.Tuple((F4[::1], I8, F4, numba.boolean))
+_ROW = types.Tuple((U1[::1], U2[::1], I4, I4))
+
+
+@helper
+def _add(term: Any, scale: Any, total: Any, size: Any, is_first: Any) -> None:
+    for i in range(0, size, LINE):
+        values = load(term, i) * scale
+        if not is_first:
+            values = load(total, i) + values
+        store(total, i, values)
+
+
+@helper
+def _pad(x: Any, m: Any, size: Any) -> None:
+    for i in range(m, size):
+        x[i] = _ZERO
+
+
+@helper
+def _encode(form: Any, source: Any, ahead: Any, size: Any, signs: Any, x: Any, codes: Any) -> Any:
+    """Encode a block, padded in ``source`` to ``size`` values, and return its scale.
+
+    ``x`` is overwritten, and may be ``source``.
+    """
+    bits_of_largest = spread(np.int32(0))
+    for i in range(0, size, LINE):
+        prefetch(ahead, i)
+        bits_of_largest = larger(bits_of_largest, load(source, i))
+    largest = largest_of(bits_of_largest)
+    # By a power of two, so that neither sums nor squares overflow or vanish.
+    exponent = min(max(largest >> 23, 1), 253)
+    up, down = from_bits(np.int32((254 - exponent) << 23)), from_bits(np.int32(exponent << 23))
+    flip(source, up, signs, x, size)
+    mix_lines(x, size)
+    sums = quantise(form.bits, x, size, mix_within_lines(x, size), codes)
+    scale = sums.square / sums.product if form.unbiased else sums.product / sums.norm
+    scale = max(scale * (_ONE / np.float32(size)) * down, _MIN_SCALE)
+    scale = scale if largest > 0 else _ZERO
+    return scale if largest < _INFINITY else _NAN
+
+
+@kernel((_FORMAT, _TERMS, _OWN, _ROW, F4[::1]))
+def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
+    form, terms, own, row = _Format(*form), _Terms(*terms), _Own(*own), _Row(*row)
+    block = form.block
+    x, y, total = point(scratch, 0), point(scratch, block), point(scratch, 2 * block)
+    words = point(scratch, 3 * block)
+    for b in range(row.scales.size):
+        start = b * block
+        m = min(block, own.values.size - start)
+        size = block if m == block else form.tail
+        values = point(own.values, start)
+        source = values
+        if m < size:
+            copy(values, x, m)
+            _pad(x, m, size)
+            source = x
+        if terms.num_rows > 1:
+            for r in range(terms.num_rows):
+                if r == own.index:
+                    _add(source, own.scale, total, size, r == 0)
+                else:
+                    scale = bf16_to_f32(terms.halves[r * (terms.stride // 2) + terms.first_scale + b])
+                    codes = point(terms.codes, r * terms.stride + start * terms.bits // 8)
+                    signs = Signs(start, terms.seeds[2 * r], terms.seeds[2 * r + 1], words)
+                    decode_block(terms.bits, codes, size, scale, signs, y)
+                    _add(y, own.scale, total, size, r == 0)
+            _pad(total, m, size)
+            source = total
+        signs, codes = Signs(start, row.low, row.high, words), point(row.codes, start * form.bits // 8)
+        ahead = point(values, max(block, _AHEAD))
+        scale = _encode(form, source, ahead, size, signs, x, codes)
+        row.scales[b] = f32_to_bf16(scale)
+        if own.is_written:
+            decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x)
+            write(x, values, m, False)
+
+
+@kernel((_FORMAT, _ROW, F4[::1], numba.boolean, F4[::1]))
+def _decode(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> None:
+    form, row = _Format(*form), _Row(*row)
+    block = form.block
+    x, words = point(scratch, 0), point(scratch, 3 * block)
+    for b in range(row.scales.size):
+        start = b * block
+        m = min(block, values.size - start)
+        size = block if m == block else form.tail
+        codes, signs = point(row.codes, start * form.bits // 8), Signs(start, row.low, row.high, words)
+        decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x)
+        write(x, point(values, start), m, streams)
+    fence()
+
+
+_NO_TERMS = _Terms(np.empty(0, np.uint8), np.empty(0, np.uint16), 1, 0, 0, 1, np.empty(0, np.int32))
+
+
+def encode(form: RotatedFormat, chunk: Chunk) -> None:
+    # A sum of one term, which is not written back.
+    _run(form, chunk, _NO_TERMS, _Own(chunk.values.numpy(), 0, _ONE, is_written=False))
+
+
+def decode(form: RotatedFormat, row: Tensor, values: Tensor, seed: Seed) -> None:
+    numel = values.numel()
+    operands = tuple(_format(form, numel)), tuple(_row(form, row, numel, seed))
+    _decode(*operands, values.numpy(), streams_to(values), _scratch(form))
+
+
+def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int, scale: Scale) -> None:
+    flat, words = span(terms.rows), _words(terms.seeds)
+    rows = _Terms(
+        codes=flat.numpy(),
+        halves=flat.view(torch.uint16).numpy(),
+        num_rows=len(terms.rows),
+        stride=terms.rows.stride(0),
+        first_scale=terms.form.scales_offset(chunk.values.numel()) // 2,
+        bits=terms.form.bits,
+        seeds=words,
+    )
+    _run(form, chunk, rows, _Own(chunk.values.numpy(), own_index, np.float32(float(scale)), is_written=True))
+
+
+def _run(form: RotatedFormat, chunk: Chunk, terms: _Terms, own: _Own) -> None:
+    numel = chunk.values.numel()
+    operands = _format(form, numel), terms, own, _row(form, chunk.row, numel, chunk.seed)
+    _reduce(*map(tuple, operands), _scratch(form))
+
+
+def _format(form: RotatedFormat, numel: int) -> _Format:
+    return _Format(form.bits, form.block, form.tail(numel), form.unbiased)
+
+
+def _row(form: RotatedFormat, row: Tensor, numel: int, seed: Seed) -> _Row:
+    codes, scales = form.split(row, numel)
+    return _Row(codes.numpy(), scales.view(torch.uint16).numpy(), *_words([seed]))
+
+
+def _words(seeds: Any) -> Any:
+    """Return the words of seeds, one after the other, as signed integers."""
+    words = [word for seed in seeds for word in (seed.low, seed.high)]
+    return np.array(words, np.uint32).view(np.int32)
+
+
+def _scratch(form: RotatedFormat) -> Any:
+    # Three blocks, and the random words of one. By torch, whose memory begins at a cache line.
+    return torch.empty(3 * form.block + (form.block // 512 + 1) * LINE).numpy()

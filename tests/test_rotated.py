@@ -1,0 +1,159 @@
+"""Rotated blocks: kernels equal the reference, errors are those of the Gaussian's best levels."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwire.codecs import Rotated
+from gradwire.ops import Chunk, RotatedFormat, RotatedRows, Seed
+from gradwire.ops.cpu import rotated as cpu
+from gradwire.ops.reference import rotated as reference
+
+FORMATS = [
+    RotatedFormat(bits, block, unbiased)
+    for bits in (1, 2, 3)
+    for block in (128, 256, 1024, 4096)
+    for unbiased in (False, True)
+]
+DEFAULTS = [RotatedFormat(bits, 1024, unbiased) for bits in (1, 2, 3) for unbiased in (False, True)]
+SIZES = st.one_of(st.integers(1, 300), st.sampled_from([1023, 1024, 1025, 4095, 4097, 9001]))
+SEED = Seed(0xDEADBEEF, 0x9E3779B9)
+
+
+def draw(n, seed, spread=2.0):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(n, generator=generator) * torch.randn(n, generator=generator).mul(spread).exp()
+    values[seed % n] = 0.0
+    return values
+
+
+def new_row(form, n):
+    return torch.zeros(form.row_bytes(n), dtype=torch.uint8)
+
+
+def round_trip(form, values, seed=SEED, kernels=cpu):
+    row, decoded = new_row(form, values.numel()), torch.full_like(values, math.nan)
+    kernels.encode(form, Chunk(values, row, None, seed))
+    kernels.decode(form, row, decoded, seed)
+    return decoded
+
+
+def same_values(a, b):
+    return torch.equal(a.nan_to_num(1e37), b.nan_to_num(1e37)) and torch.equal(a.isnan(), b.isnan())
+
+
+def same_rows(form, a, b, n):
+    (codes_a, scales_a), (codes_b, scales_b) = form.split(a, n), form.split(b, n)
+    if scales_a.isnan().any():
+        return same_values(scales_a, scales_b)  # the codes of such blocks are undefined
+    return torch.equal(codes_a, codes_b) and torch.equal(scales_a, scales_b)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@settings(max_examples=8, deadline=None)
+@given(
+    n=SIZES,
+    seed=st.integers(0, 2**16),
+    poison=st.sampled_from([None, None, math.inf, math.nan]),
+    magnitude=st.sampled_from([1.0, 1e-30, 1e30]),
+    worker_bits=st.sampled_from([1, 2, 3]),
+)
+def test_the_kernels_equal_the_reference_bit_for_bit(form, n, seed, poison, magnitude, worker_bits):
+    values = draw(n, seed) * magnitude
+    if poison is not None:
+        values[n // 2] = poison
+    worker = RotatedFormat(worker_bits, form.block, worker_bits == 1)
+    seeds = [Seed(seed, r) for r in range(3)]
+    width = -(-worker.row_bytes(n) // 64) * 64
+    rows = torch.zeros(3, 64 + width, dtype=torch.uint8)[:, 64:]  # other segments share the message
+    for r in (0, 2):
+        reference.encode(worker, Chunk(draw(n, seed + r) * magnitude, rows[r], None, seeds[r]))
+    results = []
+    for module in (reference, cpu):
+        row, own_row, decoded = new_row(form, n), new_row(form, n), torch.empty(n)
+        module.encode(form, Chunk(values, row, None, SEED))
+        module.decode(form, row, decoded, SEED)
+        own = values.clone()
+        module.reduce(form, Chunk(own, own_row, None, SEED), RotatedRows(worker, rows, seeds), 1, 1 / 3)
+        results.append((row, own_row, decoded, own))
+    (row_a, own_row_a, *tensors_a), (row_b, own_row_b, *tensors_b) = results
+    assert same_rows(form, row_a, row_b, n)
+    assert same_rows(form, own_row_a, own_row_b, n)
+    for a, b in zip(tensors_a, tensors_b, strict=True):
+        assert same_values(a, b)
+
+
+@pytest.mark.parametrize("form", DEFAULTS, ids=str)
+@pytest.mark.parametrize("spread", [0.0, 1.0], ids="spread {}".format)
+def test_the_error_is_that_of_the_gaussians_best_levels_whatever_the_values(form, spread):
+    values = draw(1 << 16, 5, spread)
+    error = (round_trip(form, values) - values).norm() / values.norm()
+    # Six deviations make up the largest error; a block is not quite Gaussian.
+    assert float(error) == pytest.approx(form.max_error / 6, rel=0.05)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_an_unbiased_scale_is_right_on_average_over_seeds(bits):
+    form, values = RotatedFormat(bits, 1024, unbiased=True), draw(1024, 3, spread=0.0)
+    total = sum(round_trip(form, values, Seed(trial, 1)).double() for trial in range(300))
+    deviation = form.max_error / 6 * values.norm() / math.sqrt(1024) / math.sqrt(300)
+    assert (total / 300 - values).norm() / math.sqrt(1024) < 1.1 * deviation
+    assert float((total / 300 * values).sum() / values.square().sum()) == pytest.approx(1, abs=0.005)
+
+
+@pytest.mark.parametrize("form", DEFAULTS, ids=str)
+@pytest.mark.parametrize("value", [1e-30, -1e-30, 1.0, 3e38, -3e38])
+def test_a_single_value_survives_whatever_its_magnitude(form, value):
+    values = torch.zeros(1500)
+    values[[3, 1400]] = value
+    decoded = round_trip(form, values)
+    # All rotated values have one magnitude, so nothing but the scale is rounded.
+    assert torch.allclose(decoded / value, values / value, rtol=0, atol=2.0**-8)
+
+
+@pytest.mark.parametrize("form", DEFAULTS, ids=str)
+def test_the_largest_numbers_come_back_finite(form):
+    assert round_trip(form, torch.full((1024,), torch.finfo(torch.float32).max)).isfinite().all()
+
+
+@pytest.mark.parametrize("form", DEFAULTS, ids=str)
+def test_zeros_come_back_as_zeros_beside_other_blocks(form):
+    values = draw(3 * 1024, 1)
+    values[1024:2048] = 0
+    assert not round_trip(form, values)[1024:2048].any()
+
+
+def test_only_the_senders_seed_decodes_a_row():
+    form, values, row = RotatedFormat(2, 1024), draw(1024, 1, spread=0.0), torch.zeros(258, dtype=torch.uint8)
+    decoded = torch.empty(1024)
+    cpu.encode(form, Chunk(values, row, None, SEED))
+    cpu.decode(form, row, decoded, Seed(SEED.low, SEED.high + 1))
+    assert (decoded - values).norm() > values.norm()
+
+
+def test_the_signs_of_all_values_of_a_row_are_independent():
+    index = torch.arange(1 << 15)
+    part = next(reference._parts(RotatedFormat(1, 1024), index.numel()))
+    signs = 1 - 2 * reference._signs(part, SEED, torch.device("cpu")).view(-1).double()
+    for lag in (1, 2, 15, 16, 17, 31, 32, 64, 512, 1024, 8192):
+        share = float((signs[lag:] * signs[:-lag]).mean())
+        assert abs(share) < 5 / math.sqrt(index.numel() - lag), lag
+    assert abs(float(signs.mean())) < 5 / math.sqrt(index.numel())
+
+
+def test_the_codes_are_truly_packed_and_tails_are_padded_to_a_power_of_two():
+    assert [Rotated(bits).wire_bytes(1024 * 1000) for bits in (1, 2, 3)] == [130_000, 258_000, 386_000]
+    sizes = {n: Rotated(2).wire_bytes(n) for n in (0, 1, 128, 129, 1000, 1025)}
+    assert sizes == {0: 0, 1: 34, 128: 34, 129: 66, 1000: 258, 1025: 292}
+
+
+def test_what_cannot_be_is_refused_when_it_is_made():
+    for block in (0, 64, 1000, 8192):
+        with pytest.raises(ValueError, match=f"power of two from 128 to 4096, not {block}"):
+            Rotated(2, block)
+    for options in ({"bits": 4}, {"worker_bits": 0}, {"worker_bits": 8}):
+        with pytest.raises(ValueError, match=f"1, 2 or 3 bits, not {max(options.values())}"):
+            Rotated(**options)
