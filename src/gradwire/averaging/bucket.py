@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from gradwire.buckets import BucketLayout
+from gradwire.peers import SealedClaim
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,3 +28,9 @@ class Bucket:
     """True if a mean divides by the number of ranks that still have input."""
     grad_bucket: GradBucket | None = None
     """The bucket as DDP passed it, for a user's hook."""
+    weight: float | None = None
+    """This rank's weight in a weighted mean; None if all ranks count alike."""
+    claim: SealedClaim | None = None
+    """A claim that ranks compare before the first message of this bucket, on CPU; None to compare nothing."""
+    may_overlap: bool = True
+    """False if an earlier bucket under way has a parameter of this one."""

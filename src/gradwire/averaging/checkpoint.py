@@ -126,7 +126,7 @@ def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) 
 
 def read(
     state: Mapping[str, Any],
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor] | None,
     required: Collection[str],
     rank: int,
     world_size: int,
@@ -134,24 +134,33 @@ def read(
 ) -> Saved:
     """Check a state against the model and return it; ValueError says what does not fit.
 
-    The state may hold any of ``parameters``, and must hold those that are ``required``.
+    The state may hold any of ``parameters``, and must hold those that are ``required``. If ``parameters`` is
+    None, they are not known yet: the first step that averages them compares their shapes.
     """
     _require_keys(state)
     step, saved_size = int(state["step"]), int(state["world_size"])
     timeline = read_layouts(state["layouts"])
-    for _, grouping in timeline:
-        known = {name for _, bucket in grouping for name in bucket}
-        for name in sorted(known - parameters.keys()):
-            raise ValueError(f"the state has a parameter {name!r}, which this model has not")
-        for name in sorted(set(required) - known):
-            raise ValueError(f"the state has no parameter {name!r}, which this model has")
     expected = {(key, name): tuple(shape) for key, name, shape in state["entries"]}
-    _require_shapes(expected, parameters)
+    if parameters is not None:
+        _require_names(timeline, parameters, required)
+        _require_shapes(expected, parameters)
     wanted = range(saved_size) if saved_size != world_size else (rank,)
     memories = [_states_of_rank(state["memory"], owner, expected, saved_size, world_size) for owner in wanted]
     own = memories[0] if saved_size == world_size else _redistribute(memories, world_size, reduction)
     loss_scale = None if state["loss_scale"] is None else float(state["loss_scale"])
     return Saved(str(state["recipe"]), step, timeline, own, loss_scale)
+
+
+def _require_names(
+    timeline: Sequence[tuple[int, Grouping]], parameters: Collection[str], required: Collection[str]
+) -> None:
+    """Raise ValueError if a grouping has a parameter that the model has not, or lacks a required one."""
+    for _, grouping in timeline:
+        known = {name for _, bucket in grouping for name in bucket}
+        for name in sorted(known - set(parameters)):
+            raise ValueError(f"the state has a parameter {name!r}, which this model has not")
+        for name in sorted(set(required) - known):
+            raise ValueError(f"the state has no parameter {name!r}, which this model has")
 
 
 def _require_shapes(
