@@ -96,7 +96,7 @@ class Averager:
 
     @property
     def failure(self) -> WireError | None:
-        """The first error of any rank, if there was one; an averager that has failed stays so."""
+        """The first error of any rank, if there was one."""
         return None if self._is_closed else self._engine.failure
 
     def average_(self, tensors: Tensors, weight: float | None = None) -> None:
@@ -121,8 +121,7 @@ class Averager:
     def start(self, tensors: Tensors, weight: float | None = None) -> AveragingHandle:
         """Begin what `average_` does, and return a handle to wait for; collective.
 
-        Several averagings may be under way. Those that share a name run one after the other if the recipe
-        keeps a state. Do not touch the tensors until the handle has been waited for.
+        Several averagings may be under way. Do not touch the tensors until the handle has been waited for.
 
         Example::
 
@@ -133,6 +132,7 @@ class Averager:
         self._require_usable()
         place = Place(self._group.rank(), self._num_calls, 0, str(self._recipe))
         self._num_calls += 1
+        self._in_flight = [handle for handle in self._in_flight if not handle.done()]
         try:
             named = named_tensors(tensors, self._device_types)
             self._check_weight(weight, named)
@@ -147,6 +147,7 @@ class Averager:
         def end(results: list[Tensor]) -> None:
             self._require_usable()
             packing.unpack(results, named)
+            self._in_flight = [other for other in self._in_flight if other is not handle]
 
         handle = AveragingHandle(futures, packing.names, end)
         self._in_flight.append(handle)
@@ -164,7 +165,7 @@ class Averager:
         For a recipe that changes by step, this is the plan of ``step``, by default of the stage that sends
         most. On Gloo, each call sends every other rank another 24 bytes, to compare lists of tensors.
 
-        Raises ValueError if no tensors are given and none have been averaged.
+        Raises ValueError if no tensors are given or averaged yet.
         """
         packing = self._packings.last
         if tensors is not None:
@@ -246,7 +247,6 @@ class Averager:
         if self._is_disabled:
             is_sum = self._recipe.reduction == "sum"
             return [start_plain_mean(flat, self._group, weight, is_sum=is_sum) for flat in flats]
-        self._in_flight = [handle for handle in self._in_flight if not handle.done()]
         shares_names = any(handle.names & packing.names for handle in self._in_flight)
         futures = []
         for index, (layout, flat) in enumerate(zip(packing.layouts, flats, strict=True)):

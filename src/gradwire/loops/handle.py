@@ -17,8 +17,7 @@ class AveragingHandle:
         """Wait for ``futures``; then call ``end`` with their results, once."""
         self.names = names
         self._futures = list(futures)
-        self._end = end
-        self._is_over = False
+        self._end: Callable[[list[Tensor]], None] | None = end
 
     def wait(self) -> None:
         """Wait for the averages, and leave them in the tensors.
@@ -26,9 +25,10 @@ class AveragingHandle:
         On CUDA the current stream waits, not the host. Raises `WireError` if the averaging has failed on any
         rank; the tensors then hold undefined values.
         """
-        if not self._is_over:
+        if self._end is not None:
             self._end([future.wait() for future in self._futures])
-            self._is_over = True
+            # Holds neither the tensors nor the averager any longer.
+            self._futures, self._end = [], None
 
     def wait_for_lane(self) -> None:
         """Wait until the lane is done with the averaging; leave results where they are."""
