@@ -19,6 +19,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PAGES_ON_RANKS = [
     "hooks",
     "local_sgd",
+    "loops",
     "mixed_precision",
     "overlap",
     "powersgd",

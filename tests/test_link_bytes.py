@@ -11,7 +11,7 @@ from gradwire.testing import run_virtual_ranks
 from tests.rows import ROWS
 
 COMPOSED = [
-    "int2:worker=1",
+    "int2:block=256",
     "powersgd:rank=4,factors=int4",
     "acp:rank=2,factors=int8,min_compression_rate=0",
     "powersgd:rank=1,start=2",

@@ -18,7 +18,7 @@ from gradwire.peers.groups import gather
 from gradwire.testing import RanksFailed, VirtualRanks, run_ranks, run_virtual_ranks
 from tests.rows import ROWS
 
-MORE_SPECS = ["int4:rounding=stochastic,seed=3", "sign:feedback=true,residual=bf16", "int2:worker=1"]
+MORE_SPECS = ["int4:rounding=stochastic,seed=3", "sign:feedback=true,residual=bf16", "int2:seed=3,block=256"]
 # A matrix and a vector, one value, and more ranks than aligned chunks.
 SHAPES = [[(40, 30), (17,)], [(1,)], [(24, 16), (24, 16), (200,)]]
 NUM_STEPS = 3

@@ -7,6 +7,7 @@ Training scripts find everything they need here. The other public modules are `g
 from gradwire.averaging import merge_state_dicts
 from gradwire.ddp import Wire, attach
 from gradwire.errors import PeerError, WireError
+from gradwire.loops import Averager, AveragingHandle
 from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
 from gradwire.telemetry import BucketStats, ParameterStats, StepStats, Telemetry, WireStats
 from gradwire.training import DiLoCo, LocalSGD, OverlappedOptimizer, SlowMo, overlap_optimizer
@@ -14,6 +15,8 @@ from gradwire.version import __version__
 
 __all__ = [
     "RECIPES",
+    "Averager",
+    "AveragingHandle",
     "BucketStats",
     "DiLoCo",
     "LocalSGD",

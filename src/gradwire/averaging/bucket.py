@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout
+from gradwire.peers import SealedClaim
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,3 +20,9 @@ class Bucket:
     """True for the last bucket of a step; no bucket waits any longer then."""
     is_active: bool | None = None
     """None for a mean over all ranks; else the mean is over the ranks that say True."""
+    weight: float | None = None
+    """This rank's weight in a weighted mean; None if all ranks count alike."""
+    claim: SealedClaim | None = None
+    """A claim that ranks compare before the first message of this bucket, on CPU; None to compare nothing."""
+    may_overlap: bool = True
+    """False if an earlier bucket under way has a parameter of this one."""

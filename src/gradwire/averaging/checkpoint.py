@@ -139,7 +139,7 @@ def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) 
 
 def read(
     state: Mapping[str, Any],
-    parameters: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor] | None,
     required: Collection[str],
     rank: int,
     world_size: int,
@@ -147,19 +147,16 @@ def read(
 ) -> Saved:
     """Check a state against the model and return it; ValueError says what does not fit.
 
-    The state may hold any of ``parameters``, and must hold those that are ``required``.
+    The state may hold any of ``parameters``, and must hold those that are ``required``. If ``parameters`` is
+    None, they are not known yet: the first step that averages them compares their shapes.
     """
     fields = check_fields(state)
-    for _, grouping in fields.layouts:
-        known = {name for _, bucket in grouping for name in bucket}
-        for name in sorted(known - parameters.keys()):
-            raise ValueError(f"the state has a parameter {name!r}, which this model has not")
-        for name in sorted(set(required) - known):
-            raise ValueError(f"the state has no parameter {name!r}, which this model has")
-        for dtype, names in grouping:
+    if parameters is not None:
+        _require_names(fields.layouts, parameters, required)
+        for dtype, names in (bucket for _, grouping in fields.layouts for bucket in grouping):
             for name in names:
                 _require_realness(dtype, name, parameters[name])
-    _require_shapes(fields.entries, parameters)
+        _require_shapes(fields.entries, parameters)
     saved_size = fields.world_size
     # Without entries nothing was held back on any rank.
     wanted = range(saved_size if fields.entries else 0) if saved_size != world_size else (rank,)
@@ -175,6 +172,18 @@ def _require_realness(dtype: str, name: str, parameter: Tensor) -> None:
     """Raise ValueError if a dtype is complex and the parameter is not."""
     if dtype_named(dtype).is_complex and not parameter.is_complex():
         raise ValueError(f"the state has {dtype} values of parameter {name!r}, which is real in this model")
+
+
+def _require_names(
+    timeline: Sequence[tuple[int, Grouping]], parameters: Collection[str], required: Collection[str]
+) -> None:
+    """Raise ValueError if a grouping has a parameter that the model has not, or lacks a required one."""
+    for _, grouping in timeline:
+        known = {name for _, bucket in grouping for name in bucket}
+        for name in sorted(known - set(parameters)):
+            raise ValueError(f"the state has a parameter {name!r}, which this model has not")
+        for name in sorted(set(required) - known):
+            raise ValueError(f"the state has no parameter {name!r}, which this model has")
 
 
 def _require_shapes(

@@ -12,9 +12,10 @@ from torch.futures import Future
 
 from gradwire.averaging.bucket import Bucket
 from gradwire.averaging.coalesce import Coalescer
-from gradwire.averaging.job import Job, Scaling, run_jobs
+from gradwire.averaging.job import Job, run_jobs
 from gradwire.averaging.layout_check import LayoutCheck
 from gradwire.averaging.regroup import Regrouper
+from gradwire.averaging.scaling import Scaling
 from gradwire.averaging.state import RunState
 from gradwire.errors import Place, WireError
 from gradwire.lanes import CollectiveWork, Lane, Promise, Task, collective_task, completed, open_lane
@@ -83,8 +84,17 @@ class Engine:
         if not recipe.exchange.communicates:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.flat)
-        scaling = Scaling(recipe.reduction, bucket.is_active if recipe.reduction == "mean" else None)
-        job = Job(Promise(bucket.flat), bucket.layout, place, recipe.exchange, scaling, bucket.is_last)
+        is_active = bucket.is_active if recipe.reduction == "mean" else None
+        scaling = Scaling(recipe.reduction, is_active, bucket.weight, bucket.claim)
+        job = Job(
+            Promise(bucket.flat),
+            bucket.layout,
+            place,
+            recipe.exchange,
+            scaling,
+            bucket.is_last,
+            bucket.may_overlap,
+        )
         jobs = self._regrouper.take(job, self.fail)
         try:
             for each in jobs:
@@ -146,7 +156,8 @@ class Engine:
             self.stats.report(job.place, Traffic(), None)
         last, promises = batch[-1], tuple(job.promise for job in batch)
         run = functools.partial(run_jobs, batch, self.state.memory, self._may_have_unused)
-        tasks = [Task(run, promises, last.place, self.stats.report, overlaps=True)]
+        may_overlap = all(job.may_overlap for job in batch)
+        tasks = [Task(run, promises, last.place, self.stats.report, overlaps=may_overlap)]
         if self._meter is not None and self._is_measured(last):
             tasks = self._meter.measured(tasks[0], last.layout, self.state.memory, last.scaling.factor)
         for task in tasks:

@@ -6,38 +6,14 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+from gradwire.averaging.scaling import Scaling
 from gradwire.buckets import BucketLayout, Memory
 from gradwire.errors import Place, locate
 from gradwire.exchanges import Context, Exchange, Rounds, Scratch, average, run_rounds
 from gradwire.lanes import Promise
-from gradwire.ops import Scale
-from gradwire.peers import Group, gather
-from gradwire.recipes import Reduction
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """The factor of a sum over ranks: 1 for a sum, 1/W for a mean."""
-
-    reduction: Reduction
-    is_active: bool | None = None
-    """None for a mean over all ranks; otherwise the mean is over the ranks that have True."""
-
-    def factor(self, device: torch.device, group: Group) -> Scale:
-        """Return the factor. A mean over active ranks counts them: that is collective."""
-        if self.is_active is not None:
-            return 1 / self._count_active(device, group)
-        return 1.0 if self.reduction == "sum" else 1 / group.size
-
-    def _count_active(self, device: torch.device, group: Group) -> Tensor:
-        """Return the number of active ranks, as a 0-d fp64 tensor."""
-        votes = torch.zeros(group.size, dtype=torch.float64, device=device)
-        votes[group.rank] = float(bool(self.is_active))
-        gather(votes.view(torch.uint8).chunk(group.size), group)
-        return votes.sum()
+from gradwire.peers import Group
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +26,8 @@ class Job:
     exchange: Exchange
     scaling: Scaling
     is_last: bool
+    may_overlap: bool = True
+    """True if other jobs may run beside it."""
 
     @property
     def flat(self) -> Tensor:
@@ -77,7 +55,7 @@ def run_jobs(
         Context(
             group,
             scratch if len(jobs) == 1 else scratch.part(number),
-            job.scaling.factor(flat.device, group),
+            job.scaling.begin(flat, group),
             job.layout,
             memory,
             job.place.step,

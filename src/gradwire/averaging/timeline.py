@@ -33,9 +33,13 @@ def grouping_of(layouts: Iterable[BucketLayout]) -> Grouping:
 class Timeline:
     """The groupings of a run, each with its first step."""
 
-    def __init__(self, num_transient: int = 0) -> None:
-        """Expect DDP to rebuild its buckets after ``num_transient`` steps of a run; 0 if it never does."""
-        self._num_transient = num_transient
+    def __init__(self, num_transient: int | None = 0) -> None:
+        """Expect DDP to rebuild its buckets after ``num_transient`` steps of a run; 0 if it never does.
+
+        None for a caller whose steps may all have different buckets: the timeline then stays empty.
+        """
+        self._keeps_groupings = num_transient is not None
+        self._num_transient = num_transient or 0
         self._first_step = 0
         self._entries: list[tuple[int, Grouping]] = []
 
@@ -48,6 +52,8 @@ class Timeline:
 
     def arrived(self, step: int, grouping: Grouping) -> None:
         """Note the grouping in which ``step`` has arrived."""
+        if not self._keeps_groupings:
+            return
         if not self._entries:
             self._entries = [(step, grouping)]
         elif step >= self._first_step + self._num_transient and self._entries[-1][1] != grouping:

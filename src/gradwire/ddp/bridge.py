@@ -82,7 +82,15 @@ class Bridge:
         index, flat, parameters = grad_bucket.index(), grad_bucket.buffer(), grad_bucket.parameters()
         is_last, is_active = grad_bucket.is_last(), not is_shadow if self._divides_by_active() else None
         layout = self._layouts.of(index, flat.dtype, parameters, is_last=is_last)
-        return DDPBucket(flat, layout, is_last, is_active, parameters, is_shadow, grad_bucket)
+        return DDPBucket(
+            flat,
+            layout,
+            is_last,
+            is_active,
+            parameters=parameters,
+            is_shadow=is_shadow,
+            grad_bucket=grad_bucket,
+        )
 
     def _start(self, bucket: DDPBucket, place: Place) -> Future[Tensor]:
         if not torch._C._autograd._profiler_enabled():

@@ -3,7 +3,7 @@
 The content of messages, and the thread or stream that sends them, do not belong here.
 """
 
-from gradwire.peers.agreement import Claim, agree, require_same
+from gradwire.peers.agreement import Claim, SealedClaim, agree, gather_if_same, require_same
 from gradwire.peers.collective import CollectiveCall
 from gradwire.peers.failure import Failure
 from gradwire.peers.failure_store import RankStatus
@@ -33,6 +33,7 @@ __all__ = [
     "PeerUnreachable",
     "Progress",
     "RankStatus",
+    "SealedClaim",
     "SingleRankGroup",
     "StallWatcher",
     "Subgroup",
@@ -40,6 +41,7 @@ __all__ = [
     "agree",
     "backend_name",
     "gather",
+    "gather_if_same",
     "join_rendezvous",
     "next_rendezvous",
     "open_gloo",

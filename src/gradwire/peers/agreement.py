@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -18,8 +19,19 @@ from gradwire.peers.rendezvous import WaitLog, claim_key, missing_ranks_error
 Claim = Mapping[str, str]
 """The fields that must be the same on all ranks before they go on, and this rank's values."""
 
+
+class SealedClaim:
+    """A claim with its digest, for one that is compared often."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.fields = json.dumps(claim).encode()
+        self.digest = _digest(claim)
+
+
 _ERROR = "error: "
 _NUM_SHOWN = 3
+_HEADER = struct.Struct("<8sQd")
+"""The digest of a claim, the length of its fields, and a number."""
 
 
 class _PeerValueError(ValueError, RuntimeError):
@@ -83,21 +95,26 @@ def agree(
     return list(notes)
 
 
-def require_same(claim: Claim, group: Group, device: torch.device) -> None:
+def require_same(claim: Claim | SealedClaim, group: Group, device: torch.device) -> None:
     """Compare claims by messages over ``group``; exchange the fields only if their digests differ.
 
     Raises ValueError on every rank, with the same text. On CUDA, waits for the device.
     """
+    own = claim if isinstance(claim, SealedClaim) else SealedClaim(claim)
+    gather_if_same(own, 0.0, group, device)
+
+
+def gather_if_same(own: SealedClaim, number: float, group: Group, device: torch.device) -> list[float]:
+    """Compare claims as `require_same` does, and return every rank's ``number``, in rank order."""
     if group.size == 1:
-        return
-    fields = json.dumps(claim).encode()
-    header = _digest(claim) + len(fields).to_bytes(8, "little")
-    headers = [bytes(row) for row in _gather_bytes(header, [len(header)] * group.size, group, device)]
-    if len(set(headers)) == 1:
-        return
-    lengths = [int.from_bytes(header[-8:], "little") for header in headers]
-    claims = [json.loads(row) for row in _gather_bytes(fields, lengths, group, device)]
-    raise ValueError(f"ranks do not agree: {describe_differences(claims)}")
+        return [number]
+    header = _HEADER.pack(own.digest, len(own.fields), number)
+    rows = _gather_bytes(header, [len(header)] * group.size, group, device)
+    digests, lengths, numbers = zip(*(_HEADER.unpack(row) for row in rows), strict=True)
+    if len(set(digests)) > 1:
+        claims = [json.loads(row) for row in _gather_bytes(own.fields, lengths, group, device)]
+        raise ValueError(f"ranks do not agree: {describe_differences(claims)}")
+    return list(numbers)
 
 
 def describe_differences(claims: Sequence[Claim]) -> str:

@@ -198,19 +198,13 @@ def int4(
 
 def int2(
     block: int = 1024,
-    worker: int = 2,
-    owner: int = 2,
     seed: int = 0,
     reduction: Reduction = "mean",
     local_size: int | None = None,
     tables: Tables = "int4",
 ) -> Recipe:
-    """Rotate blocks at random, and send 2 bits per value; send tables by recipe ``tables``.
-
-    ``worker`` and ``owner``, from 1 to 3, are the bits of what ranks send to be summed, and of sums.
-    """
-    is_symmetric = worker == owner and worker > 1  # with 1 bit, a worker's scale is another one
-    return _two_shot(int2, locals(), Rotated(owner, block, None if is_symmetric else worker))
+    """Rotate blocks at random, and send 2 bits per value; send tables by recipe ``tables``."""
+    return _two_shot(int2, locals(), Rotated(2, block))
 
 
 def sign(

@@ -12,6 +12,8 @@ from gradwire.peers import Traffic
 
 # Enough to see a trend; the memory is small beside that of the buckets.
 _NUM_STEPS_KEPT = 100
+# The most steps that may be under way when a bucket of the first of them ends.
+_NUM_STEPS_UNDER_WAY = 8
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,13 @@ class StatsCollector:
         wait_ms, work_ms = (None if s is None else 1e3 * s for s in (wait_s, work_s))
         bucket = BucketStats(place.bucket, bytes_sent, num_messages, wait_ms, work_ms)
         with self._lock:
-            if not self._steps or self._steps[-1][0] != place.step:
-                self._steps.append((place.step, []))
-            # Buckets that are exchanged at the same time may end in any order.
-            bisect.insort(self._steps[-1][1], bucket, key=lambda each: each.bucket)
+            # Buckets that are exchanged at the same time, of one step or of several, may end in any order.
+            recent = list(self._steps)[-_NUM_STEPS_UNDER_WAY:]
+            own = next((buckets for step, buckets in recent if step == place.step), None)
+            if own is None:
+                own = []
+                self._steps.append((place.step, own))
+            bisect.insort(own, bucket, key=lambda each: each.bucket)
             figures = (bytes_sent, num_messages, wait_ms, work_ms)
             self._totals = [
                 None if total is None or figure is None else total + figure

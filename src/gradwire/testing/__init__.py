@@ -20,17 +20,20 @@ Example, as a pytest test::
 """
 
 from gradwire.ranks import RanksFailed, run_ranks, send_message
+from gradwire.testing.averagers import AveragerCase, check_averager
 from gradwire.testing.matrix import Case, CaseResult, Report, cases, check_hook
 from gradwire.testing.virtual import VirtualRanks
 from gradwire.testing.virtual_group import run_virtual_ranks
 
 __all__ = [
+    "AveragerCase",
     "Case",
     "CaseResult",
     "RanksFailed",
     "Report",
     "VirtualRanks",
     "cases",
+    "check_averager",
     "check_hook",
     "run_ranks",
     "run_virtual_ranks",

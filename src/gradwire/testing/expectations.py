@@ -29,6 +29,16 @@ class Expectation:
     residual_unit: float | None = None
     """The relative error of rounding to the residuals' dtype; None if something is left out for good."""
 
+    def tolerance_or(self, given: float | None, name: str) -> float:
+        """Return the ``given`` tolerance, by default that of the recipe ``name``; ValueError without one."""
+        tolerance = self.tolerance if given is None else given
+        if tolerance is None:
+            raise ValueError(
+                f"what {name} leaves out depends on the gradients, so no tolerance follows from it: give "
+                "one, tolerance=...; docs/testing.md has those of gradwire's own tests"
+            )
+        return tolerance
+
 
 def expectation_of(recipe: Recipe, world_size: int) -> Expectation:
     """Derive the bounds of a recipe on ``world_size`` ranks from its codecs.

@@ -8,13 +8,13 @@ import hashlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwire.ddp import Wire, attach, hook_name, wrap
 from gradwire.recipes import Recipe
@@ -82,7 +82,9 @@ def check_invariants(subject: Subject, case: Case) -> float:
         run = _train(model, wire, case, batches, rank, num_steps_of_any)
 
     _check_num_buckets(model, case)
-    held_back = _held_back(subject, run.residuals, dict(net.named_parameters()), checks)
+    held_back = []
+    if subject.bounds.residual_unit is not None:
+        held_back = average_residuals(run.residuals, dict(net.named_parameters()), subject.expect, checks)
     accuracy = Accuracy(subject.bounds, dtype, size)
     for step, gradients in enumerate(run.gradients):
         where = f"step {step}"
@@ -95,7 +97,7 @@ def check_invariants(subject: Subject, case: Case) -> float:
         held = (held_back[step], held_back[step + 1]) if held_back else None
         accuracy.check(where, gradients, expected[step], held)
     if subject.expect != "local":
-        _check_identical(run.gradients, checks, case)
+        require_identical(run.gradients, checks, NONFINITE_STEP if case.nonfinite else None)
     return accuracy.deviation
 
 
@@ -167,39 +169,34 @@ def _train(
                     for name, p in model.module.named_parameters()
                 }
             )
-            run.residuals.append(_residuals(wire))
+            run.residuals.append({} if wire is None else residuals_of(wire.state_dict()))
     # A rank that has run out of data has joined one more step.
-    run.residuals.extend(_residuals(wire) for _ in range(num_steps - len(batches)))
+    if wire is not None and len(batches) < num_steps:
+        run.residuals.extend([residuals_of(wire.state_dict())] * (num_steps - len(batches)))
     return run
 
 
-def _residuals(wire: Wire | None) -> Values:
-    """Return what this rank holds back, by parameter."""
-    states = {} if wire is None else next(iter(wire.state_dict()["memory"].values()))
+def residuals_of(state: Mapping[str, Any]) -> Values:
+    """Return what this rank holds back, by parameter, from the state of its wire."""
     found: Values = {}
-    for key, tensors in states.items():
+    for key, tensors in next(iter(state["memory"].values())).items():
         if key.startswith("residual:"):
             for name, residual in tensors.items():
                 found[name] = residual.cpu().double() + found.get(name, 0.0)
     return found
 
 
-def _held_back(
-    subject: Subject, run: list[Values], parameters: dict[str, nn.Parameter], group: dist.ProcessGroup
+def average_residuals(
+    run: list[Values], parameters: Mapping[str, Tensor], expect: str, group: dist.ProcessGroup
 ) -> list[Average]:
-    """Return what ranks hold back on average before the first step and after each. Collective.
-
-    Empty for hooks without feedback, and for those whose residuals are not known.
-    """
-    if subject.bounds.residual_unit is None:
-        return []
+    """Return what ranks hold back on average before the first step and after each. Collective."""
     shapes = {name: p.shape for name, p in parameters.items() if p.numel()}
     none = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     held = [none, *({**none, **after} for after in run)]
     own = torch.stack([torch.cat([residuals[name].flatten() for name in shapes]) for residuals in held])
     total = torch.stack([own, own.abs()], dim=1)
     dist.all_reduce(total, group=group)
-    if subject.expect == "mean":
+    if expect == "mean":
         total /= group.size()
     sizes = [shape.numel() for shape in shapes.values()]
 
@@ -226,12 +223,15 @@ def _check_num_buckets(model: Any, case: Case) -> None:
     require(wanted, f"this case should have {case.buckets} bucket(s), but DDP made {sizes}")
 
 
-def _check_identical(seen: list[Gradients], group: dist.ProcessGroup, case: Case) -> None:
+def require_identical(
+    seen: list[Gradients], group: dist.ProcessGroup, nonfinite_step: int | None = None
+) -> None:
+    """Raise AssertionError if ranks have different bits in any step but the nonfinite one. Collective."""
     hashes = []
     for step, gradients in enumerate(seen):
         digest = hashlib.sha256()
         for grad in gradients.values():
-            if grad is not None and not (case.nonfinite and step == NONFINITE_STEP):
+            if grad is not None and step != nonfinite_step:
                 digest.update(grad.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         hashes.append(digest.hexdigest())
     everyone: list[list[str]] = [[] for _ in range(group.size())]

@@ -80,7 +80,8 @@ def cases(*, full: bool = False) -> list[Case]:
 class CaseResult:
     """The outcome of one case."""
 
-    case: Case
+    case: object
+    """The `Case` of a hook, or the `AveragerCase` of an averager."""
     error: str | None
     """The errors by rank; None if there were none."""
     deviation: float | None
@@ -175,21 +176,15 @@ def check_hook(
     if isinstance(hook, str):
         hook = parse_recipe(hook)
     own = expectation_of(hook, world_size) if isinstance(hook, Recipe) else Expectation()
-    tolerance = own.tolerance if tolerance is None else tolerance
-    if tolerance is None:
-        raise ValueError(
-            f"what {hook} leaves out depends on the gradients, so no tolerance follows from it: give one, "
-            "tolerance=...; docs/testing.md has those of gradwire's own tests"
-        )
     expect = own.expect if expect is None else expect
-    _require_choice("expect", expect, get_args(Expect))
-    _require_choice("via", via, ("ddp", "attach"))
-    _require_choice("device", device, ("cpu", "cuda"))
+    require_choice("expect", expect, get_args(Expect))
+    require_choice("via", via, ("ddp", "attach"))
+    require_choice("device", device, ("cpu", "cuda"))
     feedback = own.feedback if feedback is None else feedback
     if num_roundings is None:
         num_roundings = 1 if isinstance(hook, Recipe) else world_size
     bounds = Bounds(
-        tolerance=tolerance,
+        tolerance=own.tolerance_or(tolerance, str(hook)),
         floor=own.floor if floor is None else floor,
         feedback=feedback,
         num_roundings=num_roundings,
@@ -208,7 +203,8 @@ def check_hook(
 _default_cases = cases
 
 
-def _require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless an argument has one of a few values."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 

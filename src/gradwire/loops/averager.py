@@ -1,0 +1,299 @@
+"""The averager: the engine as an object, for loops without DDP."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.averaging import Bucket, Engine, RunState, Timeline, checkpoint, open_engine
+from gradwire.errors import Place, WireError, locate
+from gradwire.lanes import open_lane
+from gradwire.loops.choices import check_weight, choose_device, choose_group, choose_recipe, keeps_state
+from gradwire.loops.handle import AveragingHandle
+from gradwire.loops.packing import Packing, Packings
+from gradwire.loops.plain import start_plain_mean
+from gradwire.loops.tensors import Tensors, named_tensors
+from gradwire.ops import warm_up
+from gradwire.peers import CollectiveCall, backend_name, require_same, timeout_of
+from gradwire.recipes import Recipe, WirePlan, agree_on_nodes, fingerprint, kernels_of, make_plan, noop
+from gradwire.telemetry import WireStats
+
+log = logging.getLogger("gradwire")
+
+
+class Averager:
+    """Average tensors over the ranks of a process group, by a recipe, in a loop of your own.
+
+    Args:
+        recipe: a name (``"bf16"``), a name with options (``"int4:block=64"``), or a `Recipe`.
+        group: the ranks to average over, a Gloo or NCCL group; by default the world.
+        device: where the tensors are. By default CUDA for a group that has NCCL there, otherwise CPU. Over
+            Gloo, CUDA tensors are taken too.
+        timeout: how long collective methods wait for the other ranks; by default the group's own timeout.
+
+    Raises ValueError if there is no such recipe or ranks differ, TypeError for arguments of the wrong type,
+    and RuntimeError if a rank does not come in time.
+
+    The constructor is collective, and so are `average_`, `start`, `swap` and `load_state_dict`: every rank
+    calls them in the same order, with the same tensors. What a recipe keeps from call to call belongs to a
+    tensor's name; tensors without names are numbered. With ``GRADWIRE_DISABLE=1`` in the environment,
+    torch's own ``all_reduce`` averages.
+
+    Example::
+
+        averager = gradwire.Averager("int4")
+        for batch in batches:
+            loss_of(model, batch).backward()
+            averager.average_({name: p.grad for name, p in model.named_parameters()})
+            optimizer.step()
+    """
+
+    def __init__(
+        self,
+        recipe: str | Recipe = "fp32",
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._group = choose_group(group)
+        self._timeout = timeout if isinstance(timeout, timedelta) else timeout_of(self._group)
+        self._is_disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
+        with CollectiveCall(self._group, self._timeout, "gradwire.Averager") as call:
+            if not isinstance(timeout, timedelta | None):
+                raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+            self._device = choose_device(self._group, device)
+            is_disabled = {"GRADWIRE_DISABLE": "set" if self._is_disabled else "not set"}
+            self._recipe = self._agree_on_recipe(recipe, call, is_disabled)
+        self._num_calls = self._first_call = 0
+        self._packings = Packings()
+        self._in_flight: list[AveragingHandle] = []
+        self._may_have_state = keeps_state(self._recipe)
+        self._is_closed = False
+        is_nccl = self._device.type == "cuda" and backend_name(self._group, self._device) == "nccl"
+        self._device_types = ("cuda",) if is_nccl else ("cpu", "cuda")
+        state = RunState(timeline=Timeline(None))
+        if self._is_disabled:
+            log.warning("GRADWIRE_DISABLE is set: torch averages instead of %s", self._recipe)
+            self._engine = Engine(noop(), None, state)
+        else:
+            self._engine = open_engine(
+                self._recipe, self._group, self._device, call.rendezvous, state, may_wait=True
+            )
+
+    @property
+    def recipe(self) -> Recipe:
+        return self._recipe
+
+    @property
+    def failure(self) -> WireError | None:
+        """The first error of any rank, if there was one."""
+        return None if self._is_closed else self._engine.failure
+
+    def average_(self, tensors: Tensors, weight: float | None = None) -> None:
+        """Replace tensors by their mean over ranks; collective.
+
+        Args:
+            tensors: a tensor, a list of tensors, or a dict by name: dense, floating or complex. Every rank
+                gives the same names, shapes and dtypes, in the same order.
+            weight: this rank's weight in the mean, for example the size of its batch. A rank may have 0,
+                and then its values do not count. None if all ranks count alike.
+
+        Raises TypeError for what cannot be averaged. Raises ValueError if ranks give different tensors, if
+        a tensor's shape is not that of what the recipe keeps for its name, or if the recipe cannot weigh.
+        Each is a `WireError` too, and other ranks raise `PeerError`. The averager has then failed.
+
+        Example::
+
+            averager.average_([p.grad for p in model.parameters()], weight=len(batch))
+        """
+        self.start(tensors, weight).wait()
+
+    def start(self, tensors: Tensors, weight: float | None = None) -> AveragingHandle:
+        """Begin what `average_` does, and return a handle to wait for; collective.
+
+        Several averagings may be under way. Do not touch the tensors until the handle has been waited for.
+
+        Example::
+
+            handle = averager.start(gradients)
+            ...  # compute something else
+            handle.wait()
+        """
+        self._require_usable()
+        place = Place(self._group.rank(), self._num_calls, 0, str(self._recipe))
+        self._num_calls += 1
+        self._in_flight = [handle for handle in self._in_flight if not handle.done()]
+        try:
+            named = named_tensors(tensors, self._device_types)
+            self._check_weight(weight, named)
+            packing = self._packing_of(named, weight is not None, place)
+            futures = self._start(packing, packing.pack(named), weight, place)
+        except Exception as error:
+            located = locate(error, place)
+            self._engine.fail(located)  # the other ranks must not wait for this one
+            self._engine.give_up()
+            raise located.with_traceback(error.__traceback__) from None
+
+        def end(results: list[Tensor]) -> None:
+            self._require_usable()
+            packing.unpack(results, named)
+            self._in_flight = [other for other in self._in_flight if other is not handle]
+
+        handle = AveragingHandle(futures, packing.names, end)
+        self._in_flight.append(handle)
+        return handle
+
+    def stats(self) -> WireStats:
+        """Return bytes, messages, and times of waiting and working; each call counts as a step."""
+        if self._is_disabled:
+            return WireStats(0, None, None, None, None, ())
+        return self._engine.stats.read(self._num_calls - self._first_call)
+
+    def plan(self, tensors: Tensors | None = None, step: int | None = None) -> WirePlan:
+        """Return what a call sends for ``tensors``, by default those of the last call; ``print`` it.
+
+        For a recipe that changes by step, this is the plan of ``step``, by default of the stage that sends
+        most. On Gloo, each call sends every other rank another 24 bytes, to compare lists of tensors.
+
+        Raises ValueError if no tensors are given or averaged yet.
+        """
+        packing = self._packings.last
+        if tensors is not None:
+            packing, _ = Packings().of(named_tensors(tensors, self._device_types))
+        if packing is None:
+            raise ValueError("nothing has been averaged yet, so there is no plan: give the tensors")
+        return make_plan(self._recipe, packing.layouts, self._group.rank(), self._group.size(), step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs to resume bit for bit: residuals and other states, and the step count.
+
+        The state is copies of tensors, and numbers. Each rank saves its own. Waits for what is under way.
+        """
+        self._wait_for_lane()
+        state, group = self._engine.state, self._group
+        return state.save(str(self._recipe), self._num_calls, group.rank(), group.size())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; collective.
+
+        Args:
+            state: this rank's state. If the number of ranks has changed, `merge_state_dicts` of all ranks'.
+
+        On the same number of ranks, the calls that follow are bit for bit those of a run that was not
+        stopped. On another number, the ranks together hold back as much as before.
+
+        Raises ValueError on every rank, and loads nothing, if an entry is missing or ranks differ.
+        """
+        self._require_usable()
+        with CollectiveCall(self._group, self._timeout, "Averager.load_state_dict") as call:
+            rank, size = self._group.rank(), self._group.size()
+            saved = checkpoint.read(state, None, (), rank, size, self._recipe.reduction)
+            call.agree({"the saved step": str(saved.step), **fingerprint.of_version()})
+        self._wait_for_lane()
+        self._first_call += saved.step - self._num_calls
+        self._num_calls = saved.step
+        self._may_have_state |= bool(saved.memory)
+        self._engine.state.load(saved, self._device)
+
+    def swap(self, recipe: str | Recipe) -> None:
+        """Average by another recipe from the next call on; collective.
+
+        The new recipe takes over the residuals of the old one. If it keeps none, they are sent with the next
+        tensors of the same names. Raises ValueError if there is no such recipe, or ranks swap to different
+        ones; then all go on as before.
+        """
+        self._require_usable()
+        with CollectiveCall(self._group, self._timeout, "Averager.swap") as call:
+            chosen = self._agree_on_recipe(recipe, call, {"the step": str(self._num_calls)})
+        self._recipe = chosen
+        self._may_have_state |= keeps_state(chosen)
+        if not self._is_disabled:
+            self._engine.swap(chosen, lambda: open_lane(self._group, self._device, call.rendezvous))
+
+    def close(self) -> None:
+        """End the averager's threads and connections, and give up what is under way; call on every rank."""
+        self._is_closed = True
+        self._engine.close()
+
+    def __enter__(self) -> Averager:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Averager {self._recipe} over {self._group.size()} ranks{', closed' * self._is_closed}>"
+
+    def _agree_on_recipe(self, recipe: str | Recipe, call: CollectiveCall, claim: dict[str, str]) -> Recipe:
+        chosen = choose_recipe(recipe, self._group.size())
+        if not self._is_disabled:
+            warm_up(self._device, kernels_of(chosen, self._group))
+        facts = {"device": self._device.type, **fingerprint.of_version(), **fingerprint.of_recipe(chosen)}
+        return agree_on_nodes(chosen, call, {**claim, **facts})
+
+    def _start(
+        self, packing: Packing, flats: list[Tensor], weight: float | None, place: Place
+    ) -> list[Future[Tensor]]:
+        if self._is_disabled:
+            is_sum = self._recipe.reduction == "sum"
+            return [start_plain_mean(flat, self._group, weight, is_sum=is_sum) for flat in flats]
+        shares_names = any(handle.names & packing.names for handle in self._in_flight)
+        futures = []
+        for index, (layout, flat) in enumerate(zip(packing.layouts, flats, strict=True)):
+            claim = packing.claim if weight is None else packing.weighted_claim
+            bucket = Bucket(
+                flat,
+                layout,
+                is_last=index == len(flats) - 1,
+                weight=weight,
+                # The first bucket stands for all; each bucket of a weighted mean needs the weights.
+                claim=claim if index == 0 or weight is not None else None,
+                may_overlap=not (shares_names and self._may_have_state),
+            )
+            own_place = Place(place.rank, place.step, index, place.hook)
+            futures.append(self._engine.start(bucket, own_place))
+        return futures
+
+    def _packing_of(self, named: Mapping[str, Tensor], is_weighted: bool, place: Place) -> Packing:
+        """Return the packing of these tensors; on NCCL, compare one that is new with the other ranks'."""
+        packing, is_new = self._packings.of(named)
+        if is_new and self._device_types == ("cuda",) and self._recipe.exchange.communicates:
+            claim = packing.weighted_claim if is_weighted else packing.claim
+            self._engine.run_collective(functools.partial(require_same, claim), place, self._device)
+            if self._engine.failure is not None:
+                raise self._engine.failure
+        return packing
+
+    def _check_weight(self, weight: float | None, named: Mapping[str, Tensor]) -> None:
+        if weight is None:
+            return
+        check_weight(weight, self._recipe)
+        if self._may_have_state:  # a recipe before this one may have held something back
+            self._wait_for_lane()
+            owed = self._engine.state.memory.named().get("residual", {}).keys() & named.keys()
+            if owed:
+                raise ValueError(
+                    f"an earlier recipe has held back a part of {sorted(owed)[:5]}, which has no weight: "
+                    "average them once without one"
+                )
+
+    def _require_usable(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"rank {self._group.rank()}: this averager is closed; make another")
+        if self._engine.failure is not None:
+            raise self._engine.failure.with_traceback(None)
+
+    def _wait_for_lane(self) -> None:
+        for handle in self._in_flight:
+            handle.wait_for_lane()
+        self._in_flight.clear()

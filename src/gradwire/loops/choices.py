@@ -1,0 +1,78 @@
+"""The group, the device and the recipe of an averager, and checks of what the user gave."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from gradwire.exchanges import LowRank
+from gradwire.peers import backend_name
+from gradwire.recipes import Recipe
+from gradwire.recipes import recipe as parse_recipe
+
+
+def choose_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group, by default the world. Raises RuntimeError if there is none."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "an Averager needs a process group: call torch.distributed.init_process_group first"
+        )
+    chosen = dist.group.WORLD if group is None else group
+    if not isinstance(chosen, dist.ProcessGroup):
+        is_other = chosen == dist.GroupMember.NON_GROUP_MEMBER
+        what = "this rank is not in the group: only its members make an Averager"
+        raise ValueError(what) if is_other else TypeError(f"group is a process group, not {chosen!r}")
+    return chosen
+
+
+def choose_device(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
+    """Return the device; by default CUDA if the group has NCCL there, otherwise CPU."""
+    if device is not None:
+        chosen = torch.device(device)
+        if chosen.type not in ("cpu", "cuda"):
+            raise ValueError(f"gradwire averages tensors on cpu and cuda, not on {chosen.type}")
+        return chosen
+    cuda = torch.device("cuda")
+    has_cuda = torch.cuda.is_available() and cuda in group._device_types
+    return cuda if has_cuda and backend_name(group, cuda) == "nccl" else torch.device("cpu")
+
+
+def choose_recipe(recipe: str | Recipe, world_size: int) -> Recipe:
+    """Return the recipe; ValueError if the ranks cannot be divided into its nodes."""
+    chosen = parse_recipe(recipe)
+    for each in chosen.leaves():
+        if world_size % (each.local_size or 1):
+            raise ValueError(f"recipe {each}: {world_size} ranks cannot be nodes of {each.local_size}")
+    return chosen
+
+
+def keeps_state(recipe: Recipe) -> bool:
+    """Return True if the recipe keeps residuals or factors from call to call."""
+    return any(_has_feedback(each) or isinstance(each.exchange, LowRank) for each in recipe.leaves())
+
+
+def check_weight(weight: object, recipe: Recipe) -> None:
+    """Raise TypeError or ValueError if this is no weight, or if the recipe cannot take a weighted mean."""
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise TypeError(f"weight is a number, not {weight!r}")
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(f"weight must be finite and not negative, not {weight}")
+    for each in recipe.leaves():
+        why = ""
+        if not each.exchange.communicates:
+            why = "it averages nothing"
+        elif each.reduction == "sum":
+            why = "it takes sums; multiply the tensors yourself"
+        elif _has_feedback(each):
+            why = (
+                "its feedback adds what one call leaves out to the next call, whose weights may differ; "
+                "use a recipe without feedback"
+            )
+        if why:
+            raise ValueError(f"recipe {each} cannot take weights: {why}")
+
+
+def _has_feedback(recipe: Recipe) -> bool:
+    return getattr(recipe.exchange, "feedback", None) not in (None, False)
