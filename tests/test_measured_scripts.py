@@ -70,7 +70,7 @@ def test_json_on_stdout_stands_alone_whatever_a_model_prints(tmp_path):
 def test_a_script_whose_name_is_not_utf8_is_measured_like_any_other(tmp_path):
     done = measure(tmp_path, "--html", "page.html", name=b"train\xff.py")
     assert done.returncode == 0, done.stderr
-    assert b"train\\udcff.py" in done.stdout
+    assert b"train\\udcff.py" in done.stdout.replace(b"\n", b"")  # a long path is wrapped
     assert "train\\udcff.py" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 

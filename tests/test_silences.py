@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import threading
 from datetime import timedelta
@@ -58,12 +59,15 @@ def test_a_rank_that_waits_long_logs_for_whom(missing, heard, monkeypatch):
     together(work, members)
     assert len(heard.texts) == 2, "each rank logs it once"
     for text in heard.texts:
-        assert f"waits in gradwire.attach for rank(s) {missing} of 3" in text
+        # On a busy machine a rank may name one that is on its way as well.
+        named = re.search(r"waits in gradwire\.attach for rank\(s\) ([\d, ]+) of 3", text)
+        assert named is not None, text
+        assert str(missing) in named[1].split(", ")
 
 
 def test_so_does_one_that_waits_for_claims(heard, monkeypatch):
     members = start(dist.HashStore())
-    names = together(lambda m: join_rendezvous(m, LONG), members)
+    names = together(lambda m: join_rendezvous(m, LONG, "attach"), members)
     monkeypatch.setattr(rendezvous, "SLOW_S", 0.05)
 
     def work(member):
@@ -77,7 +81,7 @@ def test_so_does_one_that_waits_for_claims(heard, monkeypatch):
 
 def test_ranks_that_meet_in_time_log_nothing(heard):
     members = start(dist.HashStore())
-    together(lambda m: agree(m, join_rendezvous(m, LONG), {}, LONG), members)
+    together(lambda m: agree(m, join_rendezvous(m, LONG, "attach"), {}, LONG, "attach"), members)
     assert not heard.texts
 
 

@@ -189,9 +189,14 @@ def _require_names(
 def _require_shapes(
     expected: Mapping[tuple[str, str], tuple[int, ...]], parameters: Mapping[str, Tensor]
 ) -> None:
-    """Raise ValueError if a residual has another shape than its parameter; other states may."""
+    """Raise ValueError for a residual of an unknown parameter, or of another shape; other states may differ.
+
+    Factors of one matrix for a whole bucket belong to no parameter.
+    """
     for (key, name), shape in expected.items():
         if name not in parameters:
+            if not key.startswith("residual:"):
+                continue
             raise ValueError(f"the state has a {key} of parameter {name!r}, which this model has not")
         parameter = parameters[name]
         _require_realness(key.rpartition(":")[2], name, parameter)
