@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.lab import Lab, LabUnavailable
 from gradwire.testing import run_ranks
 from tests.cpu_events import NoEvent
+from tests.lab_machine import needs_lab
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES_ON_RANKS = [
@@ -70,11 +70,8 @@ def test_the_tests_of_the_page_about_testing_pass(tmp_path, monkeypatch):
         test()
 
 
+@needs_lab
 def test_the_example_of_the_lab_measures_its_links(tmp_path):
-    try:
-        Lab(1).close()
-    except LabUnavailable as error:
-        pytest.skip(str(error))
     (tmp_path / "page.py").write_text(example_of("lab"))
     command = [sys.executable, "page.py"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -14,19 +14,9 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.headroom import read_records
-from gradwire.lab import Lab, LabUnavailable, format_rate, parse_rate
+from gradwire.lab import Lab, format_rate, parse_rate
 from gradwire.testing import run_ranks
-
-
-def unavailable():
-    try:
-        Lab(1).close()
-    except LabUnavailable as error:
-        return str(error)
-    return ""
-
-
-needs_lab = pytest.mark.skipif(bool(reason := unavailable()), reason=reason)
+from tests.lab_machine import needs_lab
 
 
 def run(*arguments):
