@@ -21,6 +21,7 @@ from gradwire.headroom.workloads import Workload, format_count
 from gradwire.lab import Lab, format_delay, format_rate
 from gradwire.peers import join_rendezvous, timeout_of
 from gradwire.ranks import run_ranks, send_message
+from gradwire.torch_private import store_of
 
 
 def measure_steps(
@@ -77,7 +78,7 @@ def _gather_results(result: RankResult) -> list[RankResult] | None:
     # As JSON through the store: nothing that came over a network is unpickled.
     world = dist.group.WORLD
     assert world is not None
-    store, rank = world.get_group_store(), dist.get_rank()
+    store, rank = store_of(world), dist.get_rank()
     key = join_rendezvous(world, timeout_of(world), "headroom.measure_here")
     times = [measurement.times_s for measurement in result.measurements]
     counts = [measurement.bytes_per_step for measurement in result.measurements]

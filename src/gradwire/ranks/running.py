@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import TCPStore
-
 from gradwire.ddp import hook_name
 from gradwire.lab import Lab
 from gradwire.ranks.rank_main import RankJob
 from gradwire.ranks.rank_process import OnMessage, RankProcess, wait_for_ranks
+from gradwire.torch_private import TCPStore
 
 T = TypeVar("T")
 
