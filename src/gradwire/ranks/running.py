@@ -25,7 +25,7 @@ from gradwire.torch_private import TCPStore
 T = TypeVar("T")
 
 # DistributedDataParallel imports torch._dynamo when it is made, which alone takes a second or two.
-_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.ranks"]
+_PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.ranks", "gradwire.training"]
 # The server compiles numba's kernels once, so that ranks need not.
 _PRELOAD += [f"gradwire.ops.cpu.{family}" for family in ("casts", "blocks", "low_rank")]
 # Preloaded if this process has them: ranks of a test import what the test does.
