@@ -463,7 +463,7 @@ def job_nothing_left(rank):
 
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for name in ("open_engine", "make_buckets"):
+    for name in ("open_engine", "make_fragments"):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no more sockets"):
             patch.setattr(loop, name, fail)
             gradwire.LocalSGD(model, optimizer, period=1)
