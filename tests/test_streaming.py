@@ -1,5 +1,6 @@
 """A DiLoCo that streams: fragments that are averaged in turn, while training goes on."""
 
+import io
 from datetime import timedelta
 
 import pytest
@@ -153,3 +154,115 @@ def check_the_papers_loop(rank):
 
 def test_streaming_is_the_papers_loop(two_ranks):
     two_ranks.run(check_the_papers_loop)
+
+
+# --- every ending ---
+
+ENDLESS = {
+    "period": 6,
+    "warmup_steps": 1,
+    "recipe": "int4",  # has residuals to go on with
+    "outer": gradwire.DiLoCo(fragments=2, delay=2),
+}
+
+
+def saved_bytes(*states):
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def check_resumes_in_a_delay(rank):
+    for saved_after in (1, 5, 6, 8, 9):  # in the warm-up, and around the first two averagings
+        model, optimizer, local = make(**ENDLESS)
+        with local:
+            train(model, optimizer, local, rank, range(saved_after))
+            saved = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
+            assert bool(saved[2]["mean"]) == (saved_after in (5, 8))
+            train(model, optimizer, local, rank, range(saved_after, 16))
+        resumed, resumed_optimizer, local = make(**ENDLESS)
+        with local:
+            train(resumed, resumed_optimizer, local, rank, range(5))  # has a delay of its own to forget
+            resumed.module.load_state_dict(saved[0])
+            resumed_optimizer.load_state_dict(saved[1])
+            local.load_state_dict(saved[2])
+            train(resumed, resumed_optimizer, local, rank, range(saved_after, 16))
+            assert torch.equal(flat(model), flat(resumed)), saved_after
+            assert local.state_dict()["turn"]["num_averages"] == 4
+
+
+def test_a_run_resumes_bit_for_bit_in_the_middle_of_a_delay(two_ranks):
+    two_ranks.run(check_resumes_in_a_delay)
+
+
+def check_a_state_of_other_fragments(rank):
+    model, optimizer, local = make(**ENDLESS)
+    with local:
+        train(model, optimizer, local, rank, range(5))
+        during = local.state_dict()
+        local.average()
+        between = local.state_dict()
+    others = {**ENDLESS, "outer": gradwire.DiLoCo(fragments=3)}
+    model, optimizer, local = make(**others)
+    with local:
+        with pytest.raises(ValueError, match="saved during an averaging, with 2 fragments; there are 3 now"):
+            local.load_state_dict(during)
+        local.load_state_dict(between)
+        for name, tensor in local.state_dict()["start"].items():
+            assert torch.equal(tensor, between["start"][name])
+
+
+def test_fragments_may_change_between_averagings_only(two_ranks):
+    two_ranks.run(check_a_state_of_other_fragments)
+
+
+def check_members_change(rank):
+    """Rank 3 is lost in an averaging, rank 0 joins with nothing, rank 1 has an old state."""
+    model, optimizer, local = make(**ENDLESS)
+    with local:
+        train(model, optimizer, local, rank, range(6))
+        old = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
+        train(model, optimizer, local, rank, range(6, 8))
+        new = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
+    groups = [dist.new_group([0, 1, 2]), dist.new_group([3])]
+    if rank == 3:
+        return
+    torch.manual_seed(100 + rank)
+    model = DistributedDataParallel(net(), process_group=groups[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with gradwire.LocalSGD(model, optimizer, **ENDLESS) as local:
+        weights, optimizer_state, state = [None, old, new][rank] or (None, None, None)
+        if state is not None:
+            model.module.load_state_dict(weights)
+            optimizer.load_state_dict(optimizer_state)
+        assert local.resume(state) == (rank < 2)
+        assert local.num_steps == 8
+        now = local.state_dict()
+        everyone = [None] * 3
+        dist.all_gather_object(
+            everyone, [now[key] for key in ("start", "momentum", "mean", "turn")], groups[0]
+        )
+        for other in everyone:
+            for mine, theirs in zip(everyone[2], other, strict=True):
+                assert mine.keys() == theirs.keys()
+                for key, value in mine.items():
+                    if key != "work":
+                        same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+                        assert same(value, theirs[key]), key
+        if rank == 2:
+            assert all(torch.equal(p, weights[name]) for name, p in model.module.named_parameters())
+        else:
+            assert all(torch.equal(p, now["start"][name]) for name, p in model.module.named_parameters())
+            assert not now["averaging"]["entries"], "what an old state has held back is no longer to be sent"
+        ended = train(model, optimizer, local, rank, range(8, 16))
+        assert ended == [9, 12, 15]
+        local.average()
+        mine = flat(model)
+        flats = [torch.empty_like(mine) for _ in range(3)]
+        dist.all_gather(flats, mine, groups[0])
+        assert all(torch.equal(mine, other) for other in flats)
+
+
+def test_those_without_the_newest_state_take_it_from_one_that_has_it(four_ranks):
+    four_ranks.run(check_members_change)

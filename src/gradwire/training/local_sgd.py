@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,18 +21,8 @@ from gradwire.averaging import (
     gather_states,
     open_engine,
 )
-from gradwire.buckets import Layouts, canonical_name
-from gradwire.ddp import (
-    Wire,
-    attach,
-    attachment_of,
-    bucketed_parameters,
-    claim_of,
-    device_of,
-    resolve_for_model,
-    trained_parameters,
-    unwrap,
-)
+from gradwire.buckets import Layouts
+from gradwire.ddp import Wire, claim_of, device_of, resolve_for_model, unwrap
 from gradwire.loops import check_weight
 from gradwire.ops import warm_up
 from gradwire.peers import CollectiveCall, timeout_of
@@ -46,16 +37,18 @@ from gradwire.training.fragments import (
     make_fragments,
     tensors_of,
 )
+from gradwire.training.gradient_wire import GradientWire
+from gradwire.training.joining import Position, newest, share_others, share_outer_state
 from gradwire.training.local_choices import (
     check_period,
     check_steps_may_differ,
     parse_averaging,
     streaming_of,
 )
-from gradwire.training.local_state import Turn, require_all_ranks, require_keys
+from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
 from gradwire.training.outer import Outer
 from gradwire.training.outer_loop import OuterLoop
-from gradwire.training.parameter_buckets import Numbered
+from gradwire.training.parameter_buckets import Numbered, averaged_parameters
 from gradwire.training.turns import TurnsByTime, make_turns
 
 
@@ -124,8 +117,8 @@ class LocalSGD:
             chosen = resolve_for_model(parse_averaging(recipe), ddp)
             if weigh:
                 check_weight(1.0, chosen)
-            self._gradient_recipe = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
-            divided(self._parameters(), self._layouts, outer)
+            for_gradients = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
+            divided(averaged_parameters(ddp.module, optimizer), self._layouts, outer)
             warm_up(device_of(ddp), kernels_of(chosen, self._group))
             options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
             claim = {**options, "weigh": str(weigh), **claim_of(ddp, fingerprint.of_recipe(chosen))}
@@ -133,13 +126,11 @@ class LocalSGD:
 
         self._num_steps = 0
         self._loop: OuterLoop | None = None
-        self._gradient_recipe_in_use = self._gradient_recipe_at(0)
-        self._wire = self._attach()
-        self._disabled = not self._wire.attached  # GRADWIRE_DISABLE is set
+        self._gradients = GradientWire(ddp, for_gradients, warmup_steps, self._timeout)
         state = RunState(timeline=Timeline(None))
         with contextlib.ExitStack() as undo:
-            undo.callback(self._wire.detach)
-            if self._disabled:
+            undo.callback(self._gradients.detach)
+            if self._gradients.is_disabled:
                 self._engine = Engine(noop(), None, state)
             else:
                 check, device = LayoutCheck(), device_of(ddp)
@@ -212,22 +203,19 @@ class LocalSGD:
         them. Between two averagings the model's parameters differ between ranks too: call `average` first,
         or save every rank's.
         """
-        rank, size = self._group.rank(), self._group.size()
-        if self._loop is not None and self._engine.failure is not None:
-            self._loop.give_up()
-        tensors = tensors_of([] if self._loop is None else self._loop.fragments)
+        loop, rank, size = self._loop, self._group.rank(), self._group.size()
+        if loop is not None and self._engine.failure is not None:
+            loop.give_up()
+        tensors = tensors_of([] if loop is None else loop.fragments)
         memory = self._engine.state.memory.state_dict()
         averaging = checkpoint.write(str(self.recipe), self._position, (), memory, rank, size)
         if gather:
             averaging = gather_states(averaging, self._group, self._timeout, "LocalSGD.state_dict")
         # With a period in seconds ranks are at different steps; a wire that averages nothing keeps nothing.
         wire = self._wire.state_dict(gather=gather and not (self._is_timed and self.is_local))
-        state = {"num_steps": self._num_steps, **tensors, "averaging": averaging, "wire": wire}
-        if self._is_timed or self._weigh or self._streaming.streams:
-            state["turn"] = (Turn() if self._loop is None else self._loop.turn).save()
-        else:
-            del state["mean"]  # nothing is ever under way
-        return state
+        turn = Turn() if loop is None else loop.turn
+        own = {"num_steps": self._num_steps, "turn": turn.save(), "averaging": averaging, "wire": wire}
+        return {**own, **tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; load the model's parameters separately.
@@ -240,27 +228,78 @@ class LocalSGD:
         other parameters, lacks the residuals of a rank, or has another step than the other ranks'.
         """
         with CollectiveCall(self._group, self._timeout, "LocalSGD.load_state_dict") as call:
-            num_steps, loop, memory, of_wire = self._read(state)
-            is_timed = self._is_timed and loop is not None
+            num_steps, loop = self._read(state)
+            memory, of_wire = read_parts(state, self._ddp, self._group)
             turn = Turn() if loop is None else loop.turn
-            claim = {"the saved step": str(turn.num_begun if is_timed else num_steps)}
-            claim["averagings under way"] = str([*turn.under_way] if is_timed else turn.under_way)
-            if not is_timed:
+            claim = {"the saved number of averagings": f"{turn.num_averages} of {turn.num_begun} begun"}
+            if not (self._is_timed and loop is not None):
+                claim["the saved step"] = str(num_steps)
+                claim["averagings under way"] = str(turn.under_way)
                 claim["the wire's saved layout"] = str(of_wire.timeline)
                 claim["the wire's saved step"] = str(of_wire.step)
             call.agree({**claim, **claim_of(self._ddp, fingerprint.of_recipe(self.recipe))})
-        self._attach_for(num_steps)
-        if not is_timed:
+        self._gradients.use_for(num_steps)
+        if not (self._is_timed and loop is not None):
             self._wire.load_state_dict(state["wire"])
         self._engine.state.memory.load_state_dict(memory, device_of(self._ddp))
         self._num_steps, self._loop = num_steps, loop
+
+    def resume(self, state: dict[str, Any] | None) -> bool:
+        """Go on with the ranks that have come together, after some were lost or have joined; collective.
+
+        Ranks whose state is the newest go on with it. The others, which have an older state or None, take
+        the last average, the outer momentum and the step count from one of those, and drop their own.
+
+        Args:
+            state: this rank's own `state_dict`, saved with any number of ranks; None if it has none. Load
+                the model's parameters and the optimizer before, if there are any.
+
+        Returns True if this rank has taken its parameters from another.
+
+        Raises ValueError, and changes nothing on any rank, if a state does not fit.
+
+        Example::
+
+            saved = torch.load(path) if path.exists() else None
+            if saved is not None:
+                model.module.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+            local.resume(saved and saved["local"])
+        """
+        device = device_of(self._ddp)
+        with CollectiveCall(self._group, self._timeout, "LocalSGD.resume") as call:
+            note, loop = "", None
+            memory: checkpoint.States = {}
+            if state is not None:
+                num_steps, loop = self._read(state)
+                memory = read_own_residuals(state, self._ddp.module)
+                note = Position(num_steps, Turn() if loop is None else loop.turn).note()
+            claim = claim_of(self._ddp, fingerprint.of_recipe(self.recipe))
+            found = newest(call.agree(claim, note), self._group.rank())
+        if found is None or self._gradients.is_disabled:
+            return False
+        self._num_steps = found.position.num_steps
+        self._gradients.use_for(self._num_steps)
+        if not found.is_current:
+            memory, loop = {}, self._make_loop() if self.is_local else None
+        self._loop = loop
+        self._engine.state.memory.load_state_dict(memory, device)
+        if loop is not None:
+            loop.go_on(replace(found.position.turn, work=loop.turn.work))
+            share_outer_state(loop, self._group, found, device)
+        share_others(self._ddp.module, loop, self._group, found, device)
+        return not found.is_current
+
+    @property
+    def _wire(self) -> Wire:
+        return self._gradients.wire
 
     def detach(self) -> None:
         """Return the model to plain averaging of gradients, and end the lane; call it on every rank.
 
         Averagings under way are given up: call `average` first to end them.
         """
-        self._wire.detach()
+        self._gradients.detach()
         self._engine.close()
 
     def __enter__(self) -> LocalSGD:
@@ -282,25 +321,10 @@ class LocalSGD:
         while loop.num_begun < int(most):
             loop.begin(loop.fragments[turns.take()], self._position, self._streaming.delay)
 
-    def _gradient_recipe_at(self, num_steps: int) -> Recipe:
-        return noop() if num_steps >= self.warmup_steps else self._gradient_recipe
-
-    def _attach_for(self, num_steps: int) -> None:
-        """Attach the recipe for this step: the gradient recipe during warm-up, none after it."""
-        if not self._disabled and self._gradient_recipe_in_use != self._gradient_recipe_at(num_steps):
-            self._wire.detach()
-            self._gradient_recipe_in_use = self._gradient_recipe_at(num_steps)
-            self._wire = self._attach()
-
-    def _attach(self) -> Wire:
-        wire = attach(self._ddp, self._gradient_recipe_in_use, timeout=self._timeout)
-        attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
-        return wire
-
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
-        self._attach_for(self._num_steps)
-        if self._disabled:
+        self._gradients.use_for(self._num_steps)
+        if self._gradients.is_disabled:
             return
         self._loop = self._make_loop()
         # All ranks must start from the same parameters; averaging keeps them the same from here on.
@@ -320,20 +344,7 @@ class LocalSGD:
         return OuterLoop(self._engine, fragments, turns, streaming, self._group.rank(), lr_of, self._weigh)
 
     def _parameters(self) -> list[Numbered]:
-        """Return the parameters to average, each with the number of its param group."""
-        own = {id(parameter) for parameter in self._ddp.module.parameters()}
-        found = [
-            (parameter, number)
-            for number, group in enumerate(self._optimizer.param_groups)
-            for parameter in group["params"]
-            if id(parameter) in own and parameter.requires_grad
-        ]
-        if not found:
-            raise ValueError(
-                "the optimizer holds no parameter of the model: there is nothing to average; "
-                "make it from the model's parameters"
-            )
-        return found
+        return averaged_parameters(self._ddp.module, self._optimizer)
 
     def _check_parameters(self) -> None:
         now = {id(parameter) for parameter, _ in self._parameters()}
@@ -344,23 +355,13 @@ class LocalSGD:
                 "add_param_group or a change of requires_grad"
             )
 
-    def _read(
-        self, state: dict[str, Any]
-    ) -> tuple[int, OuterLoop | None, checkpoint.States, checkpoint.Saved]:
-        """Return the step, the outer loop, this rank's residuals, and the wire's state, all checked."""
+    def _read(self, state: dict[str, Any]) -> tuple[int, OuterLoop | None]:
+        """Return the step and the outer loop of a state; ValueError or TypeError if it does not fit."""
         num_steps = require_keys(state)
         turn = Turn.read(state["turn"]) if "turn" in state else Turn()
-        is_local = num_steps >= self.warmup_steps and not self._disabled
+        is_local = num_steps >= self.warmup_steps and not self._gradients.is_disabled
         loop = self._make_loop() if is_local else None
         if loop is not None:
             loop.go_on(turn)
         load_tensors([] if loop is None else loop.fragments, {"mean": {}, **state})
-        rank, size = self._group.rank(), self._group.size()
-        for key in ("averaging", "wire"):
-            require_all_ranks(key, state[key], size)
-        named = {canonical_name(name): p for name, p in self._ddp.module.named_parameters()}
-        memory = checkpoint.read(state["averaging"], named, (), rank, size, "mean").memory
-        # The wire will check its state too, but by then a new wire may have replaced the old one.
-        in_wire, must_be = bucketed_parameters(self._ddp), trained_parameters(self._ddp).keys()
-        of_wire = checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
-        return num_steps, loop, memory, of_wire
+        return num_steps, loop

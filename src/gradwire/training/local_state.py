@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
+
 from gradwire.averaging import checkpoint
+from gradwire.buckets import canonical_name
+from gradwire.ddp import bucketed_parameters, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -79,3 +84,33 @@ def require_all_ranks(key: str, part: object, size: int) -> None:
             f"residuals of {', '.join(there)}: put gradwire.merge_state_dicts of every rank's {key!r} there, "
             "or save what state_dict(gather=True) returns"
         )
+
+
+def read_parts(
+    state: Mapping[str, Any], ddp: Any, group: dist.ProcessGroup
+) -> tuple[checkpoint.States, checkpoint.Saved]:
+    """Return this rank's residuals and the wire's state; ValueError or TypeError if they do not fit."""
+    rank, size = group.rank(), group.size()
+    for key in ("averaging", "wire"):
+        require_all_ranks(key, state[key], size)
+    memory = checkpoint.read(state["averaging"], _named(ddp.module), (), rank, size, "mean").memory
+    # The wire will check its state too, but by then a new wire may have replaced the old one.
+    in_wire, must_be = bucketed_parameters(ddp), trained_parameters(ddp).keys()
+    return memory, checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
+
+
+def read_own_residuals(state: Mapping[str, Any], module: nn.Module) -> checkpoint.States:
+    """Return the residuals of the rank that saved a state, whatever its number was; ValueError if unfit."""
+    memory = checkpoint.check_fields(state["averaging"]).memory
+    if len(memory) > 1:
+        raise ValueError(
+            f"this state has the residuals of {len(memory)} ranks: give each rank its own, as state_dict() "
+            "returns it without gather"
+        )
+    own = next(iter(memory.values()), {})
+    alone = {**state["averaging"], "world_size": 1, "memory": {"rank0": own}}
+    return checkpoint.read(alone, _named(module), (), 0, 1, "mean").memory
+
+
+def _named(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {canonical_name(name): parameter for name, parameter in module.named_parameters()}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradwire.averaging import Bucket
 from gradwire.buckets import Layouts
@@ -17,6 +18,23 @@ _BUCKET_NUMEL = 8 << 20
 
 Numbered = tuple[nn.Parameter, int]
 """A parameter, and the number of its param group."""
+
+
+def averaged_parameters(module: nn.Module, optimizer: Optimizer) -> list[Numbered]:
+    """Return the parameters of a model that an optimizer trains; ValueError if there are none."""
+    own = {id(parameter) for parameter in module.parameters()}
+    found = [
+        (parameter, number)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if id(parameter) in own and parameter.requires_grad
+    ]
+    if not found:
+        raise ValueError(
+            "the optimizer holds no parameter of the model: there is nothing to average; "
+            "make it from the model's parameters"
+        )
+    return found
 
 
 def runs_of(parameters: Sequence[Numbered]) -> list[list[Numbered]]:
