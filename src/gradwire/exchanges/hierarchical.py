@@ -1,4 +1,4 @@
-"""Averaging in two levels: uncompressed within a node, encoded between nodes."""
+"""Averaging in two levels: within nodes, then between them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Rounds
+from gradwire.exchanges.rows_and_columns import places_in_message, sum_over_grid
 from gradwire.exchanges.scatter import Sum, bounds_of
 from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, two_shot_bytes
 from gradwire.exchanges.two_shot import TwoShot
@@ -32,11 +33,13 @@ class Hierarchical:
     3. The ranks of each node send each other their parts.
 
     So a node sends through its network card what one rank would send, not ``local_size`` times as much. All
-    ranks end with the same bits.
+    ranks end with the same bits. With ``encodes_within``, messages within a node are encoded too. Then a
+    "node" may be any ``local_size`` ranks: of many ranks, each has few others to exchange messages with.
     """
 
     between: TwoShot
     local_size: int
+    encodes_within: bool = False
 
     communicates = True
     sees_parameters = False
@@ -83,8 +86,10 @@ class Hierarchical:
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         num_nodes, (numel, dtype) = self._num_nodes(world_size), layout.real_values
         wide = self._node_dtype(dtype)
-        within = two_shot_bytes(Raw(wide), numel, self.local_size)
         codec, parts = self.codec.resolve(wide), bounds_of(numel, self.local_size)
+        within = two_shot_bytes(Raw(wide), numel, self.local_size)
+        if self.encodes_within and not codec.in_place:
+            within = _encoded_bytes(codec, [end - start for start, end in parts], num_nodes)
         across = [two_shot_bytes(codec, end - start, num_nodes) for start, end in parts]
         ranks = [divmod(rank, self.local_size) for rank in range(world_size)]
         return [Links(within[index], across[index][node]) for node, index in ranks]
@@ -97,6 +102,9 @@ class Hierarchical:
         node, index = divmod(group.rank, self.local_size)
         within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
         across = Subgroup(group, range(index, group.size, self.local_size))
+        if self.encodes_within and not self.codec.resolve(values.dtype).in_place:
+            sum_over_grid(self.between.sum_of(values, residual, context), context, within, across)
+            return
         node_reduce = TwoPhaseReduce([Sum(values)], replace(context, group=within, scale=1.0))
         node_reduce.scatter_reduce()
         start, end = bounds_of(values.numel(), self.local_size)[index]
@@ -120,3 +128,12 @@ class Hierarchical:
     def _node_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of messages within a node: at least fp32, since sums travel on to other nodes."""
         return self.codec.works_in or torch.promote_types(dtype, torch.float32)
+
+
+def _encoded_bytes(codec: Codec, numels: list[int], num_nodes: int) -> list[int]:
+    """Return the bytes that each rank of a node sends within it, for parts of ``numels`` values."""
+    sent = [codec.to_owner.wire_bytes(numel) for numel in numels]
+    passed_on = [places_in_message(codec, numel, num_nodes)[-1][1] for numel in numels]
+    return [
+        sum(sent) - own + (len(numels) - 1) * message for own, message in zip(sent, passed_on, strict=True)
+    ]

@@ -106,7 +106,7 @@ class Scatter:
         """Return the rows that have arrived for one of the sums, and the seeds of their senders."""
         segment, group = self._segments[number], self._group
         begin, end = segment.place
-        rows = self._arriving[:, begin : begin + _aligned(end - begin)]
+        rows = self._arriving[:, begin : begin + aligned(end - begin)]
         if segment.seeds is None:
             return rows, ()
         return rows, [segment.seeds.of(rank, group.rank) for rank in range(group.size)]
@@ -200,7 +200,7 @@ def _row_layouts(shapes: tuple[tuple[Codec, int, bool], ...], num_ranks: int) ->
             first, last = bounds_of(numel, num_ranks, 1 if is_scattered else _ALIGNMENT)[rank]
             num_bytes = codec.wire_bytes(last - first)
             # An empty segment needs no alignment; it may be the last one.
-            begin = _aligned(end) if num_bytes else end
+            begin = aligned(end) if num_bytes else end
             end = begin + num_bytes
             layout.append((begin, end))
         layouts.append(tuple(layout))
@@ -214,9 +214,10 @@ def row_sizes(layouts: Layouts) -> list[int]:
 
 def aligned_rows(scratch: Scratch, name: str, num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
     """Return scratch memory of ``num_rows`` aligned rows of at least ``row_bytes`` bytes."""
-    stride = _aligned(row_bytes)
+    stride = aligned(row_bytes)
     return scratch.bytes(name, num_rows * stride, device).view(num_rows, stride)
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple at which a row or a segment may start."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -31,14 +31,19 @@ class TwoPhaseReduce:
     owner's own row arrives in its place.
     """
 
-    def __init__(self, sums: Sequence[Sum], context: Context) -> None:
-        """Prepare the rows; values must be on one device, in dtypes that their codecs take."""
+    def __init__(self, sums: Sequence[Sum], context: Context, rows: Sequence[Tensor] | None = None) -> None:
+        """Prepare the rows; values must be on one device, in dtypes that their codecs take.
+
+        ``rows`` is memory for the rows of both phases, and holds the encoded sums at the end; by default it
+        is made.
+        """
         group = self._group = context.group
         self._scale = context.scale
         codecs = [each.used_codec for each in sums]
         layouts = row_layouts(sums, codecs, group.size)
         sizes = row_sizes(layouts)
-        rows = values_as_rows(sums, sizes)
+        if rows is None:
+            rows = values_as_rows(sums, sizes)
         if rows is None:
             to_owners = row_sizes(row_layouts(sums, [codec.to_owner for codec in codecs], group.size))
             row_bytes, device = max(*sizes, *to_owners), sums[0].values.device

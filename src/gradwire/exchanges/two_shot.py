@@ -75,7 +75,7 @@ class TwoShot:
             values = context.scratch.like("values", flat, codec.works_in).copy_(flat)
         mask = yield from self.unused_mask(values, context)
         with keep_unused_residuals(mask, values, residual):
-            yield (self._sum(values, residual, context),)
+            yield (self.sum_of(values, residual, context),)
         if values is not flat:
             flat.copy_(values)
 
@@ -98,7 +98,7 @@ class TwoShot:
 
     def average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
         """Average values of a dtype that the codec takes, over a group of any size."""
-        TwoPhaseReduce([self._sum(values, residual, context)], context).run()
+        TwoPhaseReduce([self.sum_of(values, residual, context)], context).run()
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         numel, dtype = layout.real_values
@@ -107,7 +107,8 @@ class TwoShot:
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
         return Links(0, 2)
 
-    def _sum(self, values: Tensor, residual: Tensor | None, context: Context) -> Sum:
+    def sum_of(self, values: Tensor, residual: Tensor | None, context: Context) -> Sum:
+        """Return the sum over ranks that averages values of a dtype that the codec takes."""
         codec = self.codec.resolve(values.dtype)
         return Sum(values, codec, residual, seeds_of(codec, self.seed, context))
 

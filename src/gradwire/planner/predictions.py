@@ -17,7 +17,7 @@ from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffic, predict_step
 from gradwire.planner.models import bucket_layouts, trained_parameters
 from gradwire.planner.shapes import Shape, ddp_buckets
-from gradwire.recipes import resolve_for_module, with_node_size
+from gradwire.recipes import placed, resolve_for_module
 
 Model = Sequence[Shape] | nn.Module
 """A model to plan: a module, or the shapes of its fp32 parameters."""
@@ -76,19 +76,19 @@ def step_traffic(
     if isinstance(model, nn.Module):
         chosen = resolve_for_module(chosen, model, trained_parameters(model), num_workers)
     # As `attach` does, average within a node first if nodes have several workers.
-    placed = with_node_size(chosen, num_local if cluster.num_nodes > 1 else 1)
+    chosen = placed(chosen, num_local if cluster.num_nodes > 1 else 1, num_workers)
     # Most buckets of a large model are alike, and counting takes long for thousands of workers.
     traffic_of = functools.cache(
         lambda each, *key: _exchange_traffic(each.exchange, _unnamed(*key), cluster, each.local_size or 1)
     )
     buckets, work, num_values = [], 0.0, 0
     for layout in layouts:
-        parts = list(_split(placed, layout))
+        parts = list(_split(chosen, layout))
         found = [traffic_of(each, *_key(part)) for each, part in parts]
         buckets.append(BucketTraffic(*(sum(figures) for figures in zip(*map(astuple, found), strict=True))))
         work += sum(part.numel * _work(each, num_workers) for each, part in parts)
         num_values += layout.numel
-    messages_meet = any(num_workers // (each.local_size or 1) > 2 for each in placed.leaves())
+    messages_meet = any(num_workers // (each.local_size or 1) > 2 for each in chosen.leaves())
     return StepTraffic(tuple(buckets), work / num_values, messages_meet)
 
 
@@ -124,14 +124,17 @@ def _exchange_traffic(
 ) -> BucketTraffic:
     """Return the traffic of the busiest worker; the exchange averages within ``node_size`` workers first."""
     n, num_local = cluster.num_workers, cluster.workers_per_node
-    # Part of the bytes between the exchange's nodes may stay within one of the cluster's.
+    # Part of the bytes between the exchange's nodes may stay within one of the cluster's, and part of those
+    # within a row of a grid may leave it.
     leaving = num_local * (n - num_local) / max(1, n - node_size)
+    leaving_row = num_local * max(0, node_size - num_local) / max(1, node_size - 1)
     figures, first = [], exchange.starts[-1]
     for step in (first, first + 1):  # the mean of both, because low rank alternates between two sides
         within, across = max(exchange.link_bytes(layout, n, step), key=sum)
         rounds = exchange.link_rounds(layout, n, step)
         num_messages = rounds.within * (node_size - 1) + rounds.across * (n // node_size - 1)
-        figures.append((within + across, across * leaving, sum(rounds), num_messages))
+        node_bytes = across * leaving + within * leaving_row
+        figures.append((within + across, node_bytes, sum(rounds), num_messages))
     return BucketTraffic(layout.numel, *(sum(both) / 2 for both in zip(*figures, strict=True)))
 
 
@@ -142,7 +145,10 @@ def _work(recipe: gradwire.Recipe, num_workers: int) -> float:
     node_size = recipe.local_size or 1
     n = num_workers // node_size
     # A worker encodes (n - 1)/n of the values for others, sums and decodes as many, and encodes 1/n again.
-    return (3 * n - 2) / (2 * n) / node_size
+    work = (3 * n - 2) / (2 * n) / node_size
+    if getattr(recipe.exchange, "encodes_within", False):
+        work += 3 * (node_size - 1) / (2 * node_size)
+    return work
 
 
 def _layout(shapes: Sequence[Shape]) -> BucketLayout:

@@ -4,7 +4,7 @@ Protocols do not belong here but to `exchanges`, and encodings to `codecs`.
 """
 
 from gradwire.recipes import fingerprint
-from gradwire.recipes.composed import recipe, route, route_tables, schedule, with_node_size
+from gradwire.recipes.composed import placed, recipe, route, route_tables, schedule, with_node_size
 from gradwire.recipes.halves import gathered, scattered
 from gradwire.recipes.plan import WirePlan, make_plan
 from gradwire.recipes.registry import (
@@ -46,6 +46,7 @@ __all__ = [
     "kernels_of",
     "make_plan",
     "noop",
+    "placed",
     "powersgd",
     "recipe",
     "require_averaging",

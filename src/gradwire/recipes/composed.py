@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from gradwire.exchanges import Route, Schedule, Selector
 from gradwire.recipes.option_text import parse_options
 from gradwire.recipes.registry import RECIPES, Recipe
 from gradwire.recipes.spelling import InvalidRecipeText, recipe_type_error
+
+_MANY_RANKS = 32
 
 
 def recipe(spec: str | Recipe) -> Recipe:
@@ -91,6 +94,27 @@ def with_node_size(whole: Recipe, local_size: int) -> Recipe:
     schedule(0=fp32; 9=int4:local_size=8)
     """
     return map_leaves(whole, lambda each: each.with_node_size(local_size))
+
+
+def placed(whole: Recipe, local_size: int, world_size: int) -> Recipe:
+    """Return ``whole`` for ``world_size`` ranks in nodes of ``local_size``, each recipe in it as it would be.
+
+    Many ranks without nodes become a grid: a rank of a grid of n by n exchanges messages with 2 (n - 1)
+    others instead of n^2 - 1. That pays from 32 ranks on: see docs/performance.md.
+
+    >>> print(placed(recipe("int8"), local_size=1, world_size=64))
+    int8:local_size=8,within=same
+    >>> print(placed(recipe("int8"), local_size=1, world_size=16))
+    int8
+    """
+    if local_size > 1 or world_size < _MANY_RANKS:
+        return with_node_size(whole, local_size)
+    num_columns = _largest_divisor(world_size, math.isqrt(world_size))
+    return map_leaves(whole, lambda each: each.over_grid(num_columns))
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return next(divisor for divisor in range(limit, 0, -1) if number % divisor == 0)
 
 
 def route_tables(whole: Recipe, names: Iterable[str]) -> Recipe:

@@ -18,6 +18,7 @@ Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
 Rounding = Literal["nearest", "stochastic"]
 Factors = Literal["fp32", "int8", "int4"]
+Within = Literal["fp32", "same"]
 Tables = Literal["same", "fp32", "bf16", "int8", "int4"]
 
 # The default rank and the codec of low-rank factors. Each of these ranks sends the bytes of rank 4 in fp32.
@@ -65,12 +66,23 @@ class Recipe:
 
         Returns the recipe itself if its node size is given, or if its exchange cannot have two levels.
         """
+        return self._in_two_levels(local_size)
+
+    def over_grid(self, num_columns: int) -> Recipe:
+        """Return this recipe, which has no parts, for ranks in rows of ``num_columns``.
+
+        Messages along rows are encoded too. Returns the recipe itself where `with_node_size` does.
+        """
+        return self._in_two_levels(num_columns, within="same")
+
+    def _in_two_levels(self, local_size: int, **options: str) -> Recipe:
         if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
             return self
-        exchange = Hierarchical(self.exchange, local_size)
-        return replace(
-            self, name=self._name_with("local_size", local_size), exchange=exchange, local_size=local_size
-        )
+        name = self._name_with(local_size=local_size, **options)
+        if (base := name.partition(":")[0]) in RECIPES:
+            return RECIPES[base](**parse_options(RECIPES[base], name.partition(":")[2]))
+        exchange = Hierarchical(self.exchange, local_size, options.get("within") == "same")
+        return replace(self, name=name, exchange=exchange, local_size=local_size)
 
     def leaves(self) -> Iterator[Recipe]:
         """Yield the recipes that this one is composed of; if it has no parts, yield itself."""
@@ -90,13 +102,13 @@ class Recipe:
         """Return the recipe that averages everything but tables: this one, without a recipe for them."""
         if self.tables == "same":
             return self
-        return replace(self, name=self._name_with("tables", "same"), tables="same")
+        return replace(self, name=self._name_with(tables="same"), tables="same")
 
-    def _name_with(self, option: str, value: object) -> str:
+    def _name_with(self, **options: object) -> str:
         name, _, given = self.name.partition(":")
         if name not in RECIPES:  # a recipe that the user made of an exchange
-            return f"{self.name}:{option}={value}"
-        return format_spec(RECIPES[name], {**parse_options(RECIPES[name], given), option: value})
+            return f"{self.name}:{','.join(f'{option}={value}' for option, value in options.items())}"
+        return format_spec(RECIPES[name], {**parse_options(RECIPES[name], given), **options})
 
     def link_bytes(
         self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
@@ -147,12 +159,12 @@ def fp32(reduction: Reduction = "mean", local_size: int | None = 1) -> Recipe:
     return _two_shot(fp32, locals(), Raw())
 
 
-def fp16(reduction: Reduction = "mean", local_size: int | None = None) -> Recipe:
+def fp16(reduction: Reduction = "mean", local_size: int | None = None, within: Within = "fp32") -> Recipe:
     """Send fp16, each message with its own power-of-two scale; sum in fp32."""
     return _two_shot(fp16, locals(), Cast(torch.float16))
 
 
-def bf16(reduction: Reduction = "mean", local_size: int | None = None) -> Recipe:
+def bf16(reduction: Reduction = "mean", local_size: int | None = None, within: Within = "fp32") -> Recipe:
     """Send bf16; sum in fp32."""
     return _two_shot(bf16, locals(), Cast(torch.bfloat16))
 
@@ -165,6 +177,7 @@ def int8(
     seed: int = 0,
     reduction: Reduction = "mean",
     local_size: int | None = None,
+    within: Within = "fp32",
 ) -> Recipe:
     """Send 8-bit integers with a scale for each block: a quarter of fp32's bytes."""
     return _two_shot(int8, locals(), Blocks("int8", block, rounding == "stochastic"))
@@ -178,6 +191,7 @@ def fp8(
     seed: int = 0,
     reduction: Reduction = "mean",
     local_size: int | None = None,
+    within: Within = "fp32",
 ) -> Recipe:
     """Send 8-bit floats (e4m3) with a scale for each block: finer than int8 near zero, coarser elsewhere."""
     return _two_shot(fp8, locals(), Blocks("fp8", block, rounding == "stochastic"))
@@ -191,6 +205,7 @@ def int4(
     seed: int = 0,
     reduction: Reduction = "mean",
     local_size: int | None = None,
+    within: Within = "fp32",
 ) -> Recipe:
     """Send 4-bit integers with a scale for each block; error feedback sends the rest later."""
     return _two_shot(int4, locals(), Blocks("int4", block, rounding == "stochastic"))
@@ -201,6 +216,7 @@ def int2(
     seed: int = 0,
     reduction: Reduction = "mean",
     local_size: int | None = None,
+    within: Within = "fp32",
     tables: Tables = "int4",
 ) -> Recipe:
     """Rotate blocks at random, and send 2 bits per value; send tables by recipe ``tables``."""
@@ -213,6 +229,7 @@ def sign(
     residual: Residual = "fp32",
     reduction: Reduction = "mean",
     local_size: int | None = None,
+    within: Within = "fp32",
     tables: Tables = "int4",
 ) -> Recipe:
     """Send the sign of each value and the mean magnitude of each block; send tables by recipe ``tables``.
@@ -280,7 +297,7 @@ def _rank_and_codec(rank: int | None, name: str | None) -> tuple[int, Codec | No
 
 def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Codec) -> Recipe:
     """Return the recipe of ``factory`` for its arguments ``options``."""
-    for name, choices in {"residual": Residual, "rounding": Rounding}.items():
+    for name, choices in {"residual": Residual, "rounding": Rounding, "within": Within}.items():
         if name in options and options[name] not in typing.get_args(choices):
             allowed = " or ".join(map(repr, typing.get_args(choices)))
             raise ValueError(f"{name} must be {allowed}, not {options[name]!r}")
@@ -290,6 +307,6 @@ def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Co
     if local_size is not None and local_size < 1:
         raise ValueError(f"local_size is the number of ranks in a node, not {local_size}")
     is_flat = local_size is None or local_size == 1
-    exchange = flat if is_flat else Hierarchical(flat, local_size)
+    exchange = flat if is_flat else Hierarchical(flat, local_size, options.get("within") == "same")
     tables = options.get("tables", "same")
     return Recipe(format_spec(factory, options), exchange, options["reduction"], local_size, tables)

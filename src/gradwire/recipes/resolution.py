@@ -13,7 +13,7 @@ from gradwire.buckets import Layouts, canonical_name
 from gradwire.exchanges import Route
 from gradwire.ops import Family
 from gradwire.peers import Claim, CollectiveCall
-from gradwire.recipes.composed import route_tables, with_node_size
+from gradwire.recipes.composed import placed, route_tables
 from gradwire.recipes.registry import Recipe
 
 # The variables in which torchrun and Open MPI give a rank the size of its node and its place there.
@@ -72,13 +72,13 @@ def require_averaging(recipe: Recipe, why: str) -> None:
 
 def kernels_of(recipe: Recipe, group: dist.ProcessGroup) -> frozenset[Family]:
     """Return the kernels of ``recipe``, provided that all ranks detect the node size that this one does."""
-    return with_node_size(recipe, detect_node_size(group)).exchange.kernels
+    return placed(recipe, detect_node_size(group), group.size()).exchange.kernels
 
 
 def agree_on_nodes(recipe: Recipe, call: CollectiveCall, claim: Claim) -> Recipe:
     """Agree on ``claim`` with every rank, and return ``recipe`` for the node size that all ranks detect."""
     notes = call.agree(claim, note=str(detect_node_size(call.group)))
-    return with_node_size(recipe, common_node_size(notes))
+    return placed(recipe, common_node_size(notes), call.group.size())
 
 
 def detect_node_size(group: dist.ProcessGroup) -> int:

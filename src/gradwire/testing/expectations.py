@@ -67,14 +67,15 @@ def _bound(exchange: Exchange, world_size: int) -> float | None:
     In the first phase, the error of a rank's row is at most a part of its own largest gradient. That is
     taken to be at most ``world_size`` times the largest mean. In the second phase, the error of the sum's row
     is at most the same part of the sum. With feedback, each part is also of what is held back already:
-    e + e^2 + ... .
+    e + e^2 + ... . Over a grid of ranks, sums of rows are encoded too, with errors like the first phase's.
     """
     part = _max_error(exchange)
     if part is None or (_has_feedback(exchange) and part >= 1):
         return None
     if _has_feedback(exchange):
         part /= 1 - part
-    return part * (1 + world_size * (1 + part))
+    num_encodings = 2 if getattr(exchange, "encodes_within", False) else 1
+    return part * (1 + num_encodings * world_size * (1 + part))
 
 
 def _max_error(exchange: Exchange) -> float | None:
