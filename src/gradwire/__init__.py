@@ -5,10 +5,11 @@ Training scripts find everything they need here. The other public modules are `g
 """
 
 from gradwire.averaging import merge_state_dicts
-from gradwire.ddp import Wire, attach
+from gradwire.ddp import Wire
 from gradwire.errors import PeerError, WireError
 from gradwire.loops import Averager, AveragingHandle
 from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
+from gradwire.sharded import attach
 from gradwire.telemetry import BucketStats, ParameterStats, StepStats, Telemetry, WireStats
 from gradwire.training import DiLoCo, LocalSGD, OverlappedOptimizer, SlowMo, overlap_optimizer
 from gradwire.version import __version__

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwire.averaging.state_fields import (
     KEYS,
     VERSION,
+    Fields,
     States,
     check_fields,
     read_layouts,
@@ -28,6 +29,7 @@ from gradwire.buckets import dtype_named
 from gradwire.recipes import Reduction
 
 __all__ = [
+    "Fields",
     "Saved",
     "States",
     "check_fields",

@@ -172,7 +172,8 @@ class Averager:
 
         Args:
             flat: a flat tensor of floating values, of the same length on every rank. It is cut into as many
-                chunks as there are ranks. If its length is not a multiple of that, sizes differ by one.
+                chunks as there are ranks. If its length is not a multiple of that, sizes differ by one. This
+                rank's chunk of it is overwritten.
 
         Sends half of what `average_` does. Chunks are summed in fp32 and in rank order, and sums are not
         encoded again. There are no residuals: ``int4`` goes without its own. Raises ValueError for low rank
@@ -188,12 +189,8 @@ class Averager:
             own = require_flat(flat, self._device_types)
             if self._is_disabled:
                 return scatter_plainly(own, self._group, is_sum=self._recipe.reduction == "sum")
-            chunk = chunk_of(own, self._group)
-            before = chunk.clone()  # the only part of ``flat`` that is written
             self._run_half("reduce_scatter", recipe, own, place)
-            shard = chunk.clone()
-            chunk.copy_(before)
-        return shard
+        return chunk_of(own, self._group).clone()
 
     def all_gather(self, shard: Tensor, numel: int | None = None) -> Tensor:
         """Return all ranks' shards, one after the other; collective.

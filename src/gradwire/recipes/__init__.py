@@ -23,7 +23,13 @@ from gradwire.recipes.registry import (
     powersgd,
     sign,
 )
-from gradwire.recipes.resolution import agree_on_nodes, kernels_of, require_averaging, resolve_for_module
+from gradwire.recipes.resolution import (
+    agree_on_nodes,
+    kernels_of,
+    require_averaging,
+    resolve_for_module,
+    route_module_tables,
+)
 from gradwire.recipes.spelling import is_factory
 
 __all__ = [
@@ -51,6 +57,7 @@ __all__ = [
     "require_averaging",
     "resolve_for_module",
     "route",
+    "route_module_tables",
     "route_tables",
     "scattered",
     "schedule",
