@@ -36,7 +36,8 @@ TOLERANCES = {
     "int4:rounding=stochastic": 1.01 / 7,
     "route(*.norm.*=fp32; ndim<2=bf16; *=int8)": 1.01 / 254,
 }
-FIRST = ("fp32", "bf16", "int8", "sign")
+FIRST = ("int8", "sign")
+MORE = ("fp32", "bf16", *FIRST)
 SPECS = [spec if spec in FIRST else pytest.param(spec, marks=pytest.mark.full) for spec in TOLERANCES]
 
 
@@ -73,17 +74,19 @@ def test_two_ranks_reduce_by_every_recipe(spec, two_ranks):
     two_ranks.run(check_recipe, spec, TOLERANCES[spec], {})
 
 
-@pytest.mark.parametrize("spec", ["int8", *(pytest.param(s, marks=pytest.mark.full) for s in FIRST)])
+@pytest.mark.full
+@pytest.mark.parametrize("spec", MORE)
 def test_three_ranks_reduce_uneven_shards(spec, three_ranks):
     three_ranks.run(check_recipe, spec, TOLERANCES[spec], {})
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("spec", FIRST)
+@pytest.mark.parametrize("spec", MORE)
 def test_four_ranks_reduce(spec, four_ranks):
     four_ranks.run(check_recipe, spec, TOLERANCES[spec], {})
 
 
+@pytest.mark.full
 def test_parameters_may_stay_whole_after_the_forward_pass(two_ranks):
     two_ranks.run(check_recipe, "int8", TOLERANCES["int8"], {"reshard_after_forward": False})
 

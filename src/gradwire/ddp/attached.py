@@ -19,6 +19,7 @@ from gradwire.ddp.step_checks import StepChecks
 from gradwire.errors import WireError
 from gradwire.peers import CollectiveCall
 from gradwire.recipes import Recipe, WirePlan
+from gradwire.torch_private import backward_pass
 
 
 class StepSource(Protocol):
@@ -126,7 +127,7 @@ class Attached(abc.ABC):
 
     def save(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state of this rank, or of all ranks; RuntimeError inside ``backward()``."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             raise RuntimeError(
                 f"rank {self.rank}: Wire.state_dict was called inside backward(), where some residuals are "
                 "those of this step and some are older; call it after backward() has returned"

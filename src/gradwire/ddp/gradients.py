@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.models import trained_parameters
+from gradwire.torch_private import is_joining
 
 
 class ModelGradients(Protocol):
@@ -40,7 +41,7 @@ class DDPGradients:
 
     def may_compare(self) -> bool:
         """Return False if DDP exchanges the used parameters, on some ranks before us and on others after."""
-        return not (self._ddp.find_unused_parameters and self._ddp._join_config.enable)
+        return not (self._ddp.find_unused_parameters and is_joining(self._ddp))
 
     @property
     def _ddp(self) -> DistributedDataParallel:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.ddp.gradients import ModelGradients, local_gradient
+from gradwire.torch_private import largest_magnitudes
 
 OnNonfinite = Literal["propagate", "skip", "raise"]
 
@@ -48,9 +49,10 @@ class NonfinitePolicy:
         trained = self._gradients.trained()
         names, is_finite = self._finite(trained)
         if self._agree is not None:
-            flags = torch.ones(len(trained), dtype=torch.bool, device=next(iter(trained.values())).device)
-            flags[[number for number, name in enumerate(trained) if name in set(names)]] = is_finite
-            names, is_finite = list(trained), self._agree(flags)
+            found = dict(zip(names, is_finite.unbind(), strict=True))
+            fine = torch.ones((), dtype=torch.bool, device=next(iter(trained.values())).device)
+            names, is_finite = list(trained), torch.stack([found.get(name, fine) for name in trained])
+            is_finite = self._agree(is_finite)
         if not names:
             return
         if self._mode == "skip":
@@ -76,7 +78,7 @@ class NonfinitePolicy:
         if not named:
             return [], torch.ones(0, dtype=torch.bool)
         # The largest magnitude takes one pass over memory, and is NaN if any value is.
-        largest = torch._foreach_norm(list(named.values()), ord=float("inf"))
+        largest = largest_magnitudes(list(named.values()))
         return list(named), torch.stack(largest).isfinite()  # stack promotes to the widest dtype
 
 

@@ -24,6 +24,7 @@ from gradwire.exchanges.two_phase import two_shot_bytes
 from gradwire.exchanges.two_shot import PLAIN
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
 from gradwire.ops import OTHER, Side
+from gradwire.torch_private import copy_all_
 
 
 @dataclass(frozen=True)
@@ -288,4 +289,4 @@ _NAMES: dict[Side, str] = {"left": "P", "right": "Q"}
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
     if to:
-        torch._foreach_copy_(to, source)
+        copy_all_(to, source)

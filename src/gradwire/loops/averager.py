@@ -340,7 +340,8 @@ class Averager:
     def _run_half(self, what: str, recipe: Recipe, flat: Tensor, place: Place) -> None:
         """Run a reduce-scatter or an all-gather in place, and wait for it."""
         claim = claim_of(what, flat.numel(), flat.dtype)
-        if self._device_types == ("cuda",) and claim not in self._compared:
+        is_new = claim not in self._compared and recipe.exchange.communicates
+        if is_new and self._device_types == ("cuda",):
             self._compared.add(claim)
             self._compare(claim, place)
         bucket = Bucket(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed.fsdp
 from torch import nn
 
 from gradwire.ddp import AttachedModel, Attachments
@@ -30,21 +29,31 @@ def attach_to_all(recipe: str | Recipe, **options: Any) -> Iterator[Attachments]
     shards the parts of a model before the whole, and only then is it known which is the whole. A model that
     cannot be attached to is left to torch, with a warning. Raises ValueError if there is no such recipe.
     """
-    with attach_to_all_ddp(recipe, **options) as attachments:
-        original = torch.distributed.fsdp.fully_shard
+    with attach_to_all_ddp(recipe, **options) as attachments, _watching_shards(attachments, options):
+        yield attachments
 
-        @functools.wraps(original)
-        def shard_and_watch(module: Any, *args: Any, **kwargs: Any) -> Any:
-            sharded = original(module, *args, **kwargs)
-            for each in [module] if isinstance(module, nn.Module) else module:
-                _attach_at_first_forward(each, attachments, options)
-            return sharded
 
-        torch.distributed.fsdp.fully_shard = shard_and_watch
-        try:
-            yield attachments
-        finally:
-            torch.distributed.fsdp.fully_shard = original
+@contextlib.contextmanager
+def _watching_shards(attachments: Attachments, options: dict[str, Any]) -> Iterator[None]:
+    import torch.distributed.fsdp as torch_fsdp  # here, since it takes a second
+
+    original = getattr(torch_fsdp, "fully_shard", None)
+    if original is None:  # before torch 2.6
+        yield
+        return
+
+    @functools.wraps(original)
+    def shard_and_watch(module: Any, *args: Any, **kwargs: Any) -> Any:
+        sharded = original(module, *args, **kwargs)
+        for each in [module] if isinstance(module, nn.Module) else module:
+            _attach_at_first_forward(each, attachments, options)
+        return sharded
+
+    setattr(torch_fsdp, "fully_shard", shard_and_watch)  # noqa: B010  # the stubs know a function there
+    try:
+        yield
+    finally:
+        setattr(torch_fsdp, "fully_shard", original)  # noqa: B010
 
 
 def _attach_at_first_forward(module: nn.Module, attachments: Attachments, options: dict[str, Any]) -> None:

@@ -22,12 +22,12 @@ from gradwire.sharded.attachment import ShardedAttachment
 from gradwire.sharded.backward import Backward
 from gradwire.sharded.checks import check
 from gradwire.sharded.model import ShardedGradients, ShardedModel
-from gradwire.sharded.native_hsdp import take_over
 from gradwire.sharded.reduce_scatter import UnitReduceScatter
 from gradwire.sharded.replicas import UnitReplicas
 from gradwire.sharded.shard_group import agreement, plain_mean, sharing
 from gradwire.sharded.units import Unit, is_sharded
 from gradwire.telemetry import Telemetry
+from gradwire.torch_private import fsdp, uncompiled
 
 log = logging.getLogger("gradwire")
 
@@ -87,7 +87,7 @@ def attach(
         ...  # train as before
         print(wire.stats())
     """
-    root = getattr(model, "_orig_mod", model)  # torch.compile(model)
+    root = uncompiled(model)
     if not is_sharded(root):
         if replicas is not None:
             raise TypeError("replicas= goes with a model that fully_shard has sharded; leave it out")
@@ -189,7 +189,7 @@ def _install(unit: Unit, backward: Backward, undo: contextlib.ExitStack, *, is_h
         undo.callback(_restore, unit, before)
         return
     if unit.replicate_group is not None:
-        undo.callback(take_over(unit))
+        undo.callback(fsdp.take_over_replicas(unit.group))
     hooks = UnitReplicas(unit, backward)
     undo.callback(hooks.remove)
 

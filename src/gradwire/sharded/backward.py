@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.futures import Future
 
 from gradwire.averaging import Bucket, Engine
@@ -17,6 +16,7 @@ from gradwire.ddp import Runner, StepChecks
 from gradwire.errors import Place, WireError, locate
 from gradwire.peers import SealedClaim
 from gradwire.recipes import fingerprint
+from gradwire.torch_private import backward_pass, queue_callback
 
 
 class HasSlot(Protocol):
@@ -136,14 +136,14 @@ class Backward:
 
     def _begin_pass(self) -> None:
         """Queue the end of this backward pass, once."""
-        pass_id = torch._C._current_graph_task_id()
+        pass_id = backward_pass()
         if pass_id != self._pass_id:
             self._pass_id = pass_id
             # Those of a pass that broke off.
             self._under_way.clear()
             self._expected.clear()
             self._num_buckets = 0
-            Variable._execution_engine.queue_callback(self._finish)
+            queue_callback(self._finish)
 
     def _next_place(self) -> Place:
         """Return the place of the next bucket; begin a step with the first one of a pass."""

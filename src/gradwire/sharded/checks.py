@@ -32,6 +32,9 @@ def check(sharded: ShardedModel, options: Options, chosen: Recipe) -> None:
 
 def _check_unit(unit: Unit, *, has_replicas: bool) -> None:
     where = f"module {unit.name!r}" if unit.name else "the model"
+    needed = "set_all_reduce_hook" if has_replicas else "set_custom_reduce_scatter"
+    if not hasattr(unit.module, needed):
+        raise ValueError(f"this version of torch has no FSDPModule.{needed}; update torch, or use DDP")
     comm = type(unit.reduce_scatter)
     if is_attached(unit):
         raise ValueError(f"gradwire is attached to {where} already; call detach() on its wire first")

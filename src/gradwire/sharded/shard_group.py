@@ -46,16 +46,10 @@ def sharing(sharded: ShardedModel) -> Callable[[WireError | None], WireError | N
         flags = torch.zeros(sharded.num_shards, dtype=torch.int32, device=sharded.device)
         flags[sharded.shards.rank()] = int(failure is not None)
         dist.all_reduce(flags, group=sharded.shards)
-        if not flags.any() or failure is not None:
-            if flags.any():
-                _gather_texts(failure, sharded)
-            return failure
-        return PeerError(next(text for text in _gather_texts(None, sharded) if text))
+        if not flags.any():
+            return None
+        texts: list[Any] = [""] * sharded.num_shards
+        dist.all_gather_object(texts, "" if failure is None else str(failure), group=sharded.shards)
+        return failure or PeerError(next(filter(None, texts)))
 
     return share
-
-
-def _gather_texts(failure: WireError | None, sharded: ShardedModel) -> list[str]:
-    texts: list[Any] = [""] * sharded.num_shards
-    dist.all_gather_object(texts, "" if failure is None else str(failure), group=sharded.shards)
-    return texts

@@ -1,22 +1,17 @@
-"""Units of a model that ``fully_shard`` has sharded: each reduces the gradients of its parameters together.
-
-torch offers setters for what replaces its own communication, and no way to learn which parameters a call
-reduces. So this file, and no other, reads private attributes of ``FSDPParamGroup`` and ``FSDPParam``.
-"""
+"""Units of a model that ``fully_shard`` has sharded: each reduces several gradients together."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from gradwire.buckets import Slot, canonical_name
+from gradwire.torch_private import fsdp
 
 
 @dataclass(frozen=True)
@@ -35,8 +30,7 @@ class ShardedParameter:
     @property
     def shape(self) -> torch.Size:
         """The shape of the whole parameter."""
-        shape: torch.Size = self.fsdp_param._orig_size
-        return shape
+        return fsdp.whole_shape(self.fsdp_param)
 
     @property
     def padded_shape(self) -> torch.Size:
@@ -52,7 +46,7 @@ class ShardedParameter:
     @property
     def has_hooks(self) -> bool:
         """True if hooks run when its gradient is accumulated."""
-        return bool(getattr(self.parameter, "_post_accumulate_grad_hooks", None))
+        return fsdp.has_accumulation_hooks(self.parameter)
 
     def slot(self, num_shards: int = 1) -> Slot:
         """Return the slot of one shard, or of ``num_shards`` one after the other."""
@@ -78,7 +72,7 @@ class Unit:
     Holds torch's objects weakly: a model holds its units through the communication that they replace.
     """
 
-    def __init__(self, name: str, module: FSDPModule, group: Any, module_names: dict[int, str]) -> None:
+    def __init__(self, name: str, module: nn.Module, group: Any, module_names: dict[int, str]) -> None:
         self.name = name
         self._module = weakref.ref(module)
         self._group = weakref.ref(group)
@@ -107,14 +101,12 @@ class Unit:
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that hold the shards."""
-        group: dist.ProcessGroup = self.group.mesh_info.shard_process_group
-        return group
+        return fsdp.shard_group_of(self.group)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same shard, if torch averages over them itself (HSDP)."""
-        found: dist.ProcessGroup | None = getattr(self.group.mesh_info, "replicate_process_group", None)
-        return found
+        return fsdp.replicate_group_of(self.group)
 
     @property
     def device(self) -> torch.device:
@@ -137,12 +129,12 @@ class Unit:
     @property
     def reduce_scatter(self) -> Any:
         """The object that reduces and scatters gradients."""
-        return self.group._reduce_scatter_comm
+        return fsdp.reduce_scatter_of(self.group)
 
     @property
     def all_reduce_hook(self) -> Any:
         """The hook that takes gradients after they are scattered; None if there is none."""
-        return self.group._all_reduce_hook
+        return fsdp.all_reduce_hook_of(self.group)
 
     @property
     def all_reduces(self) -> bool:
@@ -159,8 +151,7 @@ class Unit:
 
         Then nothing reads the values before the backward pass ends.
         """
-        group = self.group
-        is_plain = group._all_reduce_hook is None and dtype == group._orig_dtype
+        is_plain = self.all_reduce_hook is None and dtype == fsdp.parameter_dtype(self.group)
         return is_plain and all(
             each.parameter.grad is None and not each.has_hooks and not each.fsdp_param.offload_to_cpu
             for each in self.parameters
@@ -172,9 +163,9 @@ def find_units(model: nn.Module) -> list[Unit]:
     module_names = {id(module): name for name, module in model.named_modules()}
     units: dict[int, Unit] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
+        if not _is_unit(module):
             continue
-        groups = _param_groups(module)
+        groups = fsdp.param_groups(module)
         if len(groups) > 1:
             raise ValueError(
                 f"module {name!r} was sharded over several meshes by one fully_shard call, and torch then "
@@ -189,22 +180,19 @@ def is_sharded(model: object) -> bool:
     """Return True if ``fully_shard`` has sharded the model or a part of it."""
     if not isinstance(model, nn.Module):
         return False
-    kinds = (type(module) for module in model.modules() if isinstance(module, FSDPModule))
+    kinds = (type(module) for module in model.modules() if _is_unit(module))
     return any("ReplicateModule" not in {base.__name__ for base in kind.__mro__} for kind in kinds)
 
 
-def _param_groups(module: Any) -> Sequence[Any]:
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11 has one at most
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
+def _is_unit(module: nn.Module) -> bool:
+    kind = fsdp.fsdp_module_kind()
+    return kind is not None and isinstance(module, kind)
 
 
 def _name(fsdp_param: Any, module_names: dict[int, str]) -> str:
-    info = fsdp_param._module_info
-    prefix = module_names[id(info.module)]
-    return canonical_name(f"{prefix}.{info.param_name}" if prefix else info.param_name)
+    module, name = fsdp.owner_of(fsdp_param)
+    prefix = module_names[id(module)]
+    return canonical_name(f"{prefix}.{name}" if prefix else name)
 
 
 def _require(found: Any) -> Any:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from gradwire.recipes import Recipe, scattered
 from gradwire.recipes import recipe as parse_recipe
@@ -169,6 +168,9 @@ def _check(
 
 
 def _sharded(case: ShardedCase, mesh: DeviceMesh, num_replicas: int) -> tuple[Any, dict[str, Any]]:
+    # Imported here, since it takes a second.
+    from torch.distributed.fsdp import fully_shard
+
     model: Any = _Model().to(mesh.device_type)
     over = mesh if case.native and num_replicas > 1 else mesh["shard"]
     for block in model.blocks:
