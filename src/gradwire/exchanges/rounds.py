@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.one_shot import sum_values
-from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce
+from gradwire.exchanges.scatter import Sum
+from gradwire.exchanges.two_phase import TwoPhaseReduce
 from gradwire.torch_private import copy_all_
 
 Round = tuple[Sum, ...]

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.buckets import BucketLayout
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.rounds import Round
-from gradwire.exchanges.two_phase import Sum
+from gradwire.exchanges.scatter import Sum
 from gradwire.ops import cached_on_owner
 from gradwire.torch_private import largest_magnitudes
 

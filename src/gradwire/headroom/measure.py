@@ -18,7 +18,7 @@ from gradwire.headroom.benchmark_rank import TURN_LIMIT_S, run_benchmark
 from gradwire.headroom.devices import join_torchrun
 from gradwire.headroom.records import Machine, Record, Row, ring_bytes, row_name
 from gradwire.headroom.workloads import Workload, format_count
-from gradwire.lab import Lab, format_rate
+from gradwire.lab import Lab, format_delay, format_rate
 from gradwire.peers import join_rendezvous, timeout_of
 from gradwire.ranks import run_ranks, send_message
 from gradwire.torch_private import store_of
@@ -136,6 +136,7 @@ def conditions(lab: Lab | None, one_machine: bool) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": Machine.here(),
         "link": None if lab is None or lab.bits_per_s is None else format_rate(lab.bits_per_s),
+        "delay": None if lab is None or lab.delay_s is None else format_delay(lab.delay_s),
         "one_machine": one_machine,
     }
 
