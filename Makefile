@@ -69,7 +69,7 @@ test-torch:
 	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
 	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		torch==$(TORCH) -e . hypothesis plotly pytest pytest-xdist "numpy<2.4"
+		torch==$(TORCH) -e . hypothesis pytest pytest-xdist "numpy<2.4"
 	$(TORCH_VENV)/bin/python -m pytest -m "not full and not browser" -n $(WORKERS) --dist loadfile \
 		$(CORE_TESTS:%=tests/test_%.py)
 
