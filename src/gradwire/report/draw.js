@@ -78,7 +78,7 @@ function draw(target, figure, hidden) {
   const all = axis => data.filter(trace => trace.visible !== false).flatMap(trace => trace[axis]);
   const names = all("y").filter(value => typeof value === "string");
   const left = names.length ? Math.min(.4 * width, 16 + 7.5 * Math.max(...names.map(name => plain(name).length))) : 76;
-  const right = width - 20, top = 24, bottom = height - 56;
+  const right = width - (data.some(trace => trace.mode === "text") ? 70 : 20), top = 24, bottom = height - 56;
   const svg = add(target, "svg", {viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
     "font-family": "system-ui, sans-serif", "font-size": 13, fill: INK, class: "drawn"});
   if (!shown.length) return;
