@@ -1,14 +1,18 @@
 """A DiLoCo that streams: fragments that are averaged in turn, while training goes on."""
 
 import io
+import os
+import signal
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.testing import RanksFailed, run_ranks
 from gradwire.training.partition import divide, layer_of
 from gradwire.training.turns import TurnsBySteps, TurnsByTime
 from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, net
@@ -266,3 +270,159 @@ def check_members_change(rank):
 
 def test_those_without_the_newest_state_take_it_from_one_that_has_it(four_ranks):
     four_ranks.run(check_members_change)
+
+
+def job_a_rank_dies(rank):
+    """Rank 2 dies while an averaging is under way: the others raise, and keep what they had."""
+    model, optimizer, local = make(**{**ENDLESS, "warmup_steps": 0})
+    train(model, optimizer, local, rank, range(2))
+    before = local.state_dict()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)  # before its third step, in which an averaging begins
+    with pytest.raises(gradwire.WireError, match="no message from rank 2"):
+        train(model, optimizer, local, rank, range(2, 9))
+    assert 3 < local.num_steps <= 5, "training goes on until the failure is known, or the delay is over"
+    after = local.state_dict()
+    assert not after["mean"]
+    assert all(torch.equal(tensor, before["start"][name]) for name, tensor in after["start"].items())
+    moved = flat(model)
+    with pytest.raises(gradwire.WireError, match="no message from rank 2"):
+        local.step()
+    assert torch.equal(moved, flat(model)), "a failed averaging leaves parameters as they were"
+    local.detach()
+
+    # The rest go on together, each with its own work since the last average.
+    survivors = dist.new_group([0, 1], use_local_synchronization=True)
+    model = DistributedDataParallel(net(), process_group=survivors)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradwire.LocalSGD(model, optimizer, **{**ENDLESS, "warmup_steps": 0}) as local:
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(moved, model.parameters())
+        assert not local.resume(after)
+        local.average()
+        mean = moved.double()
+        dist.all_reduce(mean, group=survivors)
+        expected = mean / 2
+        assert (flat(model) - expected).abs().max() <= 0.3 * (moved - expected).abs().max()
+
+
+def test_a_rank_that_dies_in_a_delay_is_an_error_on_all_others_which_can_go_on():
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(job_a_rank_dies, 3, 60)
+    assert caught.value.errors.keys() == {2}, caught.value
+
+
+# --- ranks of different speeds, and steps that do not count ---
+
+
+def check_periods_in_seconds(rank):
+    """Rank 1 takes a step where rank 0 takes three; they average as often, in the same order."""
+    clock = [0.0]
+    outer = gradwire.DiLoCo(fragments=2, delay=1)
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        gradwire.LocalSGD(
+            model, optimizer, period=timedelta(seconds=12), recipe="int8", outer=outer, weigh=True
+        ) as local,
+    ):
+        patch.setattr(local._loop.turns, "_clock", lambda: clock[0])
+        local._loop.turns.restart(0)
+        while local.num_averages < 5:
+            clock[0] += 3.0 if rank else 1.0
+            optimizer.zero_grad()
+            loss_of(model, rank, local.num_steps).backward()
+            optimizer.step()
+            local.step(work=2.0)
+        assert local.num_steps == (11 if rank else 31)
+        work = local.state_dict()["turn"]["work"]
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert local.num_averages == 7
+        saved = local.state_dict()
+        everyone = [None, None]
+        dist.all_gather_object(everyone, work)
+        assert everyone[0][0] > everyone[1][0] > 0
+        local.load_state_dict(saved)
+        with pytest.raises(ValueError, match="the saved number of averagings is"):
+            local.load_state_dict({**saved, "turn": {**saved["turn"], "num_begun": 8 + rank}})
+
+
+def test_a_period_in_seconds_lets_ranks_take_as_many_steps_as_they_can(two_ranks):
+    two_ranks.run(check_periods_in_seconds)
+
+
+def check_weights(rank):
+    """Rank 0 has done three times as much; a rank whose steps were all skipped hardly counts."""
+    for work, shares in (((3.0, 1.0), (0.75, 0.25)), ((2.0, 0.0), (1.0, 0.0)), ((0.0, 0.0), (0.5, 0.5))):
+        model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+        with torch.no_grad():
+            model.module.weight.fill_(0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with gradwire.LocalSGD(model, optimizer, period=2, weigh=True) as local:
+            for _ in range(2):
+                with torch.no_grad():
+                    model.module.weight += 1.0 + rank
+                ended = local.step(work[rank] / 2)
+            assert ended
+            expected = torch.full((2, 3), 2 * shares[0] + 4 * shares[1])
+            torch.testing.assert_close(model.module.weight.detach(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="cannot take weights: its feedback"):
+        gradwire.LocalSGD(model, optimizer, period=2, weigh=True, recipe="int4")
+
+
+def test_ranks_are_weighed_by_the_work_that_they_have_done(two_ranks):
+    two_ranks.run(check_weights)
+
+
+def check_skipped_steps(rank):
+    """A scaler that skips steps on one rank, in the middle of a delay, keeps ranks in step."""
+    model, optimizer, local = make(period=4, outer=gradwire.DiLoCo(fragments=2, delay=1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with local:
+        for step in range(9):
+            optimizer.zero_grad()
+            factor = float("inf") if rank == 1 and step in (1, 2, 5) else 1.0
+            scaler.scale(loss_of(model, rank, step) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert local.step() == (step + 1 in (3, 5, 7, 9))
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert flat(model).isfinite().all()
+
+
+def test_a_scaler_may_skip_steps_while_an_averaging_is_under_way(two_ranks):
+    two_ranks.run(check_skipped_steps)
+
+
+def check_refusals(rank):
+    model = DistributedDataParallel(nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = timedelta(seconds=1)
+    for options, text in (
+        ({"period": timedelta(0)}, "period must be more than 0 seconds"),
+        ({"period": second}, "make it with broadcast_buffers=False"),
+        ({"period": 4, "outer": gradwire.DiLoCo(delay=4)}, "delay must be less than the period of 4 steps"),
+        ({"period": 1, "outer": gradwire.DiLoCo(fragments=["weight", "bias"])}, "too short for 2 fragments"),
+        ({"period": 9, "outer": gradwire.DiLoCo(fragments=3)}, "2 layers .weight, bias., too few"),
+        ({"period": 9, "outer": gradwire.DiLoCo(delay=1 + rank)}, "outer is DiLoCo"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            gradwire.LocalSGD(model, optimizer, **options)
+    with pytest.raises(TypeError, match="a number of steps or a datetime.timedelta"):
+        gradwire.LocalSGD(model, optimizer, period=1.5)
+    model = DistributedDataParallel(nn.Linear(3, 2), find_unused_parameters=True)
+    with pytest.raises(ValueError, match="make it with find_unused_parameters=False"):
+        gradwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), period=second)
+    for wrong in ({"fragments": 0}, {"delay": -1}, {"alpha": 1.0}, {"order": "random"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            gradwire.DiLoCo(**wrong)
+    for fragments in ("*", [], [["*"], []]):
+        with pytest.raises(TypeError, match="fragment"):
+            gradwire.DiLoCo(fragments=fragments)
+
+
+def test_what_cannot_stream_is_refused(two_ranks):
+    two_ranks.run(check_refusals)

@@ -185,8 +185,7 @@ class LocalSGD:
         if self._loop is None:
             return
         self._check_parameters()
-        if isinstance(self._loop.turns, TurnsByTime):
-            self._catch_up(self._loop, self._loop.turns)
+        self._catch_up()
         self._loop.begin_all(self._position)
         self._loop.end_all()
 
@@ -238,6 +237,7 @@ class LocalSGD:
                 claim["the wire's saved layout"] = str(of_wire.timeline)
                 claim["the wire's saved step"] = str(of_wire.step)
             call.agree({**claim, **claim_of(self._ddp, fingerprint.of_recipe(self.recipe))})
+        self._settle()
         self._gradients.use_for(num_steps)
         if not (self._is_timed and loop is not None):
             self._wire.load_state_dict(state["wire"])
@@ -278,6 +278,7 @@ class LocalSGD:
             found = newest(call.agree(claim, note), self._group.rank())
         if found is None or self._gradients.is_disabled:
             return False
+        self._settle()
         self._num_steps = found.position.num_steps
         self._gradients.use_for(self._num_steps)
         if not found.is_current:
@@ -314,12 +315,21 @@ class LocalSGD:
         is_timed = self._is_timed and self._loop is not None
         return self._loop.num_begun if is_timed and self._loop is not None else self._num_steps
 
-    def _catch_up(self, loop: OuterLoop, turns: TurnsByTime) -> None:
+    def _catch_up(self) -> None:
         """Begin the averagings that other ranks have begun, by clocks that are ahead of this one."""
+        loop = self._loop
+        if loop is None or not isinstance(loop.turns, TurnsByTime):
+            return
         most = torch.tensor(loop.num_begun, device=device_of(self._ddp))
         dist.all_reduce(most, dist.ReduceOp.MAX, self._group)
         while loop.num_begun < int(most):
-            loop.begin(loop.fragments[turns.take()], self._position, self._streaming.delay)
+            loop.begin(loop.fragments[loop.turns.take()], self._position, self._streaming.delay)
+
+    def _settle(self) -> None:
+        """Wait for the averagings under way: the lane still changes residuals."""
+        self._catch_up()
+        for fragment in [] if self._loop is None else self._loop.fragments:
+            fragment.wait()
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
