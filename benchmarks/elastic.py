@@ -35,15 +35,12 @@ class Workers:
     def start(self, host: int, folder: str) -> None:
         """Start a worker that keeps its checkpoint in ``folder``."""
         address = f"{self._lab.address(0)}:{PORT}"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{self._lab.num_hosts}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"3:{self._lab.num_hosts}"]
         command += ["--nproc-per-node", "1", "--max-restarts", "20", "--monitor-interval", "0.2"]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", "diloco"]
-        command += [
-            "--rdzv-conf",
-            "last_call_timeout=4,join_timeout=120",
-            "--local-addr",
-            self._lab.address(host),
-        ]
+        # Hosts of a lab have no names, by which torchrun could see which of them has the rendezvous.
+        conf = f"is_host={int(host == 0)},last_call_timeout=10,join_timeout=120"
+        command += ["--rdzv-conf", conf, "--local-addr", self._lab.address(host)]
         command += [str(EXAMPLE), "--folder", str(self._folder / folder), *self._options]
         path = os.pathsep.join(filter(None, [str(SOURCE), os.environ.get("PYTHONPATH")]))
         with (self._folder / f"{folder}.log").open("w") as log:

@@ -71,7 +71,7 @@ class Worker:
         streaming = streaming_of(row.outer)
         fragments = make_fragments([(p, 0) for p in named.values()], Layouts(model), row.outer)
         turns = make_turns(row.period, streaming.num_fragments)
-        self.loop = OuterLoop(self.averaging, fragments, turns, streaming, rank, self._lr_of)
+        self.loop = OuterLoop(self.averaging, fragments, turns, streaming, rank, self._lr_of, lambda: None)
         self.gradients = [torch.zeros_like(parameter) for parameter in named.values()]
         for parameter, gradient in zip(named.values(), self.gradients, strict=True):
             parameter.grad = gradient

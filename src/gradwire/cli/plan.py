@@ -117,8 +117,16 @@ def _predict(options: PlanOptions) -> _Predicted:
     def predicted(name: str, cluster: Cluster) -> Prediction | OuterPrediction:
         if options.period is None:
             return predict(name, subject, compute_s, cluster, speeds, options.bucket_mb)
-        turns = {"period": options.period, "fragments": options.fragments, "delay": options.delay}
-        return predict_outer(name, subject, compute_s, cluster, speeds, **turns)
+        return predict_outer(
+            name,
+            subject,
+            compute_s,
+            cluster,
+            speeds,
+            period=options.period,
+            fragments=options.fragments,
+            delay=options.delay,
+        )
 
     names = recipes if options.period is not None else [ALLREDUCE, *recipes]
     rows = [PlannedRow(cluster, name, predicted(name, cluster)) for cluster in clusters for name in names]

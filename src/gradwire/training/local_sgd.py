@@ -35,6 +35,7 @@ from gradwire.training.fragments import (
     divided,
     load_tensors,
     make_fragments,
+    require_same_parameters,
     tensors_of,
 )
 from gradwire.training.gradient_wire import GradientWire
@@ -48,7 +49,7 @@ from gradwire.training.local_choices import (
 from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
 from gradwire.training.outer import Outer
 from gradwire.training.outer_loop import OuterLoop
-from gradwire.training.parameter_buckets import Numbered, averaged_parameters
+from gradwire.training.parameter_buckets import averaged_parameters
 from gradwire.training.turns import TurnsByTime, make_turns
 
 
@@ -65,7 +66,7 @@ class LocalSGD:
         period: the number of steps between averagings; or their time, as a ``timedelta``, and then each rank
             takes as many steps as it can.
         warmup_steps: the number of first steps that average gradients, as without local SGD.
-        recipe: the recipe for parameters.
+        recipe: the recipe for parameters; by default ``"fp32"``, and ``"int4"`` if a `DiLoCo` streams.
         gradient_recipe: the recipe for gradients during warm-up; by default ``recipe``.
         outer: the outer optimizer, `SlowMo` or `DiLoCo`; None to continue from the mean.
         weigh: True to weigh each rank in the mean by the ``work`` that it gave to `step`.
@@ -93,7 +94,7 @@ class LocalSGD:
         *,
         period: int | timedelta,
         warmup_steps: int = 0,
-        recipe: str | Recipe = "fp32",
+        recipe: str | Recipe | None = None,
         gradient_recipe: str | Recipe | None = None,
         outer: Outer | None = None,
         weigh: bool = False,
@@ -114,7 +115,7 @@ class LocalSGD:
             if self._is_timed:
                 check_steps_may_differ(ddp)
             make_turns(period, streaming.num_fragments)
-            chosen = resolve_for_model(parse_averaging(recipe), ddp)
+            chosen = resolve_for_model(parse_averaging(recipe, streaming.streams, weigh), ddp)
             if weigh:
                 check_weight(1.0, chosen)
             for_gradients = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
@@ -172,7 +173,6 @@ class LocalSGD:
             self._begin()
         if num_local <= 0 or self._loop is None:
             return False
-        self._check_parameters()
         self._loop.begin_due(num_local, work, self._position)
         return self._loop.end_due()
 
@@ -184,7 +184,6 @@ class LocalSGD:
         """
         if self._loop is None:
             return
-        self._check_parameters()
         self._catch_up()
         self._loop.begin_all(self._position)
         self._loop.end_all()
@@ -348,22 +347,14 @@ class LocalSGD:
         def lr_of(param_group: int) -> float:
             return float(optimizer.param_groups[param_group].get("lr", 1.0))
 
-        optimizer, streaming = self._optimizer, self._streaming
-        fragments = make_fragments(self._parameters(), self._layouts, self.outer, self._offload)
-        turns = make_turns(self.period, streaming.num_fragments)
-        return OuterLoop(self._engine, fragments, turns, streaming, self._group.rank(), lr_of, self._weigh)
+        def check() -> None:
+            require_same_parameters(fragments, averaged_parameters(module, optimizer))
 
-    def _parameters(self) -> list[Numbered]:
-        return averaged_parameters(self._ddp.module, self._optimizer)
-
-    def _check_parameters(self) -> None:
-        now = {id(parameter) for parameter, _ in self._parameters()}
-        buckets = buckets_of([] if self._loop is None else self._loop.fragments)
-        if now != {id(parameter) for bucket in buckets for parameter in bucket.parameters}:
-            raise ValueError(
-                "the optimizer's parameters have changed since local SGD began; make a new LocalSGD after "
-                "add_param_group or a change of requires_grad"
-            )
+        module, optimizer, streaming = self._ddp.module, self._optimizer, self._streaming
+        parameters = averaged_parameters(module, optimizer)
+        fragments = make_fragments(parameters, self._layouts, self.outer, self._offload)
+        turns, rank = make_turns(self.period, streaming.num_fragments), self._group.rank()
+        return OuterLoop(self._engine, fragments, turns, streaming, rank, lr_of, check, self._weigh)
 
     def _read(self, state: dict[str, Any]) -> tuple[int, OuterLoop | None]:
         """Return the step and the outer loop of a state; ValueError or TypeError if it does not fit."""
