@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from lm import LM, corpus, pieces, starts
 
 LENGTH, BATCH = 64, 4
-NUM_PERIODS = 3
+NUM_PERIODS = 2
 
 
 def bytes_sent() -> int:
