@@ -35,7 +35,11 @@ class Seeds:
 
     def of(self, rank: int, chunk: int) -> Seed:
         """Return the seed of the row in which ``rank`` encodes a chunk."""
-        return Seed.of(self.seed, rank, self.step, self.index, chunk)
+        return self.of_chunk(chunk).of_rank(rank)
+
+    def of_chunk(self, chunk: int) -> Seed:
+        """Return the seed that those of all ranks follow from."""
+        return Seed.of(self.seed, self.step, self.index, chunk)
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,8 @@ class _Share:
         chunk, (begin, end) = self.summed[rank], self.place
         if chunk.row.numel():
             rows = arriving[:, begin : begin + _aligned(end - begin)]
-            seeds = () if self.seeds is None else [self.seeds.of(r, rank) for r in range(len(rows))]
-            self.codec.reduce(self._seeded(chunk, rank, rank), rows, rank, scale, seeds)
+            seed = NO_SEED if self.seeds is None else self.seeds.of_chunk(rank)
+            self.codec.reduce(self._seeded(chunk, rank, rank), rows, rank, scale, seed)
 
     def decode(self, peer: int) -> None:
         chunk = self.summed[peer]
