@@ -64,3 +64,8 @@ class Blocks:
         self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         ops.reduce_blocks(self.format, chunk, rows, rank, scale)
+
+    def sum(
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
+    ) -> None:
+        ops.sum_blocks(self.format, values, rows, rank, scale)
