@@ -60,12 +60,12 @@ def draw_front(runs: Sequence[Run]) -> str:
         lines.append(f'<path d="M{LEFT} {y_of(gap):.1f}H{WIDTH - RIGHT}" stroke="{GRID}"/>')
         label = f"{gap:+d} %" if gap else "0"
         lines.append(f'<text x="{LEFT - 8}" y="{y_of(gap) + 4:.1f}" text-anchor="end">{label}</text>')
-    for fewer in (1, 2, 4, 8, 16, 32, 64, 128):
-        if fewer <= most:
-            at = x_of(fewer)
+    for times in (1, 2, 4, 8, 16, 32, 64, 128):
+        if times <= most:
+            at = x_of(times)
             lines.append(f'<path d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{GRID}"/>')
             lines.append(
-                f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{fewer}x</text>'
+                f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{times}x</text>'
             )
     path = " ".join(
         f"{x_of(shown[name][0]):.1f},{y_of(statistics.mean(shown[name][1])):.1f}" for name in front_of(shown)
