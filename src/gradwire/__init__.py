@@ -11,6 +11,7 @@ from gradwire.loops import Averager, AveragingHandle
 from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
 from gradwire.telemetry import BucketStats, ParameterStats, StepStats, Telemetry, WireStats
 from gradwire.training import DiLoCo, LocalSGD, OverlappedOptimizer, SlowMo, overlap_optimizer
+from gradwire.tuning import Decision
 from gradwire.version import __version__
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Averager",
     "AveragingHandle",
     "BucketStats",
+    "Decision",
     "DiLoCo",
     "LocalSGD",
     "OverlappedOptimizer",

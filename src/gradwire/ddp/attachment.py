@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,7 +18,10 @@ from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.hook_slot import HookSlot
 from gradwire.ddp.runner import Runner
+from gradwire.ddp.tuned import Tuned
 from gradwire.peers import CollectiveCall
+from gradwire.recipes import Recipe
+from gradwire.tuning import Decision
 
 
 class Attachment:
@@ -48,6 +52,8 @@ class Attachment:
         # Kept here, since `wrap_runner` may put another runner around it.
         self.engine = bridge.runner if isinstance(bridge.runner, Engine) else None
         self._timeout = timeout
+        if choice.recipe is not None:
+            self.use_tuner_of(choice.recipe)
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -64,6 +70,12 @@ class Attachment:
     def state(self) -> RunState:
         """The state that a checkpoint holds; empty for a hook, which keeps its own."""
         return RunState() if self.engine is None else self.engine.state
+
+    @property
+    def current_recipe(self) -> Recipe | None:
+        """The recipe, with the encodings that ``auto`` has chosen by now; None for a hook."""
+        tuned = self.bridge.tuned is not None and self.engine is not None
+        return self.engine.recipe if tuned and self.engine is not None else self.choice.recipe
 
     @property
     def is_attached(self) -> bool:
@@ -93,7 +105,29 @@ class Attachment:
                 "those of this step and some are older; call it after backward() has returned"
             )
         state = self.state.save(self.choice.name, self.bridge.num_steps, self.rank, self.world_size)
+        if self.bridge.tuned is not None:
+            state["tuning"] = self.bridge.tuned.tuner.save()
         return gather_states(state, self.group, self._timeout, "Wire.state_dict") if gather else state
+
+    def use_tuner_of(self, recipe: Recipe) -> None:
+        """Let the recipe choose its encodings, if it is ``auto``; end the tuner of an earlier recipe."""
+        self.bridge.tuned = None
+        if recipe.tuning is None or self.engine is None or self.is_disabled:
+            return
+        model = weakref.ref(self.slot.model)  # weakly: the model's hook holds this
+
+        def may_look() -> bool:
+            ddp = model()
+            # In join(), DDP then exchanges the used parameters on some ranks before this, on others after.
+            return ddp is not None and not (ddp.find_unused_parameters and ddp._join_config.enable)
+
+        tuned = Tuned(recipe.tuning, self.engine, self.rank, self.world_size, may_look, self._record_decision)
+        tuned.load(None, self.bridge.num_steps, look_soon=False)
+        self.bridge.tuned = tuned
+
+    def _record_decision(self, decision: Decision) -> None:
+        fields = {**dataclasses.asdict(decision), "event": "decision"}
+        self.bridge.checks.record_event(**fields)
 
     def record_event(self, event: str, **details: str) -> None:
         """Record an event at the current step."""

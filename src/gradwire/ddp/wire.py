@@ -32,6 +32,7 @@ from gradwire.recipes import (
 )
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.telemetry import WireStats
+from gradwire.tuning import Decision, decision_table, read_state
 
 
 class Wire:
@@ -83,7 +84,7 @@ class Wire:
 
         Raises TypeError for a hook, whose messages cannot be known.
         """
-        recipe, group = self._attachment.choice.recipe, self._attachment.group
+        recipe, group = self._attachment.current_recipe, self._attachment.group
         if recipe is None:
             raise TypeError(
                 f"the hook {self._attachment.choice.name} has no plan, since what it sends cannot be known; "
@@ -97,6 +98,14 @@ class Wire:
         return replace(
             plan, note="GRADWIRE_DISABLE is set: DDP averages by itself, and nothing of this is sent"
         )
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Return the decisions of recipe ``auto`` so far, the same on every rank; ``print(wire)`` shows them.
+
+        Empty for other recipes.
+        """
+        tuned = self._attachment.bridge.tuned
+        return () if tuned is None else tuned.decisions
 
     def layout(self) -> tuple[BucketLayout, ...]:
         """Return the layouts of the buckets seen so far."""
@@ -146,6 +155,8 @@ class Wire:
             saved = self._read(state)
             claim = {"the saved step": str(saved.step), "the saved layout": str(saved.timeline)}
             claim["the saved loss scale"] = str(saved.loss_scale)
+            policy = None if own.bridge.tuned is None or not saved.tuning else read_state(saved.tuning)
+            claim["the saved tuning"] = saved.tuning or "none"
             call.agree({**claim, **claim_of(self.model, own.choice.fingerprint)})
         if own.is_disabled:
             return
@@ -153,6 +164,9 @@ class Wire:
         own.bridge.num_steps = saved.step
         if own.engine is not None:
             own.engine.state.load(saved, device_of(self.model))
+        if own.bridge.tuned is not None:
+            changed = saved.world_size != own.world_size
+            own.bridge.tuned.load(policy, saved.step, look_soon=changed)
         own.record_event("load", saved_by=saved.recipe)
 
     def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:
@@ -206,6 +220,7 @@ class Wire:
             own.engine.swap(chosen, lambda: open_lane(group, device, call.rendezvous))
         own.record_event("swap", recipe=str(chosen), before=own.choice.name)
         own.choice = own.choice.with_recipe(chosen)
+        own.use_tuner_of(chosen)
 
     def detach(self) -> None:
         """Return the model to plain averaging, and end the lane.
@@ -220,6 +235,10 @@ class Wire:
 
     def __exit__(self, *error: object) -> None:
         self.detach()
+
+    def __str__(self) -> str:
+        decisions = self.decisions()
+        return f"{self!r}\n{decision_table(decisions)}" if decisions else repr(self)
 
     def __repr__(self) -> str:
         return f"<Wire {self._attachment.choice.name}, {'attached' if self.attached else 'detached'}>"

@@ -184,6 +184,21 @@ def two_shot_bytes(codec: Codec, numel: int, world_size: int) -> list[int]:
     return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]
 
 
+def shared_two_shot_bytes(shapes: Sequence[tuple[Codec, int]], world_size: int) -> list[int]:
+    """Return the exact bytes that each rank sends for sums that share their messages.
+
+    ``shapes`` holds the codec and the number of values of each sum.
+    """
+    if not shapes or world_size == 1:
+        return [0] * world_size
+    to_owners = _layouts(tuple((codec.to_owner, numel) for codec, numel in shapes), world_size)
+    sent, summed = (
+        [layout[-1][1] for layout in each] for each in (to_owners, _layouts(tuple(shapes), world_size))
+    )
+    total = sum(sent)
+    return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]
+
+
 def _peers(group: Group) -> list[int]:
     """Return the other ranks, starting with the successor, so that not all ranks send to the same one."""
     return [(group.rank + distance) % group.size for distance in range(1, group.size)]

@@ -11,6 +11,7 @@ from gradwire.recipes.registry import (
     Recipe,
     Reduction,
     acp,
+    auto,
     bf16,
     fp8,
     fp16,
@@ -22,16 +23,27 @@ from gradwire.recipes.registry import (
     powersgd,
     sign,
 )
-from gradwire.recipes.resolution import agree_on_nodes, kernels_of, require_averaging, resolve_for_module
+from gradwire.recipes.resolution import (
+    agree_on_nodes,
+    kernels_of,
+    require_averaging,
+    require_fixed,
+    resolve_for_module,
+)
 from gradwire.recipes.spelling import is_factory
+from gradwire.recipes.tuning import ENCODINGS, Encoding, Tuning
 
 __all__ = [
+    "ENCODINGS",
     "RECIPES",
+    "Encoding",
     "Recipe",
     "Reduction",
+    "Tuning",
     "WirePlan",
     "acp",
     "agree_on_nodes",
+    "auto",
     "bf16",
     "fingerprint",
     "fp8",
@@ -47,6 +59,7 @@ __all__ = [
     "powersgd",
     "recipe",
     "require_averaging",
+    "require_fixed",
     "resolve_for_module",
     "route",
     "route_tables",

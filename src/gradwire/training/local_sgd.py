@@ -26,7 +26,7 @@ from gradwire.ddp import (
 from gradwire.errors import Place
 from gradwire.ops import warm_up
 from gradwire.peers import CollectiveCall, timeout_of
-from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, kernels_of, noop
+from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, kernels_of, noop, require_fixed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.telemetry import WireStats
 from gradwire.training.local_state import require_all_ranks, require_keys
@@ -289,6 +289,7 @@ def _check_counts(period: int, warmup_steps: int) -> None:
 
 def _parse_averaging(recipe: str | Recipe) -> Recipe:
     chosen = parse_recipe(recipe)
+    require_fixed(chosen, "local SGD")
     if not chosen.exchange.communicates or chosen.reduction != "mean":
         raise ValueError(f"local SGD needs a recipe that averages, and {chosen} does not: choose another")
     return chosen
