@@ -9,7 +9,7 @@ from gradwire.buckets import BucketLayout, Slot
 
 # A run of its own costs a bucket some tens of microseconds, so a unit is not smaller than this share of its
 # bucket, nor than this many values.
-_SMALLEST_SHARE = 1 / 8
+_SMALLEST_SHARE = 1 / 16
 _SMALLEST = 1 << 14
 
 
