@@ -115,7 +115,7 @@ def ratio(values: list[float], base: list[float]) -> float:
         [statistics.mean(each[i : i + STEPS_PER_TURN]) for i in range(0, len(each), STEPS_PER_TURN)]
         for each in (values, base)
     ]
-    return statistics.median(a / b for a, b in zip(*means, strict=True))
+    return float(statistics.median(a / b for a, b in zip(*means, strict=True)))
 
 
 def run(link: str, recipe: str, rounds: int, budget: float) -> str:

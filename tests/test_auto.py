@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.ddp import AttachedModel, Attachments
 from gradwire.recipes import with_node_size
+from gradwire.scripts import Observations, summarize
 from gradwire.testing import VirtualRanks
 from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
 from gradwire.tuning.times import StepTimer, Times
@@ -135,6 +137,8 @@ def check_choice(rank, times):
         sent = sum(bucket.bytes_sent for bucket in wire.stats().steps[-1].buckets)
         assert wire.plan().bytes_sent == sent <= decision.bytes_per_step
         assert decision.reason in str(wire)
+        attachments = Attachments(wire.recipe, [AttachedModel(wire, rank, 3)])
+        assert decision.reason in summarize(attachments, Observations()), "what `gradwire run` ends with"
 
 
 @pytest.mark.parametrize("times", [SLOW, HIDDEN], ids=["slow", "hidden"])
@@ -142,16 +146,23 @@ def test_all_ranks_choose_alike_and_keep_the_budget(times, three_ranks):
     three_ranks.run(check_choice, times)
 
 
-def check_ceiling(rank):
-    model, optimizer, wire = make("auto:bytes=40000", HIDDEN)
-    with wire:
+def check_ceiling(rank, path):
+    model, optimizer, wire = make("bf16", HIDDEN)
+    wire.detach()
+    telemetry = gradwire.Telemetry(jsonl=path, errors=False)
+    with gradwire.attach(model, "auto:bytes=40000", telemetry=telemetry) as wire:
         train(model, optimizer, range(FIRST + 3))
         assert all(d.bytes_per_step <= 40_000 for d in wire.decisions())
         assert sum(b.bytes_sent for b in wire.stats().steps[-1].buckets) <= 40_000
+    if rank == 0:
+        (event,) = [
+            e for line in path.read_text().splitlines() if (e := json.loads(line))["event"] == "decision"
+        ]
+        assert (event["step"], event["encodings"]) == (FIRST, dict(wire.decisions()[0].encodings))
 
 
-def test_a_ceiling_of_bytes_is_kept(two_ranks):
-    two_ranks.run(check_ceiling)
+def test_a_ceiling_of_bytes_is_kept_and_decisions_are_events(two_ranks, tmp_path):
+    two_ranks.run(check_ceiling, tmp_path / "wire.jsonl")
 
 
 def check_different_times(rank):

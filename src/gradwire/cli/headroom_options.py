@@ -12,7 +12,7 @@ import typer
 
 from gradwire.cli.options import ALL_RECIPES, Html, Model, Recipes, check_positive
 from gradwire.headroom import Benchmark, ModelFactory, Workload
-from gradwire.lab import format_rate, parse_rate
+from gradwire.lab import format_rate, parse_delay, parse_rate
 from gradwire.processes import under_torchrun
 from gradwire.scripts import Script
 
@@ -42,6 +42,14 @@ class HeadroomOptions:
             metavar="RATE,...",
             help="Measure on slow links: one or more rates, such as 100mbit,1gbit. Each rank runs on a host "
             "of a lab (`gradwire lab --help`).",
+            show_default=False,
+        ),
+    ] = None
+    delay: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Measure on long links: the time from host to host, such as 20ms. With --link or without.",
             show_default=False,
         ),
     ] = None
@@ -103,6 +111,14 @@ class HeadroomOptions:
             show_default=False,
         ),
     ] = None
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="ERROR",
+            help="Also say what `auto` would send with this budget, a relative error such as 0.15.",
+            show_default=False,
+        ),
+    ] = None
     json_file: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +150,11 @@ class HeadroomOptions:
         """Return the script or the benchmark to measure. Raises ValueError if there is none."""
         if not self.script_words:
             return self._benchmark()
+        if self.budget is not None:
+            raise ValueError(
+                "--budget needs gradients that are not averaged yet: leave it out, and run the script by "
+                "`gradwire run --recipe auto`, which ends with what it chose"
+            )
         if self.model or self.bucket_mb or self.device:
             raise ValueError(
                 "a script makes its own models, on its own devices: leave out --model, --bucket-mb and "
@@ -143,10 +164,13 @@ class HeadroomOptions:
 
     def rates(self) -> list[str | None]:
         """Return the rates of the links to measure with; None is the network as it is."""
+        if (self.link or self.delay) and under_torchrun():
+            option = "--link" if self.link else "--delay"
+            raise ValueError(f"{option} makes hosts on this machine; leave it out, or leave out torchrun")
+        if self.delay is not None:
+            parse_delay(self.delay)
         if self.link is None:
             return [None]
-        if under_torchrun():
-            raise ValueError("--link makes hosts on this machine, so torchrun cannot: leave out one of them")
         return [format_rate(parse_rate(rate)) for rate in self.link.split(",")]
 
     def _benchmark(self) -> Benchmark:
@@ -159,6 +183,7 @@ class HeadroomOptions:
             self.bucket_mb,
             small_bucket_mb=_SMALL_BUCKET_MB if self.bucket_mb is None else None,
             device=self.device or usual_device,
+            budget=self.budget,
         )
 
     def _workload(self) -> ModelFactory | Workload:

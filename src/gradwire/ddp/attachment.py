@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +20,7 @@ from gradwire.ddp.runner import Runner
 from gradwire.ddp.tuned import Tuned
 from gradwire.peers import CollectiveCall
 from gradwire.recipes import Recipe
+from gradwire.torch_private import backward_pass, is_joining
 from gradwire.tuning import Decision
 
 
@@ -99,7 +99,7 @@ class Attachment:
 
     def save(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state of this rank, or of all ranks; RuntimeError inside ``backward()``."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             raise RuntimeError(
                 f"rank {self.rank}: Wire.state_dict was called inside backward(), where some residuals are "
                 "those of this step and some are older; call it after backward() has returned"
@@ -119,7 +119,7 @@ class Attachment:
         def may_look() -> bool:
             ddp = model()
             # In join(), DDP then exchanges the used parameters on some ranks before this, on others after.
-            return ddp is not None and not (ddp.find_unused_parameters and ddp._join_config.enable)
+            return ddp is not None and not (ddp.find_unused_parameters and is_joining(ddp))
 
         tuned = Tuned(recipe.tuning, self.engine, self.rank, self.world_size, may_look, self._record_decision)
         tuned.load(None, self.bridge.num_steps, look_soon=False)

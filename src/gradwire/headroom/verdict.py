@@ -33,6 +33,20 @@ def recommend(record: Record) -> Row | None:
     return best if shown and record.gain(best) >= _WORTHWHILE_GAIN else None
 
 
+def describe_proposal(record: Record) -> str:
+    """Say what recipe ``auto`` would send; an empty text if the record does not know."""
+    found = record.proposal
+    if found is None:
+        return ""
+    chosen = ", ".join(f"{encoding} for {count}" for encoding, count in found.counts)
+    plain = record.allreduce.bytes_per_step
+    share = f", 1/{plain / found.bytes_per_step:.1f} of plain DDP's" if plain and found.bytes_per_step else ""
+    error = "" if found.error is None else f", with an error of {found.error:.2g}"
+    return (
+        f"{found.recipe} would send {found.bytes_per_step:,} bytes a step{share}{error}: {chosen} parameters."
+    )
+
+
 def give_verdict(record: Record) -> str:
     """Say how much communication costs, how much could be gained, and what to use."""
     if record.world_size == 1:
@@ -42,7 +56,7 @@ def give_verdict(record: Record) -> str:
         )
     share = record.communication_share(record.allreduce)
     most = max(1.0, record.gain(record.noop))
-    where = "" if record.link is None else f" with links of {record.link}"
+    where = f" with {record.network}" if record.network else ""
     opening = f"Communication takes {share:.0%} of a plain DDP step on {record.world_size} ranks{where}"
     faster = _beyond_possible(record)
     if faster is not None:

@@ -26,7 +26,7 @@ class Choice:
     encodings: Mapping[str, str]
     """Encodings by parameter."""
     num_bytes: int
-    """Bytes that the busiest rank sends in a step."""
+    """Bytes that the busiest rank sends to other nodes in a step."""
     error: float | None
     """Relative error of the averaged gradient; None if it is not known."""
 
@@ -90,7 +90,7 @@ class Choosing:
         }
         exchange = self._tuning.exchange(encodings)
         sent = [exchange.link_bytes(layout, self._world_size, 0) for layout in self._layouts]
-        num_bytes = max((sum(map(sum, ranks)) for ranks in zip(*sent, strict=True)), default=0)
+        num_bytes = max((sum(links.across for links in rank) for rank in zip(*sent, strict=True)), default=0)
         error = None
         if table is not None and (whole := math.fsum(table.norms)):
             left_out = math.fsum(row[n] for row, n in zip(table.errors, numbers, strict=True))

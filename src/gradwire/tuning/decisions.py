@@ -23,7 +23,7 @@ class Decision:
     error: float | None
     """Relative error of the averaged gradient with these encodings."""
     bytes_per_step: int
-    """Bytes that the busiest rank sends in a step with these encodings."""
+    """Bytes that the busiest rank sends to other nodes in a step with these encodings."""
     expected_ms: float | None
     """Time of a step that was predicted."""
     got_ms: float | None = None

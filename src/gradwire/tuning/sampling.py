@@ -78,11 +78,14 @@ class Sample:
 
     def take(self, index: int, flat: Tensor) -> None:
         """Copy the pieces of bucket ``index``, before it is averaged."""
-        values, pieces = as_real(flat), [p for p in self._pieces if self.units[p.unit].bucket == index]
-        taken = values.new_zeros((len(pieces), PIECE), dtype=torch.float32)
-        for row, piece in zip(taken, pieces, strict=True):
-            row[: piece.end - piece.begin].copy_(values[piece.begin : piece.end])
-        self._taken[index] = taken
+        values = as_real(flat)
+        padding = values.new_zeros(PIECE)
+        parts = []
+        for piece in self._pieces:
+            if self.units[piece.unit].bucket == index:
+                parts += [values[piece.begin : piece.end], padding[piece.end - piece.begin :]]
+        # One call, since on CUDA each copy is a kernel.
+        self._taken[index] = torch.cat(parts).view(-1, PIECE).float()
 
     @property
     def is_whole(self) -> bool:

@@ -47,11 +47,19 @@ def _group(slots: list[Slot], least: float, tables: Collection[str]) -> list[lis
     """Divide parameters into neighbours of at least ``least`` values; a rest joins those before it."""
     groups: list[list[Slot]] = []
     for slot in slots:
-        last = groups[-1] if groups else []
-        is_alike = bool(last) and (last[0].name in tables) == (slot.name in tables)
-        is_small = min(sum(each.numel for each in last), slot.numel) < least
-        if is_alike and is_small:
-            last.append(slot)
+        if groups and _numel(groups[-1]) < least and _are_alike(groups[-1][0], slot, tables):
+            groups[-1].append(slot)
         else:
             groups.append([slot])
+    if len(groups) > 1 and _numel(groups[-1]) < least and _are_alike(groups[-2][0], groups[-1][0], tables):
+        rest = groups.pop()
+        groups[-1] += rest
     return groups
+
+
+def _numel(slots: list[Slot]) -> int:
+    return sum(slot.numel for slot in slots)
+
+
+def _are_alike(one: Slot, other: Slot, tables: Collection[str]) -> bool:
+    return (one.name in tables) == (other.name in tables)
