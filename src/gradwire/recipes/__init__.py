@@ -12,6 +12,7 @@ from gradwire.recipes.registry import (
     Recipe,
     Reduction,
     acp,
+    auto,
     bf16,
     fp8,
     fp16,
@@ -27,18 +28,24 @@ from gradwire.recipes.resolution import (
     agree_on_nodes,
     kernels_of,
     require_averaging,
+    require_fixed,
     resolve_for_module,
     route_module_tables,
 )
 from gradwire.recipes.spelling import is_factory
+from gradwire.recipes.tuning import ENCODINGS, Encoding, Tuning
 
 __all__ = [
+    "ENCODINGS",
     "RECIPES",
+    "Encoding",
     "Recipe",
     "Reduction",
+    "Tuning",
     "WirePlan",
     "acp",
     "agree_on_nodes",
+    "auto",
     "bf16",
     "fingerprint",
     "fp8",
@@ -55,6 +62,7 @@ __all__ = [
     "powersgd",
     "recipe",
     "require_averaging",
+    "require_fixed",
     "resolve_for_module",
     "route",
     "route_module_tables",
