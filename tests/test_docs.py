@@ -18,11 +18,13 @@ from tests.lab_machine import needs_lab
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES_ON_RANKS = [
     "hooks",
+    "index",
     "local_sgd",
     "loops",
     "mixed_precision",
     "overlap",
     "powersgd",
+    "quickstart",
     "reliability",
     "telemetry",
     "zero",
@@ -50,7 +52,8 @@ def job_example(rank, example, needs_accelerator):
 
 
 def test_every_page_with_python_is_run_here():
-    pages = {path.stem for path in DOCS.glob("*.md") if "```python" in path.read_text()}
+    paths = [path for path in DOCS.rglob("*.md") if "```python" in path.read_text()]
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in paths}
     assert pages == {*PAGES_ON_RANKS, "lab", "sharded", "testing"}
 
 

@@ -79,12 +79,10 @@ def attach(
 
     With the environment variable ``GRADWIRE_DISABLE=1`` the model is left to DDP's own averaging.
 
-    Example::
-
-        model = DistributedDataParallel(net)
-        wire = gradwire.attach(model, "bf16")
-        ...  # train as before
-        print(wire.stats())
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> model(inputs).sum().backward()  # train as before
+    >>> wire.stats().num_steps
+    1
     """
     ddp = unwrap(model)
     group = ddp.process_group

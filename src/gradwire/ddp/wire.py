@@ -23,7 +23,14 @@ from gradwire.telemetry import WireStats
 
 
 class Wire:
-    """The attachment of a recipe or hook to a model: read it with `stats`, end it with `detach`."""
+    """The attachment of a recipe or hook to a model: read it with `stats`, end it with `detach`.
+
+    >>> wire = gradwire.attach(model, "int8")
+    >>> wire.swap("int4")
+    >>> wire.recipe.name, wire.attached
+    ('int4', True)
+    >>> wire.detach()
+    """
 
     def __init__(self, attachment: Attached) -> None:
         self._attachment = attachment

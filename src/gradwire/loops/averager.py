@@ -68,13 +68,9 @@ class Averager:
     from call to call belongs to a tensor's name; tensors without names are numbered. With
     ``GRADWIRE_DISABLE=1`` in the environment, torch's own ``all_reduce`` averages.
 
-    Example::
-
-        averager = gradwire.Averager("int4")
-        for batch in batches:
-            loss_of(model, batch).backward()
-            averager.average_({name: p.grad for name, p in model.named_parameters()})
-            optimizer.step()
+    >>> averager = gradwire.Averager("int4")
+    >>> model.module(inputs).sum().backward()
+    >>> averager.average_({name: p.grad for name, p in model.named_parameters()})
     """
 
     def __init__(

@@ -105,6 +105,7 @@ def check_averager(
         feedback=own.feedback,
         num_roundings=1,
         residual_unit=own.residual_unit,
+        unbiased=own.unbiased,
         keeps_size=True,
     )
     args = kind, chosen, bounds, device

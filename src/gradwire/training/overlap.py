@@ -21,6 +21,11 @@ class OverlappedOptimizer(Optimizer):
 
     `step` has nothing left to do. It raises if gradients were changed after they were used. When the wire
     has been detached, it steps as usual.
+
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> optimizer = gradwire.overlap_optimizer(wire, torch.optim.SGD)
+    >>> model(inputs).sum().backward()  # takes the step
+    >>> optimizer.step()
     """
 
     # No `super().__init__()`: param groups and state are those of the inner optimizer.
@@ -148,11 +153,9 @@ def overlap_optimizer(
     ``backward()`` and ``step()``, as in clipping by the global norm. ``backward()`` raises it if ``step()``
     was not called since the last one: accumulate inside ``model.no_sync()``.
 
-    Example::
-
-        wire = gradwire.attach(model, "bf16")
-        optimizer = gradwire.overlap_optimizer(wire, lambda params: torch.optim.SGD(params, lr=0.1))
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> optimizer = gradwire.overlap_optimizer(wire, lambda params: torch.optim.SGD(params, lr=0.1))
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     """
     _check_factory(optimizer_factory)
     ddp = unwrap(wire.model)
