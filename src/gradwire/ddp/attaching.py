@@ -18,6 +18,7 @@ from gradwire.buckets import Layouts
 from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.choice import Choice, choose
+from gradwire.ddp.gradients import DDPGradients
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
 from gradwire.ddp.hook_watchdog import HookWatchdog
@@ -132,7 +133,8 @@ def _open_bridge(
     with contextlib.ExitStack() as undo:
         runner = _open_runner(ddp, choice, options, meter, rendezvous)
         undo.callback(runner.close)
-        checks = options.checks(ddp, layouts, meter)
+        gradients = DDPGradients(weakref.ref(ddp))
+        checks = options.checks(gradients, rank, layouts, meter, may_compare=gradients.may_compare)
         undo.callback(checks.close)
         # Weakly: the model's hook holds this, and must not hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))

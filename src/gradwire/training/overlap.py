@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.ddp import Runner, SteppingRunner, Wire, attachment_of, step_parameters
+from gradwire.ddp import Runner, SteppingRunner, Wire, attachment_of, step_parameters, unwrap
 from gradwire.lanes import open_local_lane
 from gradwire.peers import Group
 from gradwire.torch_private import num_writes
@@ -158,7 +158,7 @@ def overlap_optimizer(
     >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     """
     _check_factory(optimizer_factory)
-    ddp = wire.model
+    ddp = unwrap(wire.model)
     parameters = [p for p in ddp.module.parameters() if p.requires_grad]
     optimizer = optimizer_factory(parameters)
     _check(optimizer, wire)
@@ -202,7 +202,7 @@ def _check_factory(factory: object) -> None:
 
 
 def _check(optimizer: Optimizer, wire: Wire) -> None:
-    ddp = wire.model
+    ddp = unwrap(wire.model)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer_factory must make a torch.optim.Optimizer, not {type(optimizer).__name__}"
