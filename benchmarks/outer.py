@@ -57,7 +57,7 @@ def time_row(
     options: argparse.Namespace,
 ) -> tuple[float, float, float]:
     torch.manual_seed(0)
-    model = DistributedDataParallel(LM(options.width, options.layers, LENGTH))
+    model = DistributedDataParallel(LM(options.width, options.layers, LENGTH), broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     period = options.period if outer is not None else 10**9
     sent = []
