@@ -76,15 +76,16 @@ class LocalSGD:
     Raises ValueError or TypeError for arguments that do not fit, or that differ between ranks.
 
     The constructor is collective, and so is every method except `state_dict` and `stats`. Call `step` after
-    each step of the optimizer, also after one that a ``GradScaler`` has skipped::
+    each step of the optimizer, also after one that a ``GradScaler`` has skipped.
 
-        local = gradwire.LocalSGD(model, optimizer, period=16, recipe="bf16", outer=gradwire.DiLoCo())
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss_of(model(inputs), targets).backward()
-            optimizer.step()
-            local.step()
-        local.average()  # whatever the period has left over
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> local = gradwire.LocalSGD(model, optimizer, period=16, recipe="bf16", outer=gradwire.DiLoCo())
+    >>> for _ in range(20):
+    ...     optimizer.zero_grad()
+    ...     model(inputs).square().mean().backward()
+    ...     optimizer.step()
+    ...     has_averaged = local.step()
+    >>> local.average()  # whatever the period has left over
     """
 
     def __init__(
