@@ -18,6 +18,8 @@ class Decision:
     """Time of a step before the decision, on the slowest rank."""
     exposed_ms: float | None
     """The part of that time in which ranks did nothing but communicate."""
+    bytes_per_s: float | None
+    """Bytes a second that a rank sent while buckets were averaged: its link has at least this rate."""
     encodings: Mapping[str, str]
     """The encoding of each parameter from here on."""
     error: float | None
