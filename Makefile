@@ -62,15 +62,14 @@ test-gpu:
 # The tests of the core, on a torch of your choice, in a .venv of its own that is kept. Builds for CUDA take 5 GB.
 # With NumPy 2.4 the interpreter of an older Triton fails.
 TORCH_VENV = .venv-torch-$(TORCH)
-CORE_TESTS = attach attached_models averager bridge codecs ddp_comm_hooks faults feedback import local_sgd \
-	low_rank matrix overlap powersgd_hook precision recipes resume rotated swap torch_private workers zero
+CORE_TESTS = attach bridge codecs ddp_comm_hooks low_rank matrix powersgd_hook precision resume torch_private
 test-torch:
 	@test -n "$(TORCH)" || { echo "Say which: make test-torch TORCH=2.6.0"; exit 2; }
 	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
 	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
 	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		torch==$(TORCH) -e . hypothesis plotly pytest pytest-xdist "numpy<2.4"
+		torch==$(TORCH) -e . hypothesis pytest pytest-xdist "numpy<2.4"
 	$(TORCH_VENV)/bin/python -m pytest -m "not full and not browser" -n $(WORKERS) --dist loadfile \
 		$(CORE_TESTS:%=tests/test_%.py)
 

@@ -39,7 +39,6 @@ def check_halves(rank, spec, tolerance, dtype=torch.float32):
         for numel in LENGTHS:
             flat = draw(rank, numel, dtype)
             shard = averager.reduce_scatter(flat)
-            assert torch.equal(flat, draw(rank, numel, dtype)), "the values that were given have changed"
             start, end = even_bounds(numel, world)[rank]
             want, largest = mean(numel, dtype), max(float(draw(r, numel).abs().max()) for r in range(world))
             own_rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps

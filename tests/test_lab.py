@@ -204,9 +204,30 @@ def test_wrong_arguments_are_explained():
     with Lab(hosts=2) as lab:
         with pytest.raises(ValueError, match="there is no host 2; the hosts are 0 to 1"):
             lab.bytes_sent(2)
-        with pytest.raises(ValueError, match="a lab of 2 hosts runs 2 ranks, not 3"):
+        with pytest.raises(ValueError, match="3 ranks cannot be spread evenly over the 2 hosts"):
             run_ranks(sum_and_time, 3, lab=lab)
     with pytest.raises(ValueError, match="this lab is closed"):
         lab.bytes_sent(0)
     with pytest.raises(ValueError, match="1 to 4096 hosts"):
         Lab(hosts=0)
+
+
+def host_and_place(rank):
+    """Return the address of this rank's host, and its place there as torchrun would tell it."""
+    ours = subprocess.run(
+        ["ip", "-4", "-o", "addr", "show", "eth0"], capture_output=True, text=True, check=True
+    )
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    names = "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+    return ours.stdout.split()[3], [os.environ[name] for name in names], total.item()
+
+
+@needs_lab
+def test_a_host_can_have_several_ranks():
+    with Lab(hosts=2) as lab:
+        found = run_ranks(host_and_place, 4, lab=lab)
+    addresses, places, totals = zip(*found, strict=True)
+    assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
+    assert list(places) == [["0", "2", "0"], ["1", "2", "0"], ["0", "2", "1"], ["1", "2", "1"]]
+    assert totals == (6.0,) * 4

@@ -15,9 +15,10 @@ import typer
 import gradwire
 from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
 from gradwire.cli.options import check_writable
-from gradwire.ddp import OnNonfinite, attach_to_all
+from gradwire.ddp import OnNonfinite
 from gradwire.processes import rank_environment
 from gradwire.scripts import Script, observe, run_script, show_error, summarize
+from gradwire.sharded import attach_to_all
 
 
 def run(
@@ -66,7 +67,7 @@ def run(
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary at the end.")] = False,
 ) -> None:
-    """Run a training script as it is, with gradwire in every DistributedDataParallel it makes.
+    """Run a training script as it is, with gradwire in every DDP or FSDP2 model it makes.
 
     Put it in place of python in the command that starts each rank, under torchrun
     and in `gradwire lab` alike; or let --ranks start them here. Rank 0 sums up at

@@ -60,8 +60,8 @@ class TwoPhaseReduce:
         """Leave the sum of every chunk r on rank r: in its chunk r, and encoded in its row r."""
         self._scatter.run()
         for number, share in enumerate(self._shares):
-            rows, seeds = self._scatter.terms(number)
-            share.reduce(rows, self._group.rank, self._scale, seeds)
+            rows, seed = self._scatter.terms(number)
+            share.reduce(rows, self._group.rank, self._scale, seed)
 
     def gather(self) -> None:
         """Send every rank the encoded sums of all others, and decode them."""
@@ -84,12 +84,12 @@ class _Share:
     chunks: Sequence[Chunk]
     seeds: Seeds | None
 
-    def reduce(self, rows: Tensor, rank: int, scale: Scale, seeds: Sequence[Seed]) -> None:
+    def reduce(self, rows: Tensor, rank: int, scale: Scale, seed: Seed) -> None:
         """Sum this rank's chunk, of which the others' parts have arrived."""
         chunk = self.chunks[rank]
         if chunk.row.numel():
             seeded = chunk if self.seeds is None else replace(chunk, seed=self._seed(rank))
-            self.codec.reduce(seeded, rows, rank, scale, seeds)
+            self.codec.reduce(seeded, rows, rank, scale, seed)
 
     def decode(self, peer: int) -> None:
         chunk = self.chunks[peer]

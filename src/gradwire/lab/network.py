@@ -90,18 +90,23 @@ class Lab:
         with self._hosts[host].inside():
             yield
 
-    def environment(self, host: int) -> dict[str, str]:
-        """Return the variables that torchrun would set on a host, with one rank per host."""
+    def environment(self, host: int, local_rank: int = 0, ranks_per_host: int = 1) -> dict[str, str]:
+        """Return the variables that torchrun would set for a rank on a host."""
         self._check(host)
-        here, size, address = str(host), str(self.num_hosts), self.address(0)
+        rank, size = host * ranks_per_host + local_rank, self.num_hosts * ranks_per_host
         return {
             **rank_environment(
-                host, self.num_hosts, local_rank=0, local_world_size=1, address=address, port=MASTER_PORT
+                rank,
+                size,
+                local_rank=local_rank,
+                local_world_size=ranks_per_host,
+                address=self.address(0),
+                port=MASTER_PORT,
             ),
-            "GROUP_RANK": here,
-            "GROUP_WORLD_SIZE": size,
-            "ROLE_RANK": here,
-            "ROLE_WORLD_SIZE": size,
+            "GROUP_RANK": str(host),
+            "GROUP_WORLD_SIZE": str(self.num_hosts),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(size),
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,

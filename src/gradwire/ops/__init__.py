@@ -3,7 +3,7 @@
 Whatever knows ranks, buckets or messages does not belong here.
 
 `reference` defines the results. The kernels equal it bit for bit, with two exceptions: a NaN may have another
-payload, and Triton adds up the mean of a block in its own order.
+payload, and Triton adds up the mean magnitude of a block of `sign` in its own order.
 """
 
 from __future__ import annotations
@@ -213,7 +213,9 @@ def _blocks(values: Tensor) -> ModuleType:
 
 
 def _rotated(values: Tensor) -> ModuleType:
-    return _cpu_rotated() if _is_fast(values) else reference_rotated
+    if _is_fast(values):
+        return _cpu_rotated()
+    return _cuda_rotated() if values.is_cuda and _has_triton() else reference_rotated
 
 
 # Imported on first use: importing numba takes 0.2 s, which a program that never trains need not spend.
@@ -253,6 +255,12 @@ def _cuda_blocks() -> ModuleType:
     from gradwire.ops.cuda import blocks
 
     return blocks
+
+
+def _cuda_rotated() -> ModuleType:
+    from gradwire.ops.cuda import rotated
+
+    return rotated
 
 
 @functools.cache

@@ -30,6 +30,7 @@ from gradwire.recipes.resolution import (
     require_averaging,
     require_fixed,
     resolve_for_module,
+    route_module_tables,
 )
 from gradwire.recipes.spelling import is_factory
 from gradwire.recipes.tuning import ENCODINGS, Encoding, Tuning
@@ -64,6 +65,7 @@ __all__ = [
     "require_fixed",
     "resolve_for_module",
     "route",
+    "route_module_tables",
     "route_tables",
     "scattered",
     "schedule",

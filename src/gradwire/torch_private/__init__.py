@@ -27,6 +27,8 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+from gradwire.torch_private.fsdp import FSDP_NAMES
+
 AnyFuture = torch._C.Future
 FIRST_BUCKET_BYTES = _distributed_c10d._DEFAULT_FIRST_BUCKET_BYTES
 compute_bucket_assignment = _distributed_c10d._compute_bucket_assignment_by_size
@@ -126,6 +128,7 @@ PRIVATE_NAMES = tuple(
             "steps inside a hook",
             "refuse ZeRO steps in hooks",
         ),
+        *FSDP_NAMES,
     )
 )
 
@@ -134,8 +137,9 @@ def missing_names(**objects: Any) -> list[PrivateName]:
     """Return the private names that the installed torch lacks.
 
     Args:
-        objects: a ``group``, its backend's ``options``, a ``ddp`` model and a ``zero`` optimizer, to look for
-            the names that objects have. Names of objects that are not given are left out.
+        objects: a ``group``, its backend's ``options``, a ``ddp`` model, a ``zero`` optimizer, a
+            ``param_group`` and an ``fsdp_param`` of a sharded model, to look for the names that objects have.
+            Names of objects that are not given are left out.
     """
 
     def lacks(private: PrivateName) -> bool:
