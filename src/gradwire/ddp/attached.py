@@ -102,20 +102,6 @@ class Attached(abc.ABC):
         """Return the model to its own averaging."""
 
     @property
-    def tuned(self) -> Tuned | None:
-        """The tuner of recipe ``auto``; None for other recipes, and for models that it does not know."""
-        return None
-
-    def use_tuner_of(self, recipe: Recipe) -> None:
-        """Let the recipe choose its encodings, if it is ``auto``; end the tuner of an earlier recipe."""
-        assert recipe.tuning is None, "a model without a tuner refuses it"
-
-    @property
-    def current_recipe(self) -> Recipe | None:
-        """The recipe, with the encodings that ``auto`` has chosen by now; None for a hook."""
-        return self.choice.recipe if self.tuned is None or self.engine is None else self.engine.recipe
-
-    @property
     def failure(self) -> WireError | None:
         """The first error of any rank, if there was one."""
         return self.bridge.runner.failure
@@ -124,6 +110,22 @@ class Attached(abc.ABC):
     def state(self) -> RunState:
         """The state that a checkpoint holds; empty for a hook, which keeps its own."""
         return RunState() if self.engine is None else self.engine.state
+
+    @property
+    def tuned(self) -> Tuned | None:
+        """The tuner of recipe ``auto``; None for other recipes."""
+        return None
+
+    @property
+    def current_recipe(self) -> Recipe | None:
+        """The recipe, with the encodings that ``auto`` has chosen by now; None for a hook."""
+        if self.tuned is None or self.engine is None:
+            return self.choice.recipe
+        return self.engine.recipe
+
+    def use_tuner_of(self, recipe: Recipe) -> None:
+        """Let the recipe choose its encodings, if it is ``auto``; end the tuner of an earlier recipe."""
+        assert recipe.tuning is None, "this kind of model cannot be tuned, and `resolve` refuses it"
 
     @property
     def checks_nonfinite(self) -> bool:

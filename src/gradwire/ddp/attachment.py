@@ -76,6 +76,20 @@ class Attachment(Attached):
     def is_attached(self) -> bool:
         return self.slot.bridge is self._bridge
 
+    def resolve(self, recipe: Recipe) -> Recipe:
+        return resolve_for_model(recipe, self.model)
+
+    def claim(self, chosen: dict[str, str]) -> dict[str, str]:
+        return claim_of(self.model, chosen)
+
+    def seen_layouts(self) -> tuple[BucketLayout, ...]:
+        return self.layouts.current()
+
+    def plan(self, recipe: Recipe, step: int | None) -> WirePlan:
+        trained: list[Tensor] = list(trained_parameters(self.model).values())
+        buckets = self.layouts.current() or self.layouts.one_per_dtype(trained)
+        return make_plan(recipe, buckets, self.group.rank(), self.group.size(), step)
+
     @property
     def tuned(self) -> Tuned | None:
         return self._bridge.tuned
@@ -98,20 +112,6 @@ class Attachment(Attached):
     def _record_decision(self, decision: Decision) -> None:
         fields = {**dataclasses.asdict(decision), "event": "decision"}
         self.bridge.checks.record_event(**fields)
-
-    def resolve(self, recipe: Recipe) -> Recipe:
-        return resolve_for_model(recipe, self.model)
-
-    def claim(self, chosen: dict[str, str]) -> dict[str, str]:
-        return claim_of(self.model, chosen)
-
-    def seen_layouts(self) -> tuple[BucketLayout, ...]:
-        return self.layouts.current()
-
-    def plan(self, recipe: Recipe, step: int | None) -> WirePlan:
-        trained: list[Tensor] = list(trained_parameters(self.model).values())
-        buckets = self.layouts.current() or self.layouts.one_per_dtype(trained)
-        return make_plan(recipe, buckets, self.group.rank(), self.group.size(), step)
 
     def read(self, state: Mapping[str, Any]) -> checkpoint.Saved:
         recipe = self.choice.recipe

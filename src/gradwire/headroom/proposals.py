@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.ddp import unwrap
 from gradwire.headroom.records import Proposal
 from gradwire.peers import NcclGroup, join_rendezvous, open_gloo, timeout_of, uses_nccl
 from gradwire.recipes import resolve_for_module
@@ -17,7 +16,8 @@ from gradwire.tuning import propose
 
 def propose_encodings(wire: gradwire.Wire, group: dist.ProcessGroup, budget: float) -> Proposal:
     """Return what ``auto`` would send for the last gradients of a wire with recipe ``noop``; collective."""
-    module: nn.Module = unwrap(wire.model).module
+    module = wire.model.module
+    assert isinstance(module, nn.Module)
     parameters = {name: p for name, p in module.named_parameters() if p.grad is not None}
     recipe = gradwire.recipe(f"auto:budget={budget:g}")
     tuning = resolve_for_module(recipe, module, parameters, group.size()).tuning

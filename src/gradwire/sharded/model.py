@@ -79,7 +79,7 @@ class ShardedModel:
 
     def resolve(self, recipe: Recipe) -> Recipe:
         """Return ``recipe`` for this model; ValueError if it does not fit."""
-        require_fixed(recipe, "fully_shard()")
+        require_fixed(recipe, "sharded models")
         for each in recipe.leaves():
             if each.reduction == "sum":
                 raise ValueError(
