@@ -22,6 +22,7 @@ from gradwire.recipes.registry import (
     noop,
     powersgd,
     sign,
+    topk,
 )
 from gradwire.recipes.resolution import agree_on_nodes, kernels_of, require_averaging, resolve_for_module
 from gradwire.recipes.spelling import is_factory
@@ -55,5 +56,6 @@ __all__ = [
     "scattered",
     "schedule",
     "sign",
+    "topk",
     "with_node_size",
 ]
