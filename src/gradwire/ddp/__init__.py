@@ -5,7 +5,8 @@ The averaging itself belongs to `averaging`; no other package but `ddp_comm_hook
 
 from gradwire.ddp.attach_to_all import AttachedModel, Attachments, attach_to_all
 from gradwire.ddp.attaching import attach
-from gradwire.ddp.bridge import Bridge
+from gradwire.ddp.bridge import Bridge, queue_after_ddp
+from gradwire.ddp.bucket_order import BucketOrder, Position
 from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import HookInfo, hook_name, register_hook_info
 from gradwire.ddp.hook_slot import HookTaken
@@ -14,6 +15,7 @@ from gradwire.ddp.models import (
     claim_of,
     device_of,
     is_ddp,
+    num_bucketed,
     num_transient,
     resolve_for_model,
     trained_parameters,
@@ -31,11 +33,13 @@ __all__ = [
     "AttachedModel",
     "Attachments",
     "Bridge",
+    "BucketOrder",
     "DDPBucket",
     "HookInfo",
     "HookRunner",
     "HookTaken",
     "OnNonfinite",
+    "Position",
     "Runner",
     "SteppingRunner",
     "Wire",
@@ -49,9 +53,11 @@ __all__ = [
     "hook_name",
     "hook_with_bridge",
     "is_ddp",
+    "num_bucketed",
     "num_transient",
     "open_raw_engine",
     "open_raw_lane",
+    "queue_after_ddp",
     "register_hook_info",
     "require_future",
     "resolve_for_model",

@@ -21,7 +21,7 @@ from gradwire.ddp.choice import Choice, choose
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
 from gradwire.ddp.hook_watchdog import HookWatchdog
-from gradwire.ddp.models import claim_of, device_of, num_transient, unwrap
+from gradwire.ddp.models import claim_of, device_of, num_bucketed, num_transient, unwrap
 from gradwire.ddp.nonfinite import OnNonfinite
 from gradwire.ddp.options import Options
 from gradwire.ddp.runner import Runner
@@ -138,7 +138,7 @@ def _open_bridge(
         undo.callback(checks.close)
         # Weakly: the model's hook holds this, and must not hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        bridge = Bridge(runner, layouts, rank, checks, by_active)
+        bridge = Bridge(runner, layouts, rank, checks, by_active, num_bucketed(ddp))
         slot.take(bridge)
         undo.callback(slot.leave, bridge)
         # Binding comes last, since it cannot be undone.

@@ -91,8 +91,14 @@ def trained_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
 def bucketed_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters that may be in buckets: trained ones, and those frozen after DDP was made."""
     now = trained_parameters(ddp)
-    was_frozen_later = len(now) != ddp._get_ddp_logging_data()["num_parameter_tensors"]
+    was_frozen_later = len(now) != num_bucketed(ddp)
     return _not_ignored(ddp) if was_frozen_later else now
+
+
+def num_bucketed(ddp: DistributedDataParallel) -> int:
+    """Return the number of parameters in all buckets of the model; never inside a hook, where it hangs."""
+    number: int = ddp._get_ddp_logging_data()["num_parameter_tensors"]
+    return number
 
 
 def _not_ignored(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
