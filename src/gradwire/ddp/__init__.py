@@ -27,6 +27,7 @@ from gradwire.ddp.raw_hooks import hook_with_bridge, open_raw_engine, open_raw_l
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
 from gradwire.ddp.user_hooks import HookRunner, check_result, require_future
+from gradwire.ddp.verification import hash_of_parameters
 from gradwire.ddp.wire import Wire, attachment_of
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "check_result",
     "claim_of",
     "device_of",
+    "hash_of_parameters",
     "hook_name",
     "hook_with_bridge",
     "is_ddp",

@@ -60,10 +60,10 @@ def attach(
             every rank, as DDP does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
             optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
             ``backward()`` on every rank; on CUDA from the next one.
-        verify_every: compare the averaged gradients over the ranks, bit for bit, every so many steps; 0, the
-            default, compares never. If they differ, ``backward()`` raises `WireError` on every rank, with the
-            step, the ranks and the first parameter. On CUDA such a step waits for the device. Not done
-            inside ``join()`` of a model with ``find_unused_parameters``.
+        verify_every: compare averaged gradients and parameters over the ranks, bit for bit, every so many
+            steps; 0, the default, compares never. If they differ, ``backward()`` raises `WireError` on every
+            rank, with the step, the ranks and the first parameter; on CUDA the next one. Not done inside
+            ``join()`` of a model with ``find_unused_parameters``.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one. Residuals are in
             units of the scaled loss, and follow each change of its scale.
         telemetry: what to record, see `Telemetry`; None, the default, records nothing.

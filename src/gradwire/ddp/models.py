@@ -85,14 +85,14 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
 
 def trained_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients are averaged, by name."""
-    return {name: p for name, p in _not_ignored(ddp).items() if p.requires_grad}
+    return {name: p for name, p in shared_parameters(ddp).items() if p.requires_grad}
 
 
 def bucketed_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters that may be in buckets: trained ones, and those frozen after DDP was made."""
     now = trained_parameters(ddp)
     was_frozen_later = len(now) != num_bucketed(ddp)
-    return _not_ignored(ddp) if was_frozen_later else now
+    return shared_parameters(ddp) if was_frozen_later else now
 
 
 def num_bucketed(ddp: DistributedDataParallel) -> int:
@@ -101,7 +101,8 @@ def num_bucketed(ddp: DistributedDataParallel) -> int:
     return number
 
 
-def _not_ignored(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+def shared_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """Return all parameters that DDP keeps the same on all ranks, frozen ones too, by name."""
     ignored = ddp.parameters_to_ignore
     return {canonical_name(name): p for name, p in ddp.module.named_parameters() if name not in ignored}
 
