@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.headroom import read_records
-from gradwire.lab import Lab, format_rate, parse_rate
+from gradwire.lab import Lab, format_delay, format_rate, parse_delay, parse_rate
 from gradwire.testing import run_ranks
 from tests.lab_machine import needs_lab
 
@@ -54,6 +54,24 @@ def test_ranks_on_the_hosts_of_a_lab_talk_over_its_links():
     # A ring of three sends 4/3 of 2 MB: 0.43 s at 50 Mbit/s, and nothing gets around the limit.
     assert all(2.6e6 < count < 3.5e6 for count in sent)
     assert all(result[2] > 0.35 for result in results)
+
+
+def test_delays_are_read_as_people_write_them():
+    assert [parse_delay(text) for text in ("20ms", "0.1 s", "500us")] == [0.02, 0.1, 0.0005]
+    assert [format_delay(s) for s in (0.02, 0.0005, 1.5)] == ["20ms", "500us", "1.5s"]
+    for text in ("far", "20", "0ms", "-1ms", "1h", "61s"):
+        with pytest.raises(ValueError, match="such as 20ms"):
+            parse_delay(text)
+
+
+@needs_lab
+def test_a_delay_holds_every_packet_back_and_loses_none():
+    with Lab(hosts=3, rate="50mbit", delay="60ms") as lab:
+        assert str(lab) == "3 hosts, 50mbit, 60ms long"
+        results = run_ranks(sum_and_time, 3, lab=lab)
+    assert [result[:2] for result in results] == [(3.0, "0")] * 3
+    # 0.43 s for the bytes, and a ring of three passes them on four times.
+    assert all(result[2] > 0.35 + 4 * 0.06 for result in results)
 
 
 @needs_lab
@@ -169,6 +187,7 @@ def test_without_the_right_to_make_namespaces_the_error_says_what_to_grant(monke
 def test_wrong_arguments_are_explained():
     assert run("lab", "--rate", "fast", "true").exit_code == 2
     assert "such as 100mbit" in run("lab", "--rate", "fast", "true").stderr
+    assert "such as 20ms" in run("lab", "--delay", "far", "true").stderr
     assert run("lab", "no-such-command").exit_code == 127
     assert run("lab").exit_code == 2
     with Lab(hosts=2) as lab:

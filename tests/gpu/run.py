@@ -24,7 +24,7 @@ from gradwire.ops import BlockFormat, Chunk, Seed
 from gradwire.ops.cuda import blocks as cuda_blocks
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.testing import cases, check_hook, run_ranks
-from tests.gpu import averager, face, faults, lowrank, resume, telemetry, trust
+from tests.gpu import averager, face, faults, lowrank, outer, resume, telemetry, trust
 from tests.rows import ROWS
 
 
@@ -225,6 +225,7 @@ def main():
         **resume.CHECKS,
         **faults.CHECKS,
         **averager.CHECKS,
+        **outer.CHECKS,
     }
     for name, check in checks.items():
         if only and not name.startswith(only):

@@ -80,17 +80,17 @@ class Engine:
 
     def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
         """Begin to average ``bucket``, in place if it is dense, and return a future of the result."""
-        recipe = self.recipe
-        if not recipe.exchange.communicates:
+        recipe, exchange = self.recipe, bucket.exchange or self.recipe.exchange
+        if not exchange.communicates:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.flat)
         is_active = bucket.is_active if recipe.reduction == "mean" else None
-        scaling = Scaling(recipe.reduction, is_active, bucket.weight, bucket.claim)
+        scaling = Scaling(recipe.reduction, is_active, bucket.weight, bucket.factor, bucket.claim)
         job = Job(
             Promise(bucket.flat),
             bucket.layout,
             place,
-            recipe.exchange,
+            exchange,
             scaling,
             bucket.is_last,
             bucket.may_overlap,

@@ -97,9 +97,10 @@ def _measure(
     rate: str | None,
     on_progress: Callable[[int, int], None],
 ) -> Record | None:
-    """Measure once, with links of a rate, or over the network as it is."""
+    """Measure once: with links of a rate, with long links, or over the network as it is."""
     num_ranks = options.num_ranks
-    with nullcontext() if rate is None else Lab(num_ranks, rate) as lab:
+    needs_lab = rate is not None or options.delay is not None
+    with Lab(num_ranks, rate, options.delay) if needs_lab else nullcontext() as lab:
         if isinstance(subject, Script):
             num_steps = options.num_steps
             return measure_script(

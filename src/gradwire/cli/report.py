@@ -66,7 +66,7 @@ def _read(files: Sequence[Path]) -> list[_NamedRecord]:
         except ValueError as error:
             stop("report", f"{path}: {error}", WRONG_ARGUMENTS)
         for record in records:
-            link = f", {record.link}" if len(records) > 1 else ""
+            link = f", {record.network}" if len(records) > 1 else ""
             name = printable(path.name if names_differ else str(path))
             named.append((f"{name}{link}", record))
     return named

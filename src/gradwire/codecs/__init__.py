@@ -90,3 +90,7 @@ class Codec(Protocol):
         becomes what the row leaves out of the sum, divided by ``scale``.
         """
         ...
+
+    def sum(self, values: Tensor, rows: Tensor, rank: int, scale: Scale, seeds: Sequence[Seed] = ()) -> None:
+        """Sum as `reduce` does, and leave the sum in ``values``, without encoding it."""
+        ...

@@ -57,14 +57,19 @@ class Affine:
     def reduce(
         self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
     ) -> None:
-        own = chunk.values
-        term, total = torch.empty_like(own), torch.zeros_like(own)
+        self.sum(chunk.values, rows, rank, scale)
+        self._encode(chunk.values, chunk.row)
+        self.decode(chunk.row, chunk.values)
+
+    def sum(
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+    ) -> None:
+        term, total = torch.empty_like(values), torch.zeros_like(values)
         for r in range(len(rows)):
             if r != rank:
                 self.decode(rows[r], term)
-            total.add_(own * scale if r == rank else term.mul_(scale))
-        self._encode(total, chunk.row)
-        self.decode(chunk.row, own)
+            total.add_(values * scale if r == rank else term.mul_(scale))
+        values.copy_(total)
 
     def _encode(self, values: Tensor, row: Tensor) -> None:
         codes, ranges = self._split(row, values.numel())

@@ -65,3 +65,8 @@ class Blocks:
         self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
     ) -> None:
         ops.reduce_blocks(self.format, chunk, rows, rank, scale)
+
+    def sum(
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+    ) -> None:
+        ops.sum_blocks(self.format, values, rows, rank, scale)

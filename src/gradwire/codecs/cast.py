@@ -86,6 +86,13 @@ class Cast:
             header.copy_(down)
         ops.reduce_rows(ops.Terms(chunk.values, rank, rows, scales, self._header_bytes), encoded, up, down)
 
+    def sum(
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+    ) -> None:
+        headers = [None if r == rank else self._split(rows[r])[0] for r in range(len(rows))]
+        scales = [scale if header is None else header * scale for header in headers]
+        ops.sum_rows(ops.Terms(values, rank, rows, scales, self._header_bytes), self.dtype)
+
     @property
     def _header_bytes(self) -> int:
         return _SCALE_BYTES if self.dtype == torch.float16 else 0

@@ -51,6 +51,12 @@ class Raw:
         ops.reduce_rows(ops.Terms(own, rank, rows, [scale] * len(rows)), encoded=own, up=1.0, down=1.0)
         self.encode(chunk)
 
+    def sum(
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+    ) -> None:
+        assert self.dtype is not None, "resolve the codec for a bucket's dtype first"
+        ops.sum_rows(ops.Terms(values, rank, rows, [scale] * len(rows)), self.dtype)
+
     def _values(self, row: Tensor) -> Tensor:
         assert self.dtype is not None, "resolve the codec for a bucket's dtype first"
         return row.view(self.dtype)

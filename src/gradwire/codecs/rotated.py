@@ -81,3 +81,13 @@ class Rotated:
     ) -> None:
         terms = RotatedRows(self.to_owner.format, rows, seeds or [ops.NO_SEED] * len(rows))
         ops.reduce_rotated(self.format, chunk, terms, rank, scale)
+
+    def sum(
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+    ) -> None:
+        term, total = torch.empty_like(values), torch.zeros_like(values)
+        for r in range(len(rows)):
+            if r != rank:
+                self.to_owner.decode(rows[r], term, seeds[r])
+            total.add_(values * scale if r == rank else term.mul_(scale))
+        values.copy_(total)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +17,7 @@ from gradwire.ddp.choice import Choice
 from gradwire.ddp.hook_slot import HookSlot
 from gradwire.ddp.runner import Runner
 from gradwire.peers import CollectiveCall
+from gradwire.torch_private import backward_pass
 
 
 class Attachment:
@@ -87,7 +87,7 @@ class Attachment:
 
     def save(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state of this rank, or of all ranks; RuntimeError inside ``backward()``."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             raise RuntimeError(
                 f"rank {self.rank}: Wire.state_dict was called inside backward(), where some residuals are "
                 "those of this step and some are older; call it after backward() has returned"

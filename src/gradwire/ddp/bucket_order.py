@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch._C._distributed_c10d import GradBucket
+from gradwire.torch_private import GradBucket, backward_pass, is_in_node
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class BucketOrder:
 
     def next(self, bucket: GradBucket) -> Position:
         """Return the position of the bucket that DDP hands out now; call it once per bucket."""
-        this_pass = torch._C._current_graph_task_id()
+        this_pass = backward_pass()
         in_backward = this_pass != -1
         if not in_backward or not self._is_delayed(bucket, this_pass):
             return Position(bucket.index(), bucket.is_last(), bucket.is_last(), in_backward)
@@ -56,4 +55,4 @@ class BucketOrder:
         """Return True if the bucket comes after its backward pass, when no node of the graph runs."""
         if self._delayed_pass == this_pass:
             return True
-        return bucket.index() == 0 and torch._C._current_autograd_node() is None
+        return bucket.index() == 0 and not is_in_node()

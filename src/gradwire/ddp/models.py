@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.buckets import canonical_name
 from gradwire.recipes import Recipe, fingerprint, resolve_for_module
+from gradwire.torch_private import ddp_facts, uncompiled
 
 
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -25,7 +26,7 @@ def is_ddp(model: nn.Module) -> bool:
 
 def unwrap(model: nn.Module) -> DistributedDataParallel:
     """Return the ``DistributedDataParallel`` in ``model``, compiled or not; TypeError if there is none."""
-    inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
+    inner = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         return inner
     raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{_hint(inner)}")
@@ -97,7 +98,7 @@ def bucketed_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]
 
 def num_bucketed(ddp: DistributedDataParallel) -> int:
     """Return the number of parameters in all buckets of the model; never inside a hook, where it hangs."""
-    number: int = ddp._get_ddp_logging_data()["num_parameter_tensors"]
+    number: int = ddp_facts(ddp)["num_parameter_tensors"]
     return number
 
 

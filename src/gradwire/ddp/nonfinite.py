@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.models import trained_parameters
+from gradwire.torch_private import largest_magnitudes
 
 OnNonfinite = Literal["propagate", "skip", "raise"]
 
@@ -49,7 +50,7 @@ class NonfinitePolicy:
         if not named:
             return
         # The largest magnitude takes one pass over memory, and is NaN if any value is.
-        largest = torch._foreach_norm(list(named.values()), ord=float("inf"))
+        largest = largest_magnitudes(list(named.values()))
         is_finite = torch.stack(largest).isfinite()  # stack promotes to the widest dtype
         if self._mode == "skip":
             if not bool(is_finite.all()):

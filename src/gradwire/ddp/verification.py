@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.ddp.models import device_of, shared_parameters, trained_parameters
 from gradwire.errors import WireError
 from gradwire.peers import Group, gather
+from gradwire.torch_private import is_joining
 
 _CHUNK = 1 << 20
 # The integer dtype to read values of each size as. 64-bit values are read in halves, since two changes of
@@ -63,7 +64,7 @@ class Verification:
         ddp = self._ddp()
         assert ddp is not None, "the model is gone"
         # Then DDP exchanges the used parameters, on some ranks before this and on others after it.
-        may_not = ddp.find_unused_parameters and ddp._join_config.enable
+        may_not = ddp.find_unused_parameters and is_joining(ddp)
         return step % self._every == 0 and not may_not
 
     def hashes(self, *, shadow: bool) -> Tensor:

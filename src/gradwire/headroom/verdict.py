@@ -42,7 +42,7 @@ def give_verdict(record: Record) -> str:
         )
     share = record.communication_share(record.allreduce)
     most = max(1.0, record.gain(record.noop))
-    where = "" if record.link is None else f" with links of {record.link}"
+    where = f" with {record.network}" if record.network else ""
     opening = f"Communication takes {share:.0%} of a plain DDP step on {record.world_size} ranks{where}"
     faster = _beyond_possible(record)
     if faster is not None:

@@ -56,6 +56,8 @@ __all__ = [
     "reduce_blocks",
     "reduce_rotated",
     "reduce_rows",
+    "sum_blocks",
+    "sum_rows",
     "warm_up",
 ]
 
@@ -83,6 +85,15 @@ def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
     fast = _is_fast(terms.own) and encoded.dtype in (torch.float32, *_HALVES)
     kernels = _cpu_casts() if fast else reference_casts
     kernels.reduce_rows(terms, encoded, up, down)
+
+
+def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
+    """Replace ``terms.own`` by the sum of the terms in order; rows hold values of ``dtype``.
+
+    Sums are as in `reduce_rows`, and are not encoded again.
+    """
+    fast = _is_fast(terms.own) and dtype in (torch.float32, *_HALVES)
+    (_cpu_casts() if fast else reference_casts).sum_rows(terms, dtype)
 
 
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
@@ -122,6 +133,14 @@ def reduce_blocks(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int,
     out of the sum, divided by ``scale``.
     """
     _blocks(chunk.values).reduce(form, chunk, rows, own_index, scale)
+
+
+def sum_blocks(form: BlockFormat, own: Tensor, rows: Tensor, own_index: int, scale: Scale) -> None:
+    """Replace ``own`` by the sum of ``values[r] * scale`` over r in order, which is not encoded again.
+
+    ``values[own_index]`` is ``own``. The others are encoded in ``rows``, as for `reduce_blocks`.
+    """
+    _blocks(own).sum_rows(form, own, rows, own_index, scale)
 
 
 def encode_rotated(form: RotatedFormat, chunk: Chunk) -> None:

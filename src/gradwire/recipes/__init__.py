@@ -5,6 +5,7 @@ Protocols do not belong here but to `exchanges`, and encodings to `codecs`.
 
 from gradwire.recipes import fingerprint
 from gradwire.recipes.composed import recipe, route, route_tables, schedule, with_node_size
+from gradwire.recipes.halves import gathered, scattered
 from gradwire.recipes.plan import WirePlan, make_plan
 from gradwire.recipes.registry import (
     RECIPES,
@@ -37,6 +38,7 @@ __all__ = [
     "fp8",
     "fp16",
     "fp32",
+    "gathered",
     "int2",
     "int4",
     "int8",
@@ -50,6 +52,7 @@ __all__ = [
     "resolve_for_module",
     "route",
     "route_tables",
+    "scattered",
     "schedule",
     "sign",
     "with_node_size",

@@ -60,7 +60,7 @@ def render_page(records: Sequence[Record], names: Sequence[str] = ()) -> str:
     check_plotly()
     from plotly.offline import get_plotlyjs
 
-    named = list(zip(names or [record.link or "" for record in records], records, strict=True))
+    named = list(zip(names or [record.network for record in records], records, strict=True))
     body = [line for index, (name, record) in enumerate(named) for line in _verdict(index, name, record)]
     if len(names) > 1:
         body += _figure("comparison", comparison_chart(named))
@@ -104,7 +104,7 @@ def _section(index: int, name: str, record: Record) -> list[str]:
 
 
 def _conditions(record: Record) -> str:
-    link = "" if record.link is None else f", links of {record.link}"
+    link = f", {record.network}" if record.network else ""
     return (
         f"{record.workload}; {record.world_size} ranks over {record.backend} on {record.device}{link}; "
         f"{record.machine}; torch {record.torch_version}, gradwire {record.gradwire_version}; {record.date}"

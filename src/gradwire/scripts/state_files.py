@@ -70,7 +70,7 @@ class ScriptStates:
         keeper = StateKeeper(self._folder, self._every, len(self._keepers), model, wire)
         self._keepers.append((keeper, weakref.ref(model)))
         # A compiled model would trace it.
-        before_forward = torch._dynamo.disable(lambda model, inputs: keeper.before_forward(model))
+        before_forward = torch.compiler.disable(lambda model, inputs: keeper.before_forward(model))
         model.register_forward_pre_hook(before_forward)
 
     def end(self) -> None:

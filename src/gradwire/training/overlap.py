@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from gradwire.ddp import Runner, SteppingRunner, Wire, attachment_of, step_parameters
 from gradwire.lanes import open_local_lane
 from gradwire.peers import Group
+from gradwire.torch_private import num_writes
 
 
 class OverlappedOptimizer(Optimizer):
@@ -96,7 +97,7 @@ class OverlappedOptimizer(Optimizer):
         """Remember the gradients that the steps have used, and that `step` is due."""
         self._awaits_step = True
         self._versions = {
-            parameter: (id(parameter.grad), parameter.grad._version)
+            parameter: (id(parameter.grad), num_writes(parameter.grad))
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
@@ -115,7 +116,7 @@ class OverlappedOptimizer(Optimizer):
         versions, self._versions = self._versions, {}
         for parameter, version in versions.items():
             grad = parameter.grad
-            if grad is not None and id(grad) == version[0] and grad._version != version[1]:
+            if grad is not None and id(grad) == version[0] and num_writes(grad) != version[1]:
                 self._awaits_step = False  # what was missed is told here
                 raise RuntimeError(
                     "gradients were changed after backward(), which had already taken the step with them: "
