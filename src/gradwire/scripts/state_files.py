@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import save
 
 from gradwire.averaging import merge_state_dicts
@@ -63,9 +62,9 @@ class ScriptStates:
         """Save every ``every`` steps to ``folder``, and at the end."""
         self._folder = folder
         self._every = every
-        self._keepers: list[tuple[StateKeeper, weakref.ref[DistributedDataParallel]]] = []
+        self._keepers: list[tuple[StateKeeper, weakref.ref[Any]]] = []
 
-    def add(self, model: DistributedDataParallel, wire: Wire) -> None:
+    def add(self, model: Any, wire: Wire) -> None:
         """Keep the state of another model's wire."""
         keeper = StateKeeper(self._folder, self._every, len(self._keepers), model, wire)
         self._keepers.append((keeper, weakref.ref(model)))
@@ -101,9 +100,7 @@ class ScriptStates:
 class StateKeeper:
     """Save and load the states of one model's wire, before forward passes and at the end."""
 
-    def __init__(
-        self, folder: Path, every: int, number: int, model: DistributedDataParallel, wire: Wire
-    ) -> None:
+    def __init__(self, folder: Path, every: int, number: int, model: Any, wire: Wire) -> None:
         self.wire = wire
         self.loaded_step: int | None = None
         self._folder = folder
@@ -119,7 +116,7 @@ class StateKeeper:
         """The number of steps of the run so far, including those before it was resumed."""
         return attachment_of(self.wire).bridge.num_steps
 
-    def before_forward(self, model: DistributedDataParallel) -> None:
+    def before_forward(self, model: Any) -> None:
         """Load the state that fits, the first time; later save one if it is time to."""
         if not (torch.is_grad_enabled() and model.training and self.wire.attached):
             return
@@ -130,7 +127,7 @@ class StateKeeper:
         elif self.num_steps % self._every == 0:
             self.save(model)
 
-    def save(self, model: DistributedDataParallel) -> None:
+    def save(self, model: Any) -> None:
         """Write this rank's state, unless that of this step is written."""
         step = self.num_steps
         if step == self._saved_step or not step:
@@ -147,7 +144,7 @@ class StateKeeper:
         found = filter(None, map(StateFile.parse, self._folder.iterdir()))
         return [each for each in found if each.model == self._number]
 
-    def _load(self, model: DistributedDataParallel) -> int | None:
+    def _load(self, model: Any) -> int | None:
         """Load the newest state that every rank has for the present weights; return its step. Collective."""
         weights = hash_of_parameters(model)
         files = self._files()
