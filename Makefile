@@ -5,17 +5,21 @@ BIN := $(VENV)/bin
 # Another torch build: make TORCH_INDEX=URL-of-a-package-index TORCH="torch==2.13.0+cu130" test
 TORCH_INDEX ?=
 TORCH ?=
+# What to install with gradwire: an extra of pyproject.toml.
+EXTRA ?= dev
+FRAMEWORKS_VENV ?= .venv-frameworks
 # Test processes, one file each. Ranks often wait for each other, so three keep two cores busy.
 WORKERS ?= 3
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help test test-full test-gpu test-browser lint types headroom bench clean
+.PHONY: help test test-full test-gpu test-browser test-frameworks lint types headroom bench clean
 
 help:
 	@echo "make test          set up .venv, lint, type-check, run the tests"
 	@echo "make headroom      set up .venv, measure what communication costs on two local ranks"
 	@echo "make test-full     the tests, with every combination of the invariant matrix"
 	@echo "make test-browser  test the report page in a headless Chromium"
+	@echo "make test-frameworks  test with Lightning, Accelerate, Transformers and Ray, in a .venv of their own"
 	@echo "make test-gpu      test on this machine's GPU, with this machine's Python"
 	@echo "make bench         time kernels against a copy, and steps against DDP and torch's hooks"
 	@echo "make clean         remove .venv and caches"
@@ -32,7 +36,7 @@ $(VENV)/torch: constraints.txt | $(BIN)/python
 
 $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
 	@echo "installing gradwire ..."
-	@$(PIP_INSTALL) $(if $(TORCH),,-c constraints.txt) -e '.[dev]'
+	@$(PIP_INSTALL) $(if $(TORCH),,-c constraints.txt) -e '.[$(EXTRA)]'
 	@touch $@
 
 lint: $(VENV)/installed
@@ -52,6 +56,10 @@ test-full: lint types
 test-browser: $(VENV)/installed
 	$(BIN)/python -m pytest -m browser tests/browser
 
+test-frameworks:
+	@$(MAKE) --no-print-directory VENV=$(FRAMEWORKS_VENV) EXTRA=frameworks $(FRAMEWORKS_VENV)/installed
+	$(FRAMEWORKS_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/frameworks
+
 # Uses the torch of the GPU machine, whose build fits its driver, instead of a .venv.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.run
@@ -64,4 +72,4 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/steps.py --averaging
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -4,7 +4,7 @@ Code that changes what is averaged does not belong here.
 """
 
 from gradwire.telemetry.meter import Meter, ScaleOf
-from gradwire.telemetry.recorder import Recorder, Telemetry
+from gradwire.telemetry.recorder import Recorder, Telemetry, combine
 from gradwire.telemetry.stats import BucketStats, ParameterStats, StatsCollector, StepStats, WireStats
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "StepStats",
     "Telemetry",
     "WireStats",
+    "combine",
 ]
