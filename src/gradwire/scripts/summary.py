@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.filesize import decimal
 
 import gradwire
 from gradwire.ddp import AttachedModel, Attachments
 from gradwire.recipes import make_plan
-from gradwire.scripts.observing import SPAWN_HINT, Observations
+from gradwire.scripts.observing import Observations
+
+_SPAWNED_WITHOUT_MODELS = (
+    "the script starts processes itself (torch.multiprocessing.spawn), and none of them has made a "
+    "DistributedDataParallel that gradwire could see"
+)
 
 
-def summarize(attachments: Attachments, seen: Observations) -> str:
-    """Return one line per model, as seen by this rank."""
+def summarize(
+    attachments: Attachments, seen: Observations, of_children: Sequence[str] = (), num_children: int = 0
+) -> str:
+    """Return one line per model, as seen by this rank.
+
+    Args:
+        attachments: the models of this process.
+        seen: what else the script has done.
+        of_children: the lines of processes that the script has started itself.
+        num_children: the number of such processes that made models.
+    """
+    lines = [*describe_models(attachments, seen), *of_children]
+    if not lines and num_children:
+        lines.append(
+            f"attached in {num_children} processes that the script has started, which left no figures"
+        )
+    if not lines:
+        made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
+        lines.append(f"no model trained with it ({made})")
+        if seen.has_spawned:
+            lines.append(_SPAWNED_WITHOUT_MODELS)
+    return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
+
+
+def describe_models(attachments: Attachments, seen: Observations) -> list[str]:
+    """Return the lines about the models of this process; none if it has trained none."""
     lines = [_describe(a) for a in attachments.made if a.wire.stats().num_steps]
     if attachments.num_given_way:
         lines.append(f"{attachments.num_given_way} taken over by a hook of the script's own")
@@ -25,12 +56,7 @@ def summarize(attachments: Attachments, seen: Observations) -> str:
             f"{seen.num_optimizer_steps}: if it is to be trained, call the DistributedDataParallel itself, "
             "and not its .module, whose gradients stay on each rank"
         )
-    if not lines:
-        made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
-        lines.append(f"no model trained with it ({made})")
-        if seen.has_spawned:
-            lines.append(SPAWN_HINT)
-    return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
+    return lines
 
 
 def _describe(attachment: AttachedModel) -> str:
