@@ -12,7 +12,7 @@ FRAMEWORKS_VENV ?= .venv-frameworks
 WORKERS ?= 3
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help test test-full test-gpu test-browser test-frameworks lint types headroom bench clean
+.PHONY: help test test-full test-gpu test-browser test-frameworks test-torch test-wheel lint types headroom bench docs clean
 
 help:
 	@echo "make test          set up .venv, lint, type-check, run the tests"
@@ -21,6 +21,9 @@ help:
 	@echo "make test-browser  test the report page in a headless Chromium"
 	@echo "make test-frameworks  test with Lightning, Accelerate, Transformers and Ray, in a .venv of their own"
 	@echo "make test-gpu      test on this machine's GPU, with this machine's Python"
+	@echo "make test-torch    test on another torch: make test-torch TORCH=2.6.0 [PYTHON=python3.12]"
+	@echo "make test-wheel    build the wheel, install it elsewhere, and use it"
+	@echo "make docs          build the documentation in docs/_build/html"
 	@echo "make bench         time kernels against a copy, and steps against DDP and torch's hooks"
 	@echo "make clean         remove .venv and caches"
 
@@ -64,6 +67,32 @@ test-frameworks:
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m tests.gpu.run
 
+# The tests of the core, on a torch of your choice, in a .venv of its own that is kept. Builds for CUDA take 5 GB.
+# With NumPy 2.4 the interpreter of an older Triton fails.
+TORCH_VENV = .venv-torch-$(TORCH)
+CORE_TESTS = attach bridge codecs ddp_comm_hooks low_rank matrix powersgd_hook precision resume torch_private
+test-torch:
+	@test -n "$(TORCH)" || { echo "Say which: make test-torch TORCH=2.6.0"; exit 2; }
+	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		$(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+	@$(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		torch==$(TORCH) -e . hypothesis pytest pytest-xdist "numpy<2.4"
+	$(TORCH_VENV)/bin/python -m pytest -m "not full and not browser" -n $(WORKERS) --dist loadfile \
+		$(CORE_TESTS:%=tests/test_%.py)
+
+test-wheel: $(VENV)/installed
+	$(BIN)/python -m pytest -m full tests/test_wheel.py
+
+$(VENV)/docs: pyproject.toml constraints.txt $(VENV)/installed
+	@$(PIP_INSTALL) $(if $(TORCH),,-c constraints.txt) -e '.[docs]'
+	@touch $@
+
+# Warnings are errors: a page that nobody links to, a link without a target, a name that is gone.
+docs: $(VENV)/docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going -q -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
 headroom: $(VENV)/installed
 	$(BIN)/gradwire headroom --json headroom.json --html headroom.html
 
@@ -72,4 +101,4 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/steps.py --averaging
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS_VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) .venv-torch-* docs/_build .mypy_cache .ruff_cache .pytest_cache

@@ -5,12 +5,13 @@
     python benchmarks/convergence.py --optimizer sgd              the small setting, in small-sgd.csv
     python benchmarks/convergence.py --table convergence/small.csv
     python benchmarks/convergence.py --plot convergence/small.csv fidelity.svg --link 1gbit
+    python benchmarks/convergence.py --front convergence/small.csv front.svg
 
 The model, the text and the schedule are those of examples/train_lm.py. Workers are virtual ranks. Each
 recipe and seed becomes one row of a CSV file. You may end the command at any time and run it again: it
-skips finished rows, and resumes the first unfinished one from its last evaluation, with the same bits. With
---minutes it ends by itself and saves its last step (a row of local SGD, once begun, runs to its end).
-Several processes may share a folder: each takes rows that no other has begun.
+skips finished rows, and resumes the first unfinished one from where it was saved, with the same bits. With
+--minutes it ends by itself and saves its last step. Several processes may share a folder: each takes rows
+that no other has begun. Rows of local SGD are called LocalSGD:period=N or DiLoCo:period=N; see local_rows.py.
 
 Exit codes: 0 every row is there; 3 some are missing, run it again; 2 wrong arguments.
 """
@@ -28,10 +29,12 @@ from rich.progress import Progress, TaskID, TextColumn
 from torch import Tensor
 
 import gradwire
-import replicas
+import local_rows
 from curves import draw, table
+from front import draw_front
 from gradwire.headroom import Machine
 from gradwire.recipes.resolution import require_averaging
+from local_trainer import LocalTrainer
 from optimizers import OPTIMIZERS
 from rows import Row, Taken
 from runs import Run, Setting, append, read
@@ -47,6 +50,9 @@ RECIPES = [
     "fp8",
     "int4",
     "int4:feedback=false",
+    "int2",
+    "int2:bits=1+2",
+    "int2:bits=1+1",
     "sign",
     "sign:feedback=true",
     "powersgd",
@@ -85,7 +91,8 @@ def train(
 ) -> Run:
     """Train a row, from where it was saved; raise OutOfTime at the deadline."""
     setting = row.setting
-    trainer = Trainer(setting, row.recipe, row.seed, texts, eager)
+    kind = Trainer if local_rows.parse(row.recipe) is None else LocalTrainer
+    trainer = kind(setting, row.recipe, row.seed, texts, eager)
     seconds_before, curve = 0.0, {}
     if row.saved.exists():
         state = torch.load(row.saved, weights_only=True, map_location=texts[0].device)
@@ -103,7 +110,7 @@ def train(
         torch.save({"trainer": trainer.state_dict(), "seconds": seconds(), "curve": curve}, half_written)
         half_written.replace(row.saved)
 
-    while (done := trainer.ranks.num_steps) < setting.steps:
+    while (done := trainer.num_steps) < setting.steps:
         if time.monotonic() > deadline:
             save()
             raise OutOfTime(f"{row} is saved after {done} of {setting.steps} steps")
@@ -111,7 +118,8 @@ def train(
         done += 1
         if done % every == 0 or done == setting.steps:
             curve[done] = trainer.evaluate(num_held_out)
-            save()
+            if trainer.saves_on_the_way:
+                save()
         tell(done, list(curve.values())[-1])
     return Run(
         recipe=row.recipe,
@@ -126,22 +134,11 @@ def train(
     )
 
 
-def train_replicas(row: Row, num_held_out: int, deadline: float, tell: Callable[[int, float], None]) -> Run:
-    """Train a row of local SGD, with processes on CPU; raise OutOfTime if the deadline has passed."""
-    if time.monotonic() > deadline:
-        raise OutOfTime(f"{row} is not begun")
-    setting, every = row.setting, max(1, row.setting.steps // NUM_EVALUATIONS)
-    found = replicas.train(setting, row.recipe, row.seed, num_held_out, every, tell)
-    curve, sent, num_parameters, seconds = found
-    machine = str(Machine.here())
-    return Run(row.recipe, row.seed, setting, num_parameters, sent, seconds, curve, machine, VERSIONS)
-
-
 def chosen_recipes(names: list[str]) -> list[str]:
     """Return each recipe once, as it prints; raise ValueError if one is invalid or does not average."""
     chosen = []
     for name in names:
-        if replicas.period_of(name):
+        if local_rows.parse(name) is not None:
             chosen.append(name)
             continue
         recipe = gradwire.recipe(name)
@@ -195,13 +192,9 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
     return device
 
 
-def chosen_rows(options: argparse.Namespace, setting: Setting, device: torch.device) -> list[Row]:
+def chosen_rows(options: argparse.Namespace, setting: Setting) -> list[Row]:
     """Return the rows to train, seed by seed: unfinished, they still have all recipes."""
     recipes = chosen_recipes(options.recipes or RECIPES)
-    if device.type != "cpu":
-        for recipe in filter(replicas.period_of, recipes):
-            print(f"{recipe} is trained by processes on CPU, not on {device}: left out")
-        recipes = [recipe for recipe in recipes if not replicas.period_of(recipe)]
     seeds = dict.fromkeys(options.seeds)
     return [Row(setting, recipe, seed, options.out) for seed in seeds for recipe in recipes]
 
@@ -228,10 +221,7 @@ def run_all(rows: list[Row], path: Path, device: torch.device, options: argparse
                 with row.claimed():
                     if is_there(row):  # another process has trained it meanwhile
                         continue
-                    if replicas.period_of(row.recipe):
-                        run = train_replicas(row, num_held_out, deadline, tell)
-                    else:
-                        run = train(row, (text, held_out), num_held_out, deadline, tell, options.eager)
+                    run = train(row, (text, held_out), num_held_out, deadline, tell, options.eager)
                     append(path, run)
                     row.saved.unlink(missing_ok=True)
             except OutOfTime as reason:
@@ -268,6 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
     parser.add_argument("--table", type=Path, metavar="CSV", help="print a table of the rows in a file")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw the rows of a file")
+    parser.add_argument(
+        "--front", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw the bytes and gaps of a file's rows"
+    )
     parser.add_argument("--link", default="1gbit", help="rate of each worker's link, for the plot over time")
     options = parser.parse_args(arguments)
     try:
@@ -276,10 +269,13 @@ def main(arguments: list[str] | None = None) -> int:
         if options.plot:
             source, drawing = options.plot
             drawing.write_text(draw(chosen_runs(source, options.recipes), options.link))
-        if options.table or options.plot:
+        if options.front:
+            source, drawing = options.front
+            drawing.write_text(draw_front(chosen_runs(source, options.recipes)))
+        if options.table or options.plot or options.front:
             return 0
         setting, device = chosen_setting(options), chosen_device(options)
-        rows = chosen_rows(options, setting, device)
+        rows = chosen_rows(options, setting)
         path = options.out / file_name(options.setting, setting.optimizer)
         read_own(path, setting)
     except (ValueError, OSError) as reason:

@@ -221,6 +221,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12, help=f"turns of {STEPS_PER_TURN} steps per row")
     parser.add_argument("--link", help="rate of each rank's link, such as 1gbit; by default no limit")
+    parser.add_argument("--delay", help="time from rank to rank, such as 20ms; by default none")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--rows", nargs="+", default=DEFAULT_ROWS, help="recipes, and torch's hooks, as 'torch fp16'"
@@ -232,11 +233,13 @@ def main() -> None:
 
     workload = CPU if options.device == "cpu" else GPU
     link = f"links of {options.link}" if options.link else "no limit"
+    link += f", {options.delay} long" if options.delay else ""
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{Machine.here()}, Gloo"
     print(
         f"{where}; {options.world_size} ranks, one thread each, {link}; {workload}; torch {torch.__version__}"
     )
-    with Lab(options.world_size, options.link) if options.link else contextlib.nullcontext() as lab:
+    lab_options = options.world_size, options.link, options.delay
+    with Lab(*lab_options) if options.link or options.delay else contextlib.nullcontext() as lab:
         args = names, options.rounds, options.device
         steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab)[0]
     print(

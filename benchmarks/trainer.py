@@ -22,6 +22,8 @@ BUCKET_MB = 64.0
 class Trainer:
     """A model, its optimizer, and the state of its workers: everything a run resumes from."""
 
+    saves_on_the_way = True
+
     def __init__(
         self, setting: Setting, recipe: str, seed: int, texts: tuple[Tensor, Tensor], eager: bool
     ) -> None:
@@ -75,8 +77,12 @@ class Trainer:
 
         return replay
 
+    @property
+    def num_steps(self) -> int:
+        return self.ranks.num_steps
+
     def step(self) -> None:
-        step = self.ranks.num_steps
+        step = self.num_steps
         for rank in range(self.setting.workers):
             with self.ranks.backward_of(rank):
                 self.backward(self.starts[step, rank])

@@ -101,6 +101,8 @@ ROWS = [
     # Errors of rotated values have no bound of use: six deviations.
     Row("int2", 6 * 0.343, rotated(2, 1024)),
     Row("int2:local_size=2", 6 * 0.343, rotated(2, 1024), world_size=None),
+    Row("int2:bits=1+2", 6 * 0.756, rotated(2, 1024), world_size=2),
+    Row("int2:bits=1+1", 6 * 0.756, rotated(1, 1024)),
     # The error of a value is at most its distance from the mean magnitude.
     Row("sign", 1.0, packed(1, 512)),
     # Low rank holds back what its factors cannot represent. That is most where biases share one matrix with

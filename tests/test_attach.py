@@ -23,6 +23,7 @@ from gradwire.peers.agreement import agree
 from gradwire.peers.groups import PeerUnreachable, gather
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.testing import run_ranks
+from gradwire.torch_private import store_of
 from tests.models import backward, gradients, small_model
 
 # --- what is refused ---
@@ -350,7 +351,7 @@ def job_rendezvous(rank):
     dist.all_gather_object(everyone, names)
     assert everyone == [names] * dist.get_world_size()
     # The count is in the store, so a group that is made again there goes on from it.
-    assert world.get_group_store().add(f"gradwire/rendezvous/{rank}", 0) == 3
+    assert store_of(world).add(f"gradwire/rendezvous/{rank}", 0) == 3
 
 
 def test_ranks_meet_under_names_that_are_new_to_the_store():

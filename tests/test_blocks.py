@@ -103,7 +103,10 @@ def compare(form, kernels, values, residual, magnitude, seed, scale_steps=0):
             reference.encode(form, Chunk(draw(n, seed + r) * magnitude, rows[r], None, noise))
         own = values.clone()
         module.reduce(form, Chunk(own, own_row, kept, noise), rows, 1, 1 / 3)
-        results.append((row, own_row, decoded, own, kept))
+        total, message = values.clone(), rows.clone()
+        module.sum_rows(form, total, message, 1, 1 / 3)
+        assert torch.equal(message, rows)  # sums are not encoded
+        results.append((row, own_row, decoded, own, kept, total))
     (row_a, own_row_a, *tensors_a), (row_b, own_row_b, *tensors_b) = results
     if scale_steps == 0:
         assert same_rows(form, row_a, row_b, n)

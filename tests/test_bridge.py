@@ -22,6 +22,7 @@ from gradwire.errors import Place, locate
 from gradwire.testing import run_ranks
 from tests import annotated_hooks
 from tests.models import backward, gradients, small_model
+from tests.torch_versions import needs_gloo_that_frees_the_gil
 
 # --- every form of hook ---
 
@@ -458,5 +459,6 @@ def job_group_ends_with_the_model(rank):
     dist.barrier()
 
 
+@needs_gloo_that_frees_the_gil
 def test_a_group_is_not_ended_by_a_thread_of_its_own():
     run_ranks(job_group_ends_with_the_model, 2, timeout=30)

@@ -21,7 +21,8 @@ from gradwire.codecs import Affine, Blocks, Cast, Raw, Rotated
 from gradwire.ddp import DDPBucket, HookRunner, SteppingRunner, attachment_of
 from gradwire.errors import Place
 from gradwire.exchanges import Context, Scratch
-from gradwire.exchanges.two_phase import Seeds, Sum, TwoPhaseReduce
+from gradwire.exchanges.scatter import Seeds, Sum
+from gradwire.exchanges.two_phase import TwoPhaseReduce
 from gradwire.lanes import Promise
 from gradwire.peers import SingleRankGroup
 from gradwire.testing import run_ranks, run_virtual_ranks

@@ -295,3 +295,13 @@ def test_where_fp32_rises_again_the_lowest_loss_is_shown_too(benchmark, folder, 
 def test_the_page_shows_the_table_of_the_runs_beside_it(benchmark, path, capsys):
     assert benchmark("--table", path) == 0
     assert capsys.readouterr().out.strip() in (ROOT / "docs" / "fidelity.md").read_text()
+
+
+def test_the_front_has_the_recipes_that_no_other_beats(benchmark, folder, tmp_path):
+    front = importlib.import_module("front")
+    points = {"a": (4.0, [0.1]), "b": (8.0, [0.5, 0.7]), "c": (7.0, [0.9]), "d": (16.0, [3.0])}
+    assert front.front_of(points) == ["a", "b", "d"], "c sends more bytes than b, at a larger gap"
+    assert benchmark("--front", folder / "small.csv", tmp_path / "front.svg") == 0
+    drawn = (tmp_path / "front.svg").read_text()
+    assert drawn.count("<circle") == 2
+    assert ">int8</text>" in drawn

@@ -16,6 +16,7 @@ from gradwire.peers.agreement import describe_differences
 from gradwire.peers.gloo import GlooGroup
 from gradwire.peers.groups import PeerUnreachable, gather
 from gradwire.recipes import fingerprint
+from gradwire.torch_private import store_of
 from tests.models import backward
 
 
@@ -124,7 +125,7 @@ def test_ranks_with_different_buckets_are_told_so_before_anything_is_sent(what, 
 
 def check_other_sizes(rank):
     """Exchange messages of different sizes, which would end a process that leaves it to Gloo."""
-    group = GlooGroup(dist.group.WORLD.get_group_store(), "sizes", rank, 3, timedelta(seconds=1))
+    group = GlooGroup(store_of(dist.group.WORLD), "sizes", rank, 3, timedelta(seconds=1))
     rows = [torch.zeros(100 if rank == 1 else 8, dtype=torch.uint8) for _ in range(3)]
     with pytest.raises(PeerUnreachable, match="no message from rank"):
         gather(rows, group)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.headroom import read_records
-from gradwire.lab import Lab, format_rate, parse_rate
+from gradwire.lab import Lab, format_delay, format_rate, parse_delay, parse_rate
 from gradwire.testing import run_ranks
 from tests.lab_machine import needs_lab
 
@@ -54,6 +54,24 @@ def test_ranks_on_the_hosts_of_a_lab_talk_over_its_links():
     # A ring of three sends 4/3 of 2 MB: 0.43 s at 50 Mbit/s, and nothing gets around the limit.
     assert all(2.6e6 < count < 3.5e6 for count in sent)
     assert all(result[2] > 0.35 for result in results)
+
+
+def test_delays_are_read_as_people_write_them():
+    assert [parse_delay(text) for text in ("20ms", "0.1 s", "500us")] == [0.02, 0.1, 0.0005]
+    assert [format_delay(s) for s in (0.02, 0.0005, 1.5)] == ["20ms", "500us", "1.5s"]
+    for text in ("far", "20", "0ms", "-1ms", "1h", "61s"):
+        with pytest.raises(ValueError, match="such as 20ms"):
+            parse_delay(text)
+
+
+@needs_lab
+def test_a_delay_holds_every_packet_back_and_loses_none():
+    with Lab(hosts=3, rate="50mbit", delay="60ms") as lab:
+        assert str(lab) == "3 hosts, 50mbit, 60ms long"
+        results = run_ranks(sum_and_time, 3, lab=lab)
+    assert [result[:2] for result in results] == [(3.0, "0")] * 3
+    # 0.43 s for the bytes, and a ring of three passes them on four times.
+    assert all(result[2] > 0.35 + 4 * 0.06 for result in results)
 
 
 @needs_lab
@@ -169,14 +187,36 @@ def test_without_the_right_to_make_namespaces_the_error_says_what_to_grant(monke
 def test_wrong_arguments_are_explained():
     assert run("lab", "--rate", "fast", "true").exit_code == 2
     assert "such as 100mbit" in run("lab", "--rate", "fast", "true").stderr
+    assert "such as 20ms" in run("lab", "--delay", "far", "true").stderr
     assert run("lab", "no-such-command").exit_code == 127
     assert run("lab").exit_code == 2
     with Lab(hosts=2) as lab:
         with pytest.raises(ValueError, match="there is no host 2; the hosts are 0 to 1"):
             lab.bytes_sent(2)
-        with pytest.raises(ValueError, match="a lab of 2 hosts runs 2 ranks, not 3"):
+        with pytest.raises(ValueError, match="3 ranks cannot be spread evenly over the 2 hosts"):
             run_ranks(sum_and_time, 3, lab=lab)
     with pytest.raises(ValueError, match="this lab is closed"):
         lab.bytes_sent(0)
     with pytest.raises(ValueError, match="1 to 4096 hosts"):
         Lab(hosts=0)
+
+
+def host_and_place(rank):
+    """Return the address of this rank's host, and its place there as torchrun would tell it."""
+    ours = subprocess.run(
+        ["ip", "-4", "-o", "addr", "show", "eth0"], capture_output=True, text=True, check=True
+    )
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    names = "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+    return ours.stdout.split()[3], [os.environ[name] for name in names], total.item()
+
+
+@needs_lab
+def test_a_host_can_have_several_ranks():
+    with Lab(hosts=2) as lab:
+        found = run_ranks(host_and_place, 4, lab=lab)
+    addresses, places, totals = zip(*found, strict=True)
+    assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
+    assert list(places) == [["0", "2", "0"], ["1", "2", "0"], ["0", "2", "1"], ["1", "2", "1"]]
+    assert totals == (6.0,) * 4

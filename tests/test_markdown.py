@@ -15,7 +15,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MAX_COLUMNS = 120
 MAX_CHANGELOG_LINES = 60
@@ -23,7 +23,7 @@ FOLDERS = ("benchmarks", "docs", "examples", "src", "tests")
 # benchmarks/convergence.py writes its tables, one run a row.
 HAS_GENERATED_TABLES = {"fidelity.md"}
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def headings(page):

@@ -22,6 +22,7 @@ from gradwire.ddp_comm_hooks.optimizer_overlap_hooks import (
 from gradwire.testing import run_ranks
 from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, net
 from tests.overlap_runs import FAILING_STEP, groups, model_of, train_until_it_fails
+from tests.sizes import usually
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
@@ -76,7 +77,7 @@ def job_parity(rank):
         assert torch.equal(ours, plain), options
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", usually(2, otherwise=[4]))
 def test_overlapped_steps_equal_the_plain_loop(world_size):
     run_ranks(job_parity, world_size)
 
@@ -333,6 +334,6 @@ def job_torch_face(rank):
     job_in_backward(rank)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", usually(2, otherwise=[4]))
 def test_torchs_overlap_hooks_equal_the_plain_loop_on_cpu(world_size):
     run_ranks(job_torch_face, world_size)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from gradwire.cli import app
 from gradwire.headroom import give_verdict, write_records
 from gradwire.planner import Cluster, Forecast
-from gradwire.report import ReportUnavailable, render_page
+from gradwire.report import render_page
 from tests.records import record
 from tests.report_records import EVIL, measured
 
@@ -100,18 +100,20 @@ def test_whatever_users_named_is_shown_and_never_run():
     text = render_page([measured(workload=EVIL), measured(link=None)], ["a.json", EVIL])
     page = Page(text)
     assert not [tag for tag, attributes in page.tags if tag == "img" or "onerror" in attributes]
-    # The scripts are plotly, the figures and the code that draws them. No text looks like a tag to plotly.
-    assert len([tag for tag, _ in page.tags if tag == "script"]) == len(page.figures) + 2
+    # The scripts are the figures and the code that draws them. No text looks like a tag.
+    assert len([tag for tag, _ in page.tags if tag == "script"]) == len(page.figures) + 1
     assert all("<img" not in json.dumps(figure) for figure in page.figures.values())
 
 
-def test_without_plotly_the_hint_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr("gradwire.report.page.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ReportUnavailable, match=r"pip install 'gradwire\[report\]'"):
-        render_page([measured()])
-    result = CliRunner().invoke(app, ["headroom", "--html", str(tmp_path / "page.html")])
-    assert result.exit_code == 2
-    assert "gradwire[report]" in result.stderr
+def test_the_page_is_small_and_its_colors_are_told_apart_by_everybody():
+    many = record(
+        allreduce=100, bf16=80, int8=70, int4=60, fp32=99, fp16=81, fp8=71, int2=50, sign=45, noop=40
+    )
+    text = render_page([many])
+    assert len(text) < 100_000
+    drawn = Page(text).figures["links"]["data"]
+    looks = [(each["line"]["color"], each["line"].get("dash")) for each in drawn if each["mode"] == "lines"]
+    assert len(looks) == len(set(looks)) == 10
 
 
 def test_saved_runs_are_shown_and_compared(tmp_path):

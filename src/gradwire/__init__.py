@@ -4,14 +4,20 @@ Training scripts find everything they need here. The other public modules are `g
 `gradwire.testing` and `gradwire.lab`.
 """
 
-from gradwire.averaging import merge_state_dicts
-from gradwire.ddp import Wire, attach
-from gradwire.errors import PeerError, WireError
-from gradwire.loops import Averager, AveragingHandle
-from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
-from gradwire.telemetry import BucketStats, ParameterStats, StepStats, Telemetry, WireStats
-from gradwire.training import DiLoCo, LocalSGD, OverlappedOptimizer, SlowMo, overlap_optimizer
+import importlib
+from typing import TYPE_CHECKING
+
 from gradwire.version import __version__
+
+if TYPE_CHECKING:
+    from gradwire.averaging import merge_state_dicts
+    from gradwire.ddp import Wire
+    from gradwire.errors import PeerError, WireError
+    from gradwire.loops import Averager, AveragingHandle
+    from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
+    from gradwire.sharded import attach
+    from gradwire.telemetry import BucketStats, ParameterStats, StepStats, Telemetry, WireStats
+    from gradwire.training import DiLoCo, LocalSGD, OverlappedOptimizer, SlowMo, overlap_optimizer
 
 __all__ = [
     "RECIPES",
@@ -42,3 +48,33 @@ __all__ = [
     "route",
     "schedule",
 ]
+
+# Imported when first used, so that `import gradwire` takes a millisecond.
+_HOMES = {
+    "averaging": ["merge_state_dicts"],
+    "ddp": ["Wire"],
+    "errors": ["PeerError", "WireError"],
+    "loops": ["Averager", "AveragingHandle"],
+    "recipes": ["RECIPES", "Recipe", "bf16", "fp16", "fp32", "noop", "recipe", "route", "schedule"],
+    "sharded": ["attach"],
+    "telemetry": ["BucketStats", "ParameterStats", "StepStats", "Telemetry", "WireStats"],
+    "training": ["DiLoCo", "LocalSGD", "OverlappedOptimizer", "SlowMo", "overlap_optimizer"],
+}
+_PUBLIC_MODULES = ("ddp_comm_hooks", "lab", "testing")
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name, or a public module, at its first use."""
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"gradwire.{name}")
+    for home, names in _HOMES.items():
+        if name in names:
+            found: object = getattr(importlib.import_module(f"gradwire.{home}"), name)
+            globals()[name] = found
+            return found
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the public names, imported or not."""
+    return sorted({*globals(), *__all__, *_PUBLIC_MODULES})

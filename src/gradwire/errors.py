@@ -15,6 +15,15 @@ class WireError(RuntimeError):
 
     An error raised by a hook keeps its own type and attributes as well: a full disk inside a hook leaves
     ``backward()`` as an exception that is both a ``WireError`` and an ``OSError`` with its ``errno``.
+
+    >>> def full_disk(state, bucket):
+    ...     raise OSError(28, "No space left on device")
+    >>> wire = gradwire.attach(model, full_disk)
+    >>> try:
+    ...     model(inputs).sum().backward()
+    ... except gradwire.WireError as error:
+    ...     print(isinstance(error, OSError), error.errno)
+    True 28
     """
 
     def __init__(self, text: str) -> None:
@@ -31,7 +40,11 @@ class WireError(RuntimeError):
 
 
 class PeerError(WireError):
-    """The averaging failed on another rank; the text is that rank's."""
+    """The averaging failed on another rank; the text is that rank's.
+
+    >>> issubclass(PeerError, WireError)
+    True
+    """
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,3 @@
 """The version of gradwire, in a module that any package can import: ranks compare it."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

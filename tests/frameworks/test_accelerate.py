@@ -259,15 +259,15 @@ def test_local_sgd_averages_by_period(two_ranks):
     two_ranks.run(job_local)
 
 
-def test_before_prepare_there_is_nothing_to_ask(monkeypatch):
+def test_with_one_process_nothing_is_attached(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     accelerator, net = Accelerator(cpu=True), make_net()
-    wire = attach(accelerator, net, "int4")
+    with Heard() as heard:
+        wire = attach(accelerator, net, "int4")
+    assert "this is the only process" in heard.text
+    assert wire.metrics() == {}
     with pytest.raises(RuntimeError, match="made no distributed model so far"):
         wire.stats()
-    with Heard() as heard:
-        accelerator.prepare(net)
-    assert "this is the only process" in heard.text
     with pytest.raises(ValueError, match="did you mean 'int4'"):
         attach(accelerator, net, "itn4")

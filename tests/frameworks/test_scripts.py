@@ -9,8 +9,9 @@ from tests.frameworks.scripts import TORCHRUN, example, run, run_until, run_well
 RECIPE = "int4"
 RUN = ["-m", "gradwire", "run", "--recipe", RECIPE]
 AS_RANK = ["-m", "gradwire.run", "--recipe", RECIPE]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+# With --cpu it would start one process; the scripts choose the CPU themselves.
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+ACCELERATE += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 STEPS = 16
 """Steps of two epochs: 128 rows in batches of 8 on two ranks."""
 

@@ -15,6 +15,7 @@ from gradwire.adapters.adapted_wire import AdaptedWire
 from gradwire.adapters.methods import AveragedGradients, LocalSteps, Method
 from gradwire.adapters.packages import import_framework
 from gradwire.ddp import is_ddp
+from gradwire.torch_private import uncompiled
 
 import_framework("accelerate", "accelerate")
 
@@ -77,21 +78,17 @@ def _adapt(
     wire = AdaptedWire(method)
     index = _num_wires.get(accelerator, 0)
     _num_wires[accelerator] = index + 1
-    # The accelerator lists what it has prepared, but the inside of a DistributedDataParallel.
-    if is_ddp(getattr(model, "_orig_mod", model)) or any(model is each for each in accelerator._models):
-        _begin(wire, accelerator, model, optimizers)
-    else:
-        _begin_when_prepared(wire, accelerator, model, optimizers)
-    _keep_files(wire, accelerator, "gradwire" if index == 0 else f"gradwire_{index}")
-    return wire
-
-
-def _begin(wire: AdaptedWire, accelerator: Any, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
     if accelerator.num_processes == 1:
         log.warning("this is the only process, so there is nothing to average: gradwire is not attached")
+        return wire
+    uses_ddp = accelerator.distributed_type.startswith("MULTI_")
+    if uses_ddp and not is_ddp(uncompiled(model)):
+        _begin_when_prepared(wire, accelerator, model, optimizers)
     else:
-        # Whatever `prepare` has made of the model: `gradwire.attach` refuses what it cannot serve.
+        # Whatever the accelerator has made of the model: `gradwire.attach` refuses what it cannot serve.
         wire.begin(model, optimizers, accelerator.scaler)
+    _keep_files(wire, accelerator, "gradwire" if index == 0 else f"gradwire_{index}")
+    return wire
 
 
 def _begin_when_prepared(
@@ -104,7 +101,7 @@ def _begin_when_prepared(
     def prepare_and_begin(given: nn.Module, *args: Any, **kwargs: Any) -> Any:
         prepared = prepare_model(given, *args, **kwargs)
         if given is model:
-            _begin(wire, accelerator, prepared, optimizers)
+            wire.begin(prepared, optimizers, accelerator.scaler)
         return prepared
 
     accelerator.prepare_model = prepare_and_begin

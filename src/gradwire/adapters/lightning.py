@@ -123,7 +123,7 @@ class LocalSGDStrategy(_AdaptedStrategy):
         *,
         period: int,
         warmup_steps: int = 0,
-        recipe: Any = "fp32",
+        recipe: Any = None,
         gradient_recipe: Any = None,
         outer: Any = None,
         **ddp_options: Any,

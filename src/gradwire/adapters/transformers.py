@@ -10,6 +10,7 @@ from typing import Any
 from gradwire.adapters.adapted_wire import AdaptedWire
 from gradwire.adapters.methods import AveragedGradients, LocalSteps, Method
 from gradwire.adapters.packages import import_framework
+from gradwire.torch_private import uncompiled
 
 _TrainerCallback: Any = import_framework("transformers", "transformers").TrainerCallback
 _utils = import_framework("transformers.trainer_utils", "transformers")
@@ -96,7 +97,7 @@ class _WireCallback(_TrainerCallback):
             log.warning("this is the only process, so there is nothing to average: gradwire is not attached")
             return
         model = self._trainer.model_wrapped
-        _explain_unused_parameters(getattr(model, "_orig_mod", model), args)
+        _explain_unused_parameters(uncompiled(model), args)
         self._wire.begin(model, (self._trainer.optimizer,), self._trainer.accelerator.scaler)
         if self.checkpoint:
             self._wire.load(os.path.join(self.checkpoint, "gradwire"), state.global_step)
@@ -106,9 +107,10 @@ class _WireCallback(_TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not args.save_only_model:
-            run = self._trainer._get_output_dir(getattr(self._trainer, "_trial", None))
-            checkpoint = os.path.join(run, f"{_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-            self._wire.save(os.path.join(checkpoint, "gradwire"), state.global_step)
+            checkpoint = os.path.join(args.output_dir, f"{_utils.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            # A search for hyperparameters has other folders, and does not resume from them.
+            if os.path.isdir(checkpoint):
+                self._wire.save(os.path.join(checkpoint, "gradwire"), state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._wire.finish()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout
+from gradwire.exchanges import Exchange
 from gradwire.peers import SealedClaim
 
 
@@ -24,5 +25,9 @@ class Bucket:
     """This rank's weight in a weighted mean; None if all ranks count alike."""
     claim: SealedClaim | None = None
     """A claim that ranks compare before the first message of this bucket, on CPU; None to compare nothing."""
+    exchange: Exchange | None = None
+    """The way to average it; None for that of the engine's recipe."""
+    factor: float | None = None
+    """The factor of the sum over ranks; None for that of the recipe: 1/W for a mean, 1 for a sum."""
     may_overlap: bool = True
     """False if an earlier bucket under way has a parameter of this one."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwire.averaging.state_fields import (
     KEYS,
     VERSION,
+    Fields,
     States,
     check_fields,
     read_layouts,
@@ -28,6 +29,7 @@ from gradwire.buckets import dtype_named
 from gradwire.recipes import Reduction
 
 __all__ = [
+    "Fields",
     "Saved",
     "States",
     "check_fields",
@@ -89,10 +91,11 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises ValueError for states of different runs or steps, and for a rank that occurs twice.
 
-    Example::
+    Load the states of all ranks that saved, such as ``torch.load(f"wire{rank}.pt") for rank in range(8)``:
 
-        state = gradwire.merge_state_dicts(torch.load(f"wire{rank}.pt") for rank in range(8))
-        wire.load_state_dict(state)
+    >>> wire = gradwire.attach(model, "int4")
+    >>> states = [wire.state_dict()]
+    >>> wire.load_state_dict(gradwire.merge_state_dicts(states))
     """
     merged: dict[str, Any] = {}
     for state in states:

@@ -80,17 +80,17 @@ class Engine:
 
     def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
         """Begin to average ``bucket``, in place if it is dense, and return a future of the result."""
-        recipe = self.recipe
-        if not recipe.exchange.communicates:
+        recipe, exchange = self.recipe, bucket.exchange or self.recipe.exchange
+        if not exchange.communicates:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.flat)
         is_active = bucket.is_active if recipe.reduction == "mean" else None
-        scaling = Scaling(recipe.reduction, is_active, bucket.weight, bucket.claim)
+        scaling = Scaling(recipe.reduction, is_active, bucket.weight, bucket.factor, bucket.claim)
         job = Job(
             Promise(bucket.flat),
             bucket.layout,
             place,
-            recipe.exchange,
+            exchange,
             scaling,
             bucket.is_last,
             bucket.may_overlap,
@@ -119,6 +119,11 @@ class Engine:
         An error in it becomes this engine's `failure`, as an error in a bucket does.
         """
         self._start_collective(work, place, device).wait()
+
+    def flush(self) -> None:
+        """Submit the waiting buckets; for a caller that does not know which bucket of a step is the last."""
+        for batch in self.coalescer.release():
+            self._submit(batch)
 
     def fail(self, error: WireError) -> None:
         """Fail with ``error``, on every rank."""

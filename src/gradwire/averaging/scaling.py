@@ -21,6 +21,8 @@ class Scaling:
     """None for a mean over all ranks; otherwise the mean is over the ranks that have True."""
     weight: float | None = None
     """This rank's weight in a weighted mean; None if all ranks count alike."""
+    given: float | None = None
+    """The factor itself, if the caller has given it."""
     claim: SealedClaim | None = None
     """A claim to compare before the first message; on CUDA it is not, since the host would wait."""
 
@@ -44,6 +46,8 @@ class Scaling:
         """Return the factor. A mean over active ranks counts them: that is collective."""
         if self.is_active is not None:
             return 1 / _gather_number(float(self.is_active), device, group).sum()
+        if self.given is not None:
+            return self.given
         return 1.0 if self.reduction == "sum" else 1 / group.size
 
 

@@ -29,6 +29,13 @@ class Slot:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+    whole_shape: torch.Size | None = None
+    """The shape of the parameter, if this is a shard of it or has padding; None if it is all of it."""
+
+    @property
+    def parameter_shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        return self.shape if self.whole_shape is None else self.whole_shape
 
     @property
     def numel(self) -> int:
@@ -46,15 +53,19 @@ class BucketLayout:
     index: int
     dtype: torch.dtype
     slots: tuple[Slot, ...]
+    num_shards: int = 1
+    """The number of equal parts of every parameter; part 0 of all parameters comes first, then part 1."""
 
     @classmethod
-    def packed(cls, index: int, dtype: torch.dtype, slots: Iterable[Slot]) -> BucketLayout:
+    def packed(
+        cls, index: int, dtype: torch.dtype, slots: Iterable[Slot], num_shards: int = 1
+    ) -> BucketLayout:
         """Lay out these parameters one after the other, whatever offsets their slots have."""
         moved, offset = [], 0
         for slot in slots:
             moved.append(replace(slot, offset=offset))
             offset += slot.numel
-        return cls(index, dtype, tuple(moved))
+        return cls(index, dtype, tuple(moved), num_shards)
 
     @property
     def numel(self) -> int:

@@ -13,11 +13,13 @@ from rich.text import Text
 
 import gradwire
 from gradwire.cli.consoles import open_console
+from gradwire.cli.doctor import doctor
 from gradwire.cli.headroom import headroom
 from gradwire.cli.lab import lab
 from gradwire.cli.plan import plan
 from gradwire.cli.report import report
 from gradwire.cli.run import run
+from gradwire.cli.usage import PlainErrors
 
 _LOW_RANK_BYTES = (
     "The bytes of powersgd and acp depend on the model. Of fp32's bytes, powersgd sends about 1/120 for a "
@@ -25,9 +27,19 @@ _LOW_RANK_BYTES = (
     "for vectors; acp sends half of that for matrices. `gradwire plan --model` counts yours."
 )
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
-)
+_NEXT = """\
+gradwire {version} (torch {torch}): gradient averaging for PyTorch that saves bytes.
+
+  gradwire doctor                     is this machine ready? under torchrun: are the ranks?
+  gradwire headroom                   is communication the bottleneck? two ranks here, one minute
+  gradwire headroom -- train.py       the same question for your own script
+  gradwire run --ranks 2 --recipe int8 -- train.py    train your script with a recipe
+  gradwire recipes                    what can be sent, and with which options
+
+In Python, one line after DistributedDataParallel: gradwire.attach(model, "int8")
+All commands: gradwire --help. Completion for your shell: gradwire --install-completion"""
+
+app = typer.Typer(cls=PlainErrors, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
 def main() -> None:
@@ -43,18 +55,22 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def gradwire_options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions.")
     ] = False,
 ) -> None:
     """Fast, small and correct gradient averaging for PyTorch DDP."""
+    if context.invoked_subcommand is None:
+        typer.echo(_NEXT.format(version=gradwire.__version__, torch=torch.__version__))
 
 
 # Everything after the first word of SCRIPT or COMMAND belongs to it.
 for command in (headroom, run, lab):
     app.command(context_settings={"allow_interspersed_args": False})(command)
+app.command()(doctor)
 app.command()(plan)
 app.command()(report)
 

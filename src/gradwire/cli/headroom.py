@@ -29,7 +29,6 @@ from gradwire.headroom import (
 from gradwire.lab import Lab, LabUnavailable
 from gradwire.processes import under_torchrun
 from gradwire.ranks import RanksFailed
-from gradwire.report import ReportUnavailable
 from gradwire.scripts import Script
 
 
@@ -62,7 +61,7 @@ def headroom(options: HeadroomOptions) -> None:
     clean_up_when_terminated()
     try:
         _measure_and_show(options)
-    except (ValueError, ReportUnavailable) as error:
+    except ValueError as error:
         stop("headroom", str(error), WRONG_ARGUMENTS)
     except RanksFailed as error:
         stop("headroom", f"the measurement failed {describe_failures(error)}", FAILED)
@@ -97,9 +96,10 @@ def _measure(
     rate: str | None,
     on_progress: Callable[[int, int], None],
 ) -> Record | None:
-    """Measure once, with links of a rate, or over the network as it is."""
+    """Measure once: with links of a rate, with long links, or over the network as it is."""
     num_ranks = options.num_ranks
-    with nullcontext() if rate is None else Lab(num_ranks, rate) as lab:
+    needs_lab = rate is not None or options.delay is not None
+    with Lab(num_ranks, rate, options.delay) if needs_lab else nullcontext() as lab:
         if isinstance(subject, Script):
             num_steps = options.num_steps
             return measure_script(

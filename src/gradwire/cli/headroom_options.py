@@ -12,7 +12,7 @@ import typer
 
 from gradwire.cli.options import ALL_RECIPES, Html, Model, Recipes, check_positive
 from gradwire.headroom import Benchmark, ModelFactory, Workload
-from gradwire.lab import format_rate, parse_rate
+from gradwire.lab import format_rate, parse_delay, parse_rate
 from gradwire.processes import under_torchrun
 from gradwire.scripts import Script
 
@@ -42,6 +42,14 @@ class HeadroomOptions:
             metavar="RATE,...",
             help="Measure on slow links: one or more rates, such as 100mbit,1gbit. Each rank runs on a host "
             "of a lab (`gradwire lab --help`).",
+            show_default=False,
+        ),
+    ] = None
+    delay: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Measure on long links: the time from host to host, such as 20ms. With --link or without.",
             show_default=False,
         ),
     ] = None
@@ -143,10 +151,13 @@ class HeadroomOptions:
 
     def rates(self) -> list[str | None]:
         """Return the rates of the links to measure with; None is the network as it is."""
+        if (self.link or self.delay) and under_torchrun():
+            option = "--link" if self.link else "--delay"
+            raise ValueError(f"{option} makes hosts on this machine; leave it out, or leave out torchrun")
+        if self.delay is not None:
+            parse_delay(self.delay)
         if self.link is None:
             return [None]
-        if under_torchrun():
-            raise ValueError("--link makes hosts on this machine, so torchrun cannot: leave out one of them")
         return [format_rate(parse_rate(rate)) for rate in self.link.split(",")]
 
     def _benchmark(self) -> Benchmark:

@@ -26,6 +26,16 @@ def lab(
             show_default=False,
         ),
     ] = None,
+    delay: Annotated[
+        str | None,
+        typer.Option(
+            "--delay",
+            metavar="TIME",
+            help="Time from host to host, such as 500us or 20ms; an answer takes as long again. "
+            "Default: none.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """See how a training behaves on a slow network: several hosts on this machine, joined by slow links.
 
@@ -37,12 +47,16 @@ def lab(
 
         gradwire lab --hosts 2 --rate 1gbit -- python train.py
 
+    And with two sites 20 milliseconds apart:
+
+        gradwire lab --hosts 2 --rate 100mbit --delay 20ms -- python train.py
+
     Exit codes: 0 if all ranks ended with 0, else that of the first rank that
     failed (128 plus the signal's number if a signal killed it); 127 no such
     command; 2 wrong arguments; 1 also if the lab cannot be made.
     """
     try:
-        with Lab(hosts, rate) as made:
+        with Lab(hosts, rate, delay) as made:
             code = made.run(command)
     except ValueError as error:
         stop("lab", str(error), WRONG_ARGUMENTS)

@@ -15,7 +15,7 @@ import typer
 import gradwire
 from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
 from gradwire.cli.options import check_writable
-from gradwire.ddp import OnNonfinite, attach_to_all
+from gradwire.ddp import OnNonfinite
 from gradwire.processes import free_port, rank_environment
 from gradwire.scripts import (
     RunTask,
@@ -28,6 +28,7 @@ from gradwire.scripts import (
     show_error,
     summarize,
 )
+from gradwire.sharded import attach_to_all
 
 
 def run(
@@ -76,7 +77,7 @@ def run(
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary at the end.")] = False,
 ) -> None:
-    """Run a training script as it is, with gradwire in every DistributedDataParallel it makes.
+    """Run a training script as it is, with gradwire in every DDP or FSDP2 model it makes.
 
     Put it in place of python in the command that starts each rank, under torchrun
     and in `gradwire lab` alike; or let --ranks start them here. Ranks that the script

@@ -5,7 +5,6 @@ Arithmetic over many values belongs in `ops`, and whatever sends a message in `e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -81,12 +80,16 @@ class Codec(Protocol):
         """Decode ``row``, which was encoded with ``seed``, to ``values``."""
         ...
 
-    def reduce(self, chunk: Chunk, rows: Tensor, rank: int, scale: Scale, seeds: Sequence[Seed] = ()) -> None:
+    def reduce(self, chunk: Chunk, rows: Tensor, rank: int, scale: Scale, seed: Seed = NO_SEED) -> None:
         """Sum ``values[r] * scale`` over ranks r in order, and encode the sum to the chunk's row.
 
         ``values[rank]`` are the chunk's values, plus its residual if there is one. Those of another rank are
         encoded by `to_owner` in its row of ``rows``, a matrix of bytes whose rows may be longer than what
-        they hold, with its seed of ``seeds``. The chunk's values become what its row decodes to; the residual
+        they hold, with ``seed.of_rank(r)``. The chunk's values become what its row decodes to; the residual
         becomes what the row leaves out of the sum, divided by ``scale``.
         """
+        ...
+
+    def sum(self, values: Tensor, rows: Tensor, rank: int, scale: Scale, seed: Seed = NO_SEED) -> None:
+        """Sum as `reduce` does, and leave the sum in ``values``, without encoding it."""
         ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -55,16 +54,21 @@ class Affine:
         affine.decode(codes, ranges, self.block or values.numel(), values)
 
     def reduce(
-        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
-        own = chunk.values
-        term, total = torch.empty_like(own), torch.zeros_like(own)
+        self.sum(chunk.values, rows, rank, scale)
+        self._encode(chunk.values, chunk.row)
+        self.decode(chunk.row, chunk.values)
+
+    def sum(
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
+    ) -> None:
+        term, total = torch.empty_like(values), torch.zeros_like(values)
         for r in range(len(rows)):
             if r != rank:
                 self.decode(rows[r], term)
-            total.add_(own * scale if r == rank else term.mul_(scale))
-        self._encode(total, chunk.row)
-        self.decode(chunk.row, own)
+            total.add_(values * scale if r == rank else term.mul_(scale))
+        values.copy_(total)
 
     def _encode(self, values: Tensor, row: Tensor) -> None:
         codes, ranges = self._split(row, values.numel())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -67,7 +66,7 @@ class Cast:
         ops.cast_scaled(halves, 1.0 if header is None else header, values)
 
     def reduce(
-        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         header, encoded = self._split(chunk.row)
         scales: list[ops.Scale] = [scale] * len(rows)
@@ -85,6 +84,13 @@ class Cast:
             up, down = _power_of_two_scale(largest)
             header.copy_(down)
         ops.reduce_rows(ops.Terms(chunk.values, rank, rows, scales, self._header_bytes), encoded, up, down)
+
+    def sum(
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
+    ) -> None:
+        headers = [None if r == rank else self._split(rows[r])[0] for r in range(len(rows))]
+        scales = [scale if header is None else header * scale for header in headers]
+        ops.sum_rows(ops.Terms(values, rank, rows, scales, self._header_bytes), self.dtype)
 
     @property
     def _header_bytes(self) -> int:

@@ -4,10 +4,12 @@ The averaging itself belongs to `averaging`; no other package but `ddp_comm_hook
 """
 
 from gradwire.ddp.attach_to_all import AttachedModel, Attachments, attach_to_all
+from gradwire.ddp.attached import Attached
 from gradwire.ddp.attaching import attach
 from gradwire.ddp.bridge import Bridge
+from gradwire.ddp.choice import Choice
 from gradwire.ddp.ddp_bucket import DDPBucket
-from gradwire.ddp.hook_info import HookInfo, hook_name, register_hook_info
+from gradwire.ddp.hook_info import Hook, HookInfo, hook_name, register_hook_info
 from gradwire.ddp.hook_slot import HookTaken
 from gradwire.ddp.models import (
     bucketed_parameters,
@@ -21,22 +23,29 @@ from gradwire.ddp.models import (
     wrap,
 )
 from gradwire.ddp.nonfinite import OnNonfinite
+from gradwire.ddp.options import Options
 from gradwire.ddp.raw_hooks import hook_with_bridge, open_raw_engine, open_raw_lane
 from gradwire.ddp.runner import Runner
+from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
 from gradwire.ddp.user_hooks import HookRunner, check_result, require_future
 from gradwire.ddp.wire import Wire, attachment_of
 
 __all__ = [
+    "Attached",
     "AttachedModel",
     "Attachments",
     "Bridge",
+    "Choice",
     "DDPBucket",
+    "Hook",
     "HookInfo",
     "HookRunner",
     "HookTaken",
     "OnNonfinite",
+    "Options",
     "Runner",
+    "StepChecks",
     "SteppingRunner",
     "Wire",
     "attach",

@@ -18,6 +18,7 @@ from gradwire.buckets import Layouts
 from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.choice import Choice, choose
+from gradwire.ddp.gradients import DDPGradients
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
 from gradwire.ddp.hook_watchdog import HookWatchdog
@@ -78,12 +79,10 @@ def attach(
 
     With the environment variable ``GRADWIRE_DISABLE=1`` the model is left to DDP's own averaging.
 
-    Example::
-
-        model = DistributedDataParallel(net)
-        wire = gradwire.attach(model, "bf16")
-        ...  # train as before
-        print(wire.stats())
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> model(inputs).sum().backward()  # train as before
+    >>> wire.stats().num_steps
+    1
     """
     ddp = unwrap(model)
     group = ddp.process_group
@@ -134,7 +133,8 @@ def _open_bridge(
     with contextlib.ExitStack() as undo:
         runner = _open_runner(ddp, choice, options, meter, rendezvous)
         undo.callback(runner.close)
-        checks = options.checks(ddp, layouts, meter)
+        gradients = DDPGradients(weakref.ref(ddp))
+        checks = options.checks(gradients, rank, layouts, meter, may_compare=gradients.may_compare)
         undo.callback(checks.close)
         # Weakly: the model's hook holds this, and must not hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.profiler import record_function
 
@@ -19,6 +17,7 @@ from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
 from gradwire.errors import Place, locate
 from gradwire.lanes import completed
+from gradwire.torch_private import GradBucket, backward_pass, end_range_with, profiler_is_on, queue_callback
 
 
 class Bridge:
@@ -55,7 +54,7 @@ class Bridge:
         if grad_bucket.index() == 0:
             self.num_steps += 1
         place = Place(self._rank, self.num_steps - 1, grad_bucket.index(), self.runner.name)
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = backward_pass() != -1
         local = grad_bucket.buffer()  # taken before the hook runs, which may set another buffer
         future = None
         try:
@@ -93,7 +92,7 @@ class Bridge:
         )
 
     def _start(self, bucket: DDPBucket, place: Place) -> Future[Tensor]:
-        if not torch._C._autograd._profiler_enabled():
+        if not profiler_is_on():
             return self.runner.start(bucket, place)
         # A profiler does not see threads that were started before it, so this thread records the range.
         with record_function(f"gradwire::{place.hook} bucket {place.bucket}") as recorded:
@@ -101,8 +100,7 @@ class Bridge:
             if self.runner.runs_inline:  # a bucket that waits for later ones is averaged in their range
                 return future
             # DDP must wait for the end of the range: one that ends after its profiler crashes the process.
-            ended: Future[Tensor] = recorded._call_end_callbacks_on_future(future)
-        return ended
+            return end_range_with(recorded, future)
 
     def _wait_for_shadows(
         self, future: Future[Tensor], place: Place, device: torch.device, *, is_last: bool
@@ -128,5 +126,4 @@ def queue_after_ddp(callback: Callable[[], None]) -> None:
 
     The callback is queued twice, since DDP queues its own after the hook and ours must run after that.
     """
-    queue = Variable._execution_engine.queue_callback
-    queue(functools.partial(queue, callback))
+    queue_callback(functools.partial(queue_callback, callback))

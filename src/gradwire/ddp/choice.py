@@ -14,6 +14,7 @@ from gradwire.ddp.mixed_precision import supports_events
 from gradwire.ddp.models import resolve_for_model
 from gradwire.recipes import Recipe, fingerprint, is_factory
 from gradwire.recipes import recipe as parse_recipe
+from gradwire.torch_private import in_backward_optimizers, uses_python_reducer
 
 _TORCH_HOME = "torch.distributed.algorithms.ddp_comm_hooks."
 # Modules of torch with hooks whose state is a process group.
@@ -101,13 +102,13 @@ def _check_state(ddp: DistributedDataParallel, state: object) -> None:
 
 
 def _check_model(ddp: DistributedDataParallel, choice: Choice) -> None:
-    if ddp._use_python_reducer:
+    if uses_python_reducer(ddp):
         raise ValueError(
             "this model uses DDP's Python reducer (torch._dynamo.config.optimize_ddp = "
             "'python_reducer'), which passes hooks no buckets; set optimize_ddp to True or False"
         )
     if hook_info(choice.recipe_or_hook).prepare is None and any(
-        hasattr(p, "_in_backward_optimizers") for p in ddp.module.parameters()
+        in_backward_optimizers(p) is not None for p in ddp.module.parameters()
     ):
         raise ValueError(
             "this model's parameters have optimizers that run in backward, on gradients that are not yet "

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 
 from gradwire.averaging import Bucket
+from gradwire.torch_private import GradBucket
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,13 +11,19 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.hook_info import hook_name
 from gradwire.ddp.mixed_precision import average_by
+from gradwire.torch_private import (
+    GradBucket,
+    backward_pass,
+    ddp_facts,
+    divides_by_active_ranks,
+    registered_hooks,
+)
 
 
 class HookTaken(ValueError, RuntimeError):
@@ -67,7 +73,7 @@ class HookSlot:
                 ddp.register_comm_hook(None, gradwire_hook)
             # DDP keeps a second reference to the hook, for its Python reducer only. Copies and pickles of the
             # model would include it.
-            ddp._comm_hooks.clear()
+            registered_hooks(ddp).clear()
             self._registered = True
         if self.give_way is not None:
             self.give_way()
@@ -86,7 +92,7 @@ class HookSlot:
         group, flat = self.model.process_group, bucket.buffer()
         divisor = torch.tensor(float(group.size()))
         if divides_by_active(self._ddp):
-            in_backward = torch._C._current_graph_task_id() != -1
+            in_backward = backward_pass() != -1
             divisor = torch.tensor(float(in_backward), dtype=torch.float64, device=flat.device)
             dist.all_reduce(divisor, group=group)
         work = dist.all_reduce(flat.div_(divisor), group=group, async_op=True)
@@ -98,7 +104,7 @@ class HookSlot:
 def divides_by_active(model: weakref.ref[DistributedDataParallel]) -> bool:
     """Return True if ``join()`` divides by the number of ranks that still have input."""
     ddp = model()
-    return ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size
+    return ddp is not None and divides_by_active_ranks(ddp)
 
 
 _slots: weakref.WeakKeyDictionary[DistributedDataParallel, HookSlot] = weakref.WeakKeyDictionary()
@@ -108,12 +114,12 @@ def free_slot(ddp: DistributedDataParallel) -> HookSlot:
     """Return the model's slot; `HookTaken` if it is taken and does not give way."""
     slot = _slots.get(ddp)
     if slot is None:
-        if ddp._comm_hooks and ddp.mixed_precision is None:
+        if registered_hooks(ddp) and ddp.mixed_precision is None:
             raise HookTaken(
-                f"the model has a hook already, {hook_name(ddp._comm_hooks[0][0])}, and DDP takes one in "
-                "its life; register that hook through gradwire.attach(model, hook, state=...) instead"
+                f"the model has a hook already, {hook_name(registered_hooks(ddp)[0][0])}, and DDP takes "
+                "one in its life; register that hook through gradwire.attach(model, hook, state=...) instead"
             )
-        builtin = ddp._get_ddp_logging_data().get("comm_hook")
+        builtin = ddp_facts(ddp).get("comm_hook")
         if builtin and ddp.mixed_precision is None:
             raise HookTaken(
                 f"the model has a hook of DDP's own already, {builtin}, and DDP takes one in its life; leave "

@@ -3,24 +3,21 @@
 With that option, DDP registers its own hook, and there is no second slot. The hook casts a bucket to
 ``reduce_dtype``, lets the reducer sum it, divides, and restores full-precision parameters and gradients. It
 finds the reducer and the process group through a weak reference in its state. So we keep the hook, and
-replace the reference by one to a stand-in. The stand-in's reducer averages as we do, in a group of one rank.
+replace the reference by one to a stand-in: see `replace_reducer`.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.buckets import Layouts
+from gradwire.torch_private import GradBucket, replace_reducer
 
 Run = Callable[[GradBucket], "Future[Tensor]"]
 
@@ -36,20 +33,7 @@ def supports_events() -> bool:
 
 def average_by(ddp: DistributedDataParallel, run: Run) -> None:
     """Let DDP's own mixed-precision hook average by ``run``."""
-    state: Any = ddp._comm_hooks[0][1]
-    state.ddp_weakref = functools.partial(_stand_in, weakref.ref(ddp), run)
-
-
-def _stand_in(ddp: weakref.ref[DistributedDataParallel], run: Run) -> SimpleNamespace:
-    model = ddp()
-    assert model is not None, "only the model's reducer calls its hook"
-    return SimpleNamespace(
-        reducer=SimpleNamespace(_run_allreduce_hook=functools.partial(_average, run)),
-        # DDP divides by this size; our average is divided already.
-        process_group=SimpleNamespace(size=lambda: 1),
-        mixed_precision=model.mixed_precision,
-        module=model.module,
-    )
+    replace_reducer(ddp, functools.partial(_average, run))
 
 
 def _average(run: Run, bucket: GradBucket) -> Future[Tensor]:

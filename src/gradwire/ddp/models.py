@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.buckets import canonical_name
 from gradwire.recipes import Recipe, fingerprint, resolve_for_module
+from gradwire.torch_private import ddp_facts, uncompiled
 
 
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -25,7 +26,7 @@ def is_ddp(model: nn.Module) -> bool:
 
 def unwrap(model: nn.Module) -> DistributedDataParallel:
     """Return the ``DistributedDataParallel`` in ``model``, compiled or not; TypeError if there is none."""
-    inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp)
+    inner = uncompiled(model)
     if isinstance(inner, DistributedDataParallel):
         return inner
     raise TypeError(f"gradwire takes a DistributedDataParallel, not {type(inner).__name__}{_hint(inner)}")
@@ -91,7 +92,7 @@ def trained_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
 def bucketed_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters that may be in buckets: trained ones, and those frozen after DDP was made."""
     now = trained_parameters(ddp)
-    was_frozen_later = len(now) != ddp._get_ddp_logging_data()["num_parameter_tensors"]
+    was_frozen_later = len(now) != ddp_facts(ddp)["num_parameter_tensors"]
     return _not_ignored(ddp) if was_frozen_later else now
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradwire.averaging import Engine, LayoutCheck, RunState, open_engine
@@ -19,6 +18,7 @@ from gradwire.ddp.hook_info import Hook, HookInfo, register_hook_info
 from gradwire.lanes import Lane, open_lane
 from gradwire.peers import next_rendezvous
 from gradwire.recipes import Recipe
+from gradwire.torch_private import GradBucket
 
 OpenBridge = Callable[[Any, GradBucket], Bridge]
 """Open the bridge of a hook, given the hook's state and first bucket."""

@@ -32,10 +32,16 @@ class StepChecks:
         """The errors of the last step that telemetry measured, parameter by parameter."""
         return () if self.recorder is None else self.recorder.parameters
 
-    def finish_step(self, runner: Runner, place: Place, device: torch.device) -> None:
-        """Check the gradients that a backward pass has averaged, and record the step."""
+    def finish_step(
+        self, runner: Runner, place: Place, device: torch.device, *, is_verified: bool = False
+    ) -> None:
+        """Check the gradients that a backward pass has averaged, and record the step.
+
+        With ``is_verified``, `verify` has been called before.
+        """
         try:
-            self.verify(runner, place, device, shadow=False)
+            if not is_verified:
+                self.verify(runner, place, device, shadow=False)
             if self.policy is not None:
                 self.policy.look(place.step)
         except (FloatingPointError, WireError) as error:
@@ -44,10 +50,15 @@ class StepChecks:
         if self.recorder is not None:
             self.recorder.end_step(place.step, runner.stats, self.num_skipped)
 
+    def verifies(self, step: int) -> bool:
+        """Return True if gradients are compared with other ranks' after this step."""
+        return self.verification is not None and self.verification.is_due(step)
+
     def verify(self, runner: Runner, place: Place, device: torch.device, *, shadow: bool) -> None:
         """Compare the gradients with the other ranks', if this step is due."""
-        if self.verification is None or not self.verification.is_due(place.step):
+        if not self.verifies(place.step):
             return
+        assert self.verification is not None
         own, everyone = self.verification.hashes(shadow=shadow), []
 
         def work(group: Group, device: torch.device) -> None:

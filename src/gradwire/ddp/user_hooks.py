@@ -21,6 +21,7 @@ from gradwire.errors import Place, WireError, locate, original
 from gradwire.lanes import CollectiveWork, Promise, completed
 from gradwire.peers import Group
 from gradwire.telemetry import StatsCollector
+from gradwire.torch_private import AnyFuture
 
 # Seconds to wait for the comparison of layouts. Ranks with different layouts must not call the hook, since
 # Gloo ends the process when sizes differ. But the wait must end: before another rank reaches this bucket, it
@@ -165,7 +166,7 @@ class HookRunner:
 
 def require_future(name: str, answer: object) -> Future[Any]:
     """Return ``answer`` if it is a future; otherwise raise TypeError."""
-    if not isinstance(answer, torch._C.Future):
+    if not isinstance(answer, AnyFuture):
         kind = type(answer)
         raise TypeError(
             f"{name} must return a torch.futures.Future object, but got {kind.__module__}.{kind.__qualname__}"

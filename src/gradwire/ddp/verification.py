@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from gradwire.ddp.models import trained_parameters
+from gradwire.ddp.gradients import ModelGradients, local_gradient
 from gradwire.errors import WireError
 from gradwire.peers import Group, gather
 
@@ -31,24 +30,23 @@ def check_interval(verify_every: int) -> None:
 class Verification:
     """Compare hashes of the gradients over ranks, every so many steps."""
 
-    def __init__(self, every: int, ddp: DistributedDataParallel) -> None:
+    def __init__(
+        self, every: int, gradients: ModelGradients, may_compare: Callable[[], bool] = lambda: True
+    ) -> None:
         self._every = every
-        self._ddp = weakref.ref(ddp)  # weakly: the model's hook holds this
+        self._gradients = gradients
+        self._may_compare = may_compare
 
     def is_due(self, step: int) -> bool:
-        ddp = self._ddp()
-        assert ddp is not None, "the model is gone"
-        # Then DDP exchanges the used parameters, on some ranks before this and on others after it.
-        may_not = ddp.find_unused_parameters and ddp._join_config.enable
-        return step % self._every == 0 and not may_not
+        return step % self._every == 0 and self._may_compare()
 
     def hashes(self, *, shadow: bool) -> Tensor:
         """Return a 1 and this rank's hashes; only zeros for a ``shadow`` rank, which is out of input."""
-        named = list(self._trained().items())
+        named = list(self._gradients.trained().items())
         if shadow:
             return torch.zeros(1 + len(named), dtype=torch.int64)
         device = named[0][1].device
-        hashes = [_hash(parameter.grad).to(device) for _, parameter in named]
+        hashes = [_hash(local_gradient(parameter)).to(device) for _, parameter in named]
         return torch.stack([torch.ones_like(hashes[0]), *hashes])
 
     def conclude(self, step: int, rank: int, everyone: list[list[int]]) -> None:
@@ -56,7 +54,7 @@ class Verification:
         ranks = [r for r, row in enumerate(everyone) if row[0]]
         if len({tuple(everyone[r]) for r in ranks}) < 2:
             return
-        names = list(self._trained())
+        names = list(self._gradients.trained())
         bad = [i for i in range(len(names)) if len({everyone[r][1 + i] for r in ranks}) > 1]
         values = [everyone[r][1 + bad[0]] for r in ranks]
         sides = [[r for r, v in zip(ranks, values, strict=True) if v == value] for value in set(values)]
@@ -70,11 +68,6 @@ class Verification:
             f"every rank: one on {told}. Something changed it after it was averaged, or the hook leaves each "
             "rank its own; resume from a checkpoint that is older than the difference"
         )
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        ddp = self._ddp()
-        assert ddp is not None, "the model is gone"
-        return trained_parameters(ddp)
 
 
 def compare(hashes: Tensor, group: Group, device: torch.device) -> list[list[int]]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.buckets import Layouts
 from gradwire.ddp import Bridge, open_raw_engine
 from gradwire.recipes import Recipe
+from gradwire.torch_private import GradBucket, backward_pass
 
 
 class _Models:
@@ -37,7 +36,7 @@ class _Models:
             bridge = self._of_this_pass(bucket) or make()
             for parameter in parameters:
                 self._bridges[parameter] = bridge
-        self._latest = _pass(), weakref.ref(bridge)
+        self._latest = backward_pass(), weakref.ref(bridge)
         return bridge
 
     def _of_this_pass(self, bucket: GradBucket) -> Bridge | None:
@@ -45,7 +44,7 @@ class _Models:
             return None
         number, bridge = self._latest
         # Outside a backward pass, as in ``join()``, all buckets of one model come before those of the next.
-        is_same_pass = number == _pass() if _pass() != -1 else bucket.index() > 0
+        is_same_pass = number == backward_pass() if backward_pass() != -1 else bucket.index() > 0
         return bridge() if is_same_pass else None
 
 
@@ -67,12 +66,6 @@ def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: 
         return Bridge(open_raw_engine(recipe, group, bucket), Layouts(), group.rank())
 
     return models.bridge_of(bucket, make).run(bucket)
-
-
-def _pass() -> int:
-    """Return the number of the backward pass under way; -1 outside of one."""
-    number: int = torch._C._current_graph_task_id()
-    return number
 
 
 def group_or_world(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:

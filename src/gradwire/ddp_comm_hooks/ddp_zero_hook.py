@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.optim.utils import functional_optim_map
-from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -31,6 +28,16 @@ from gradwire.ddp import (
 )
 from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.peers import Group, backend_name, gather
+from gradwire.torch_private import (
+    GradBucket,
+    optimizer_class,
+    zero_constructor,
+    zero_device,
+    zero_overlaps,
+    zero_parameters,
+    zero_share,
+    zero_sync,
+)
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -79,7 +86,7 @@ def _zero_hook(
 
     def step(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], group: Group) -> None:
         # A scheduler changes only the param groups that the user sees.
-        zero._sync_param_groups(zero.param_groups, zero.optim.param_groups)
+        zero_sync(zero)
         mine = [i for i, p in enumerate(parameters) if owners.get(p) == zero.rank]
         if mine:
             step_parameters(zero.optim, [parameters[i] for i in mine], [gradients[i] for i in mine])
@@ -96,7 +103,7 @@ def _zero_hook(
 
 
 def _check(group: dist.ProcessGroup, zero: Any) -> None:
-    if not zero._overlap_with_ddp:
+    if not zero_overlaps(zero):
         raise ValueError(
             "the ZeroRedundancyOptimizer must be made with overlap_with_ddp=True to step in a hook"
         )
@@ -104,7 +111,7 @@ def _check(group: dist.ProcessGroup, zero: Any) -> None:
         raise ValueError(
             "the ZeroRedundancyOptimizer and the model have different process groups; make both with the same"
         )
-    device = zero._default_device
+    device = zero_device(zero)
     if device.type == "cuda" and backend_name(group, device) != "nccl":
         raise ValueError(
             "a model on CUDA needs an NCCL group to send stepped parameters; make the model with one"
@@ -114,7 +121,7 @@ def _check(group: dist.ProcessGroup, zero: Any) -> None:
 def _owners(zero: Any, shard_buckets: bool) -> dict[torch.Tensor, int]:
     """Return the rank that steps each parameter, the same on all ranks."""
     # Backward computes gradients, and so DDP fills buckets, from the last parameter to the first.
-    parameters = list(reversed(zero._all_params))
+    parameters = zero_parameters(zero)[::-1]
     if shard_buckets:
         sizes, owners = [0] * zero.world_size, {}
         for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):
@@ -134,20 +141,12 @@ def _owners(zero: Any, shard_buckets: bool) -> dict[torch.Tensor, int]:
 
 def _initialize(zero: Any, owners: dict[torch.Tensor, int]) -> None:
     """Give ``zero`` an inner optimizer for the parameters of this rank; schedulers and checkpoints use it."""
-    kinds: dict[Any, Any] = {functional: kind for kind, functional in functional_optim_map.items()}
-    kind = kinds.get(zero._optim_constructor)
+    kind = optimizer_class(zero_constructor(zero))
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ValueError(
-            f"{zero._optim_constructor} corresponds to no torch.optim.Optimizer, which gradwire needs to step"
+            f"{zero_constructor(zero)} corresponds to no torch.optim.Optimizer, which gradwire needs to step"
         )
-    zero._clear_cache()
-    zero._partition_parameters_cache = [[] for _ in range(zero.world_size)]
-    for group in zero.param_groups:
-        shares = [[p for p in group["params"] if owners[p] == rank] for rank in range(zero.world_size)]
-        zero._partition_param_group(group, shares)
-    zero.optim = kind(zero._partition_parameters_cache[zero.rank], **zero._optim_defaults)
-    zero._sync_param_groups(zero.optim.param_groups, zero.param_groups)
-    zero._overlap_info.status = _OverlapStatus.INITIALIZED
+    zero_share(zero, kind, owners)
 
 
 def _send_parameters(shares: list[list[torch.Tensor]], group: Group) -> None:

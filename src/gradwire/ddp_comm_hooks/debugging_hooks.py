@@ -3,12 +3,12 @@
 from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradwire.ddp import HookInfo, register_hook_info
 from gradwire.lanes import completed
 from gradwire.recipes import noop
+from gradwire.torch_private import GradBucket
 
 __all__ = ["noop_hook"]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradwire.ddp import HookInfo, check_result, hook_name, register_hook_info, require_future
 from gradwire.ddp_comm_hooks._raw import run_recipe
 from gradwire.recipes import Recipe, bf16, fp16, fp32
+from gradwire.torch_private import GradBucket
 
 __all__ = [
     "allreduce_hook",

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as upstream
-from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.buckets import Layouts
@@ -29,6 +27,7 @@ from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.lanes import open_local_lane
 from gradwire.peers import Group
 from gradwire.recipes import fp32
+from gradwire.torch_private import GradBucket, backward_step_handles, in_backward_optimizers, skip_lazy_init
 
 __all__: list[str] = []
 
@@ -75,16 +74,16 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
 
     def step(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], group: Group) -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if hasattr(parameter, "_in_backward_optimizers"):
+            if (optimizers := in_backward_optimizers(parameter)) is not None:
                 parameter.grad = gradient
-                for optimizer in parameter._in_backward_optimizers:
+                for optimizer in optimizers:
                     optimizer.step()
 
     def open_bridge(state: weakref.ReferenceType[DistributedDataParallel], bucket: GradBucket) -> Bridge:
         def drop_gradients() -> None:
             ddp = state()
             for parameter in ddp.module.parameters() if ddp is not None else ():
-                if hasattr(parameter, "_in_backward_optimizers"):
+                if in_backward_optimizers(parameter) is not None:
                     parameter.grad = None
 
         ddp = state()
@@ -99,9 +98,9 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
 def _stop_backward_steps(ddp: DistributedDataParallel) -> None:
     """Stop the optimizers from stepping before the averaging, and DDP from registering torch's hook."""
     for parameter in ddp.module.parameters():
-        for handle in param_to_optim_hook_handle_map.get(parameter, []):
+        for handle in backward_step_handles(parameter):
             handle.remove()
-    ddp._lazy_init_ran = True
+    skip_lazy_init(ddp)
 
 
 def _stepping_bridge(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as upstream
 from torch.futures import Future
 
@@ -18,6 +17,7 @@ from gradwire.ddp_comm_hooks._raw import group_or_world, run_recipe
 from gradwire.lanes import completed
 from gradwire.peers import backend_name, next_rendezvous
 from gradwire.recipes import fp32
+from gradwire.torch_private import GradBucket, store_of
 
 log = logging.getLogger("gradwire")
 
@@ -70,7 +70,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 
 def _group_of_this_machine(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Return the group of the ranks with the same host name; collective over ``group``."""
-    store, rendezvous = group.get_group_store(), next_rendezvous(group)
+    store, rendezvous = store_of(group), next_rendezvous(group)
     store.set(f"{rendezvous}/machine/{group.rank()}", socket.gethostname())
     machines = [store.get(f"{rendezvous}/machine/{rank}") for rank in range(group.size())]
     world_ranks = dist.get_process_group_ranks(group)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +15,7 @@ from gradwire.ddp import Bridge, num_transient, open_raw_engine
 from gradwire.ddp_comm_hooks._raw import group_or_world
 from gradwire.exchanges import LowRank
 from gradwire.recipes import Recipe, powersgd
+from gradwire.torch_private import GradBucket
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

@@ -10,7 +10,6 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from gradwire.codecs import Affine
@@ -18,6 +17,7 @@ from gradwire.ddp import HookInfo, register_hook_info
 from gradwire.ddp_comm_hooks._raw import run_recipe
 from gradwire.exchanges import TwoShot
 from gradwire.recipes import Recipe
+from gradwire.torch_private import GradBucket
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 

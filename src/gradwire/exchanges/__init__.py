@@ -11,6 +11,8 @@ from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.noop import Noop
 from gradwire.exchanges.rounds import Rounds, run_rounds
 from gradwire.exchanges.route import Route
+from gradwire.exchanges.scatter import even_bounds
+from gradwire.exchanges.scattered import Gathered, Scattered
 from gradwire.exchanges.schedule import Schedule
 from gradwire.exchanges.scratch import Scratch
 from gradwire.exchanges.selector import Selector
@@ -20,16 +22,19 @@ __all__ = [
     "PLAIN",
     "Context",
     "Exchange",
+    "Gathered",
     "Hierarchical",
     "Links",
     "LowRank",
     "Noop",
     "Rounds",
     "Route",
+    "Scattered",
     "Schedule",
     "Scratch",
     "Selector",
     "TwoShot",
     "average",
+    "even_bounds",
     "run_rounds",
 ]

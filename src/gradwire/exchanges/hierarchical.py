@@ -13,7 +13,8 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Rounds
-from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, average_alone, bounds_of, two_shot_bytes
+from gradwire.exchanges.scatter import Sum, bounds_of
+from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, two_shot_bytes
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.exchanges.unused import keep_unused_residuals
 from gradwire.ops import Family

@@ -19,10 +19,12 @@ from gradwire.exchanges.matrices import MatrixPlan, plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
 from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Round, Rounds
-from gradwire.exchanges.two_phase import Sum, two_shot_bytes
+from gradwire.exchanges.scatter import Sum
+from gradwire.exchanges.two_phase import two_shot_bytes
 from gradwire.exchanges.two_shot import PLAIN
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
 from gradwire.ops import OTHER, Side
+from gradwire.torch_private import copy_all_
 
 
 @dataclass(frozen=True)
@@ -287,4 +289,4 @@ _NAMES: dict[Side, str] = {"left": "P", "right": "Q"}
 
 def _copy(to: list[Tensor], source: list[Tensor]) -> None:
     if to:
-        torch._foreach_copy_(to, source)
+        copy_all_(to, source)

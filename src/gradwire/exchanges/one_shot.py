@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gradwire.codecs import Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, aligned_rows, average_alone, two_shot_bytes
+from gradwire.exchanges.scatter import Sum, aligned_rows
+from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, two_shot_bytes
 from gradwire.ops import Chunk
 from gradwire.peers import gather
 

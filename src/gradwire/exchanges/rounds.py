@@ -9,7 +9,9 @@ from torch import Tensor
 
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.one_shot import sum_values
-from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce
+from gradwire.exchanges.scatter import Sum
+from gradwire.exchanges.two_phase import TwoPhaseReduce
+from gradwire.torch_private import copy_all_
 
 Round = tuple[Sum, ...]
 """Sums over ranks that one exchange needs before it can go on."""
@@ -55,6 +57,6 @@ def _sum_exactly(parts: list[Tensor], context: Context) -> None:
     num_bytes = sum(part.numel() * part.element_size() for part in parts)
     together = context.scratch.bytes("together", num_bytes, parts[0].device).view(parts[0].dtype)
     places = list(together.split([part.numel() for part in parts]))
-    torch._foreach_copy_(places, parts)
+    copy_all_(places, parts)
     sum_values(together, context)
-    torch._foreach_copy_(parts, places)
+    copy_all_(parts, places)

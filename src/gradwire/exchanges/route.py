@@ -66,10 +66,7 @@ class Route:
             size = layout.numel * flat.element_size()
             part = context.scratch.bytes(f"route{number}", size, flat.device).view(flat.dtype)
             pairs = [
-                (
-                    flat[place.offset : place.offset + place.numel],
-                    part[slot.offset : slot.offset + slot.numel],
-                )
+                (_columns(flat, place, layout.num_shards), _columns(part, slot, layout.num_shards))
                 for place, slot in zip(places, layout.slots, strict=True)
             ]
             for whole, own in pairs:
@@ -98,7 +95,7 @@ class Route:
         for number, (selector, _) in enumerate(self.routes):
             if selector.fits(slot):
                 return number
-        shape = tuple(slot.shape)
+        shape = tuple(slot.parameter_shape)
         raise ValueError(f"no route fits parameter {slot.name!r} of shape {shape}; end with a route for '*'")
 
 
@@ -111,5 +108,12 @@ def _split(layout: BucketLayout, route: Route) -> tuple[Part, ...]:
         if own:
             # Each part has its own index, since seeds of stochastic rounding must differ between parts.
             index = layout.index * len(route.routes) + number
-            parts.append((exchange, BucketLayout.packed(index, layout.dtype, own), own))
+            part = BucketLayout.packed(index, layout.dtype, own, layout.num_shards)
+            parts.append((exchange, part, own))
     return tuple(parts)
+
+
+def _columns(flat: Tensor, slot: Slot, num_shards: int) -> Tensor:
+    """Return the values of a parameter, a row for each shard."""
+    start, end = slot.offset // num_shards, (slot.offset + slot.numel) // num_shards
+    return flat.view(num_shards, -1)[:, start:end]

@@ -21,8 +21,8 @@ _OPERATORS: dict[str, Callable[[int, int], bool]] = {
     ">=": operator.ge,
 }
 _FIGURES: dict[str, Callable[[Slot], int]] = {
-    "ndim": lambda slot: len(slot.shape),
-    "numel": lambda slot: slot.numel,
+    "ndim": lambda slot: len(slot.parameter_shape),
+    "numel": lambda slot: slot.parameter_shape.numel(),
 }
 
 
@@ -93,8 +93,9 @@ def _parse_shape(condition: str) -> Callable[[Slot], bool]:
     wanted = [None if size == "*" else int(size) for size in sizes]
 
     def fits(slot: Slot) -> bool:
-        return len(slot.shape) == len(wanted) and all(
-            bound in (None, size) for bound, size in zip(wanted, slot.shape, strict=True)
+        shape = slot.parameter_shape
+        return len(shape) == len(wanted) and all(
+            bound in (None, size) for bound, size in zip(wanted, shape, strict=True)
         )
 
     return fits

@@ -2,86 +2,53 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-import torch
 from torch import Tensor
 
-from gradwire.codecs import Codec, Raw
+from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.scratch import Scratch
+from gradwire.exchanges.scatter import (
+    Scatter,
+    Seeds,
+    Sum,
+    aligned_rows,
+    bounds_of,
+    chunks_of,
+    peers_of,
+    row_layouts,
+    row_sizes,
+    values_as_rows,
+)
 from gradwire.ops import NO_SEED, Chunk, Scale, Seed
-from gradwire.peers import Group
-
-# Chunks start at multiples of this many values, rows and segments at multiples of this many bytes, so that
-# kernels can use vector loads.
-_ALIGNMENT = 64
-# The number of cached layouts: enough for a few models with hundreds of buckets each. A miss costs a few
-# microseconds per rank.
-_NUM_KEPT = 2048
-
-
-@dataclass(frozen=True)
-class Seeds:
-    """Seeds of the rows of one bucket in one step, which every rank can compute for every other."""
-
-    seed: int
-    step: int
-    index: int
-    """The bucket's index."""
-
-    def of(self, rank: int, chunk: int) -> Seed:
-        """Return the seed of the row in which ``rank`` encodes a chunk."""
-        return Seed.of(self.seed, rank, self.step, self.index, chunk)
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Values to replace by the sum over ranks of ``values * scale``, exact or encoded."""
-
-    values: Tensor
-    codec: Codec | None = None
-    residual: Tensor | None = None
-    """Added to this rank's values; then it holds what the codec has left out of them."""
-    seeds: Seeds | None = None
-    """The seeds of a codec whose rows are random."""
 
 
 class TwoPhaseReduce:
     """Sum several tensors over ranks: each rank sums one chunk of every tensor, then sends it to the others.
 
-    A message is one row, in which every sum has a segment. Values are encoded into their segment and decoded
-    from it, so sums that share a message need no further copy. Their bits do not depend on the sharing.
+    Messages of both phases are rows as in `Scatter`. They share memory: a row to an owner is sent before the
+    owner's own row arrives in its place.
     """
 
     def __init__(self, sums: Sequence[Sum], context: Context) -> None:
         """Prepare the rows; values must be on one device, in dtypes that their codecs take."""
-        group, scratch, device = context.group, context.scratch, sums[0].values.device
-        codecs = [each.codec or Raw(each.values.dtype) for each in sums]
-        numels = [each.values.numel() for each in sums]
-        layouts = _layouts(tuple(zip(codecs, numels, strict=True)), group.size)
-        to_owners = _layouts(tuple((c.to_owner, n) for c, n in zip(codecs, numels, strict=True)), group.size)
-        sizes, sent_sizes = ([each[-1][1] for each in every] for every in (layouts, to_owners))
-        if len(sums) == 1 and codecs[0].in_place:
-            self._rows = list(sums[0].values.view(torch.uint8).split(sizes))
-            self._sent = self._rows
-        else:
-            matrix = aligned_rows(scratch, "rows", group.size, max(*sizes, *sent_sizes), device)
-            self._rows = [row[:num_bytes] for row, num_bytes in zip(matrix, sizes, strict=True)]
-            # A row to an owner is sent before the owner's own row arrives in its place.
-            self._sent = [row[:num_bytes] for row, num_bytes in zip(matrix, sent_sizes, strict=True)]
-        self._group, self._scale = group, context.scale
-        self._arriving = aligned_rows(scratch, "arriving", group.size, sent_sizes[group.rank], device)
-        self._shares = []
-        for number, (each, codec) in enumerate(zip(sums, codecs, strict=True)):
-            sent = summed = _chunks(each, self._rows, [layout[number] for layout in layouts])
-            if to_owners is not layouts:
-                sent = _chunks(each, self._sent, [layout[number] for layout in to_owners])
-            place = to_owners[group.rank][number]
-            self._shares.append(_Share(codec, group.rank, sent, summed, place, each.seeds))
+        group = self._group = context.group
+        self._scale = context.scale
+        codecs = [each.used_codec for each in sums]
+        layouts = row_layouts(sums, codecs, group.size)
+        sizes = row_sizes(layouts)
+        rows = values_as_rows(sums, sizes)
+        if rows is None:
+            to_owners = row_sizes(row_layouts(sums, [codec.to_owner for codec in codecs], group.size))
+            row_bytes, device = max(*sizes, *to_owners), sums[0].values.device
+            rows = aligned_rows(context.scratch, "rows", group.size, row_bytes, device).unbind()
+        self._scatter = Scatter(sums, context, rows)
+        self._rows = [row[:num_bytes] for row, num_bytes in zip(rows, sizes, strict=True)]
+        self._shares = [
+            _Share(codec, chunks_of(each, self._rows, places), each.seeds)
+            for each, codec, places in zip(sums, codecs, zip(*layouts, strict=True), strict=True)
+        ]
 
     def run(self) -> None:
         """Give every rank every sum."""
@@ -90,23 +57,18 @@ class TwoPhaseReduce:
 
     def scatter_reduce(self) -> None:
         """Leave the sum of every chunk r on rank r: in its chunk r, and encoded in its row r."""
-        group, own_row = self._group, self._sent[self._group.rank]
-        messages = group.post([row[: own_row.numel()] for row in self._arriving])
-        for peer in _peers(group):
-            for share in self._shares:
-                share.encode(peer)
-            messages.send(peer, self._sent[peer])
-        messages.finish()
-        for share in self._shares:
-            share.reduce(self._arriving, group.rank, self._scale)
+        self._scatter.run()
+        for number, share in enumerate(self._shares):
+            rows, seed = self._scatter.terms(number)
+            share.reduce(rows, self._group.rank, self._scale, seed)
 
     def gather(self) -> None:
         """Send every rank the encoded sums of all others, and decode them."""
         group = self._group
         messages = group.post(self._rows)
-        for peer in _peers(group):
+        for peer in peers_of(group):
             messages.send(peer, self._rows[group.rank])
-        for peer in _peers(group):
+        for peer in peers_of(group):
             messages.wait(peer)
             for share in self._shares:
                 share.decode(peer)
@@ -115,50 +77,26 @@ class TwoPhaseReduce:
 
 @dataclass(frozen=True)
 class _Share:
-    """One of the sums: its chunks, each with its segment of a row."""
+    """One of the sums: its chunks, each with its segment of the row that comes from its owner."""
 
     codec: Codec
-    rank: int
-    sent: Sequence[Chunk]
-    """Chunks with the rows that go to their owners."""
-    summed: Sequence[Chunk]
-    """Chunks with the rows that come from their owners."""
-    place: tuple[int, int]
-    """Start and end of the segment in the rows that arrive at this rank."""
+    chunks: Sequence[Chunk]
     seeds: Seeds | None
 
-    def encode(self, peer: int) -> None:
-        chunk = self.sent[peer]
-        if chunk.row.numel():
-            self.codec.to_owner.encode(self._seeded(chunk, self.rank, peer))
-
-    def reduce(self, arriving: Tensor, rank: int, scale: Scale) -> None:
+    def reduce(self, rows: Tensor, rank: int, scale: Scale, seed: Seed) -> None:
         """Sum this rank's chunk, of which the others' parts have arrived."""
-        chunk, (begin, end) = self.summed[rank], self.place
+        chunk = self.chunks[rank]
         if chunk.row.numel():
-            rows = arriving[:, begin : begin + _aligned(end - begin)]
-            seeds = () if self.seeds is None else [self.seeds.of(r, rank) for r in range(len(rows))]
-            self.codec.reduce(self._seeded(chunk, rank, rank), rows, rank, scale, seeds)
+            seeded = chunk if self.seeds is None else replace(chunk, seed=self._seed(rank))
+            self.codec.reduce(seeded, rows, rank, scale, seed)
 
     def decode(self, peer: int) -> None:
-        chunk = self.summed[peer]
+        chunk = self.chunks[peer]
         if chunk.row.numel():
-            self.codec.decode(chunk.row, chunk.values, self._seed(peer, peer))
+            self.codec.decode(chunk.row, chunk.values, self._seed(peer))
 
-    def _seed(self, rank: int, chunk: int) -> Seed:
-        return NO_SEED if self.seeds is None else self.seeds.of(rank, chunk)
-
-    def _seeded(self, chunk: Chunk, rank: int, number: int) -> Chunk:
-        return chunk if self.seeds is None else replace(chunk, seed=self._seed(rank, number))
-
-
-def _chunks(each: Sum, rows: list[Tensor], places: list[tuple[int, int]]) -> list[Chunk]:
-    """Return the chunk of every rank, with its segment of that rank's row."""
-    bounds, residual = bounds_of(each.values.numel(), len(rows)), each.residual
-    return [
-        Chunk(each.values[start:end], row[begin:stop], None if residual is None else residual[start:end])
-        for (start, end), row, (begin, stop) in zip(bounds, rows, places, strict=True)
-    ]
+    def _seed(self, owner: int) -> Seed:
+        return NO_SEED if self.seeds is None else self.seeds.of(owner, owner)
 
 
 def seeds_of(codec: Codec, seed: int, context: Context) -> Seeds | None:
@@ -182,45 +120,3 @@ def two_shot_bytes(codec: Codec, numel: int, world_size: int) -> list[int]:
     )
     total = sum(sent)
     return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]
-
-
-def _peers(group: Group) -> list[int]:
-    """Return the other ranks, starting with the successor, so that not all ranks send to the same one."""
-    return [(group.rank + distance) % group.size for distance in range(1, group.size)]
-
-
-@functools.lru_cache(_NUM_KEPT)
-def bounds_of(numel: int, num_chunks: int) -> tuple[tuple[int, int], ...]:
-    """Return the start and end of nearly equal chunks; some may be empty."""
-    num_units = -(-numel // _ALIGNMENT)
-    edges = [min(num_units * i // num_chunks * _ALIGNMENT, numel) for i in range(num_chunks)]
-    return tuple(pairwise([*edges, numel]))
-
-
-@functools.lru_cache(_NUM_KEPT)
-def _layouts(
-    shapes: tuple[tuple[Codec, int], ...], num_ranks: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the start and end of every sum's segment, for the row of each rank."""
-    layouts = []
-    for rank in range(num_ranks):
-        end, layout = 0, []
-        for codec, numel in shapes:
-            first, last = bounds_of(numel, num_ranks)[rank]
-            num_bytes = codec.wire_bytes(last - first)
-            # An empty segment needs no alignment; it may be the last one.
-            begin = _aligned(end) if num_bytes else end
-            end = begin + num_bytes
-            layout.append((begin, end))
-        layouts.append(tuple(layout))
-    return tuple(layouts)
-
-
-def aligned_rows(scratch: Scratch, name: str, num_rows: int, row_bytes: int, device: torch.device) -> Tensor:
-    """Return scratch memory of ``num_rows`` aligned rows of at least ``row_bytes`` bytes."""
-    stride = _aligned(row_bytes)
-    return scratch.bytes(name, num_rows * stride, device).view(num_rows, stride)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

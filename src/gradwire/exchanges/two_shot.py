@@ -14,7 +14,8 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Round, Rounds
-from gradwire.exchanges.two_phase import Sum, TwoPhaseReduce, average_alone, seeds_of, two_shot_bytes
+from gradwire.exchanges.scatter import Sum
+from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, seeds_of, two_shot_bytes
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
 from gradwire.ops import Family
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from gradwire.buckets import BucketLayout
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.rounds import Round
-from gradwire.exchanges.two_phase import Sum
+from gradwire.exchanges.scatter import Sum
 from gradwire.ops import cached_on_owner
+from gradwire.torch_private import largest_magnitudes
 
 
 @contextmanager
@@ -43,7 +44,7 @@ def unused_mask(flat: Tensor, context: Context) -> Generator[Round, None, Tensor
     layout = context.layout
     # An empty parameter has no largest value.
     views = [slot.view(flat) if slot.numel else flat.new_zeros(1) for slot in layout.slots]
-    votes = (torch.stack(torch._foreach_norm(views, ord=float("inf"))) != 0).to(torch.bfloat16)
+    votes = (torch.stack(largest_magnitudes(views)) != 0).to(torch.bfloat16)
     yield (Sum(votes),)
     is_zero = votes == 0
     if not flat.is_cuda and not is_zero.any():  # on CUDA, the test would wait for the device

@@ -18,9 +18,10 @@ from gradwire.headroom.benchmark_rank import TURN_LIMIT_S, run_benchmark
 from gradwire.headroom.devices import join_torchrun
 from gradwire.headroom.records import Machine, Record, Row, ring_bytes, row_name
 from gradwire.headroom.workloads import Workload, format_count
-from gradwire.lab import Lab, format_rate
+from gradwire.lab import Lab, format_delay, format_rate
 from gradwire.peers import join_rendezvous, timeout_of
 from gradwire.ranks import run_ranks, send_message
+from gradwire.torch_private import store_of
 
 
 def measure_steps(
@@ -77,7 +78,7 @@ def _gather_results(result: RankResult) -> list[RankResult] | None:
     # As JSON through the store: nothing that came over a network is unpickled.
     world = dist.group.WORLD
     assert world is not None
-    store, rank = world.get_group_store(), dist.get_rank()
+    store, rank = store_of(world), dist.get_rank()
     key = join_rendezvous(world, timeout_of(world), "headroom.measure_here")
     times = [measurement.times_s for measurement in result.measurements]
     counts = [measurement.bytes_per_step for measurement in result.measurements]
@@ -135,6 +136,7 @@ def conditions(lab: Lab | None, one_machine: bool) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": Machine.here(),
         "link": None if lab is None or lab.bits_per_s is None else format_rate(lab.bits_per_s),
+        "delay": None if lab is None or lab.delay_s is None else format_delay(lab.delay_s),
         "one_machine": one_machine,
     }
 

@@ -98,6 +98,7 @@ def _read_record(data: object) -> Record:
         num_parameters=read_whole(data, "num_parameters", 1, _MAX_PARAMETERS),
         gradient_bytes=read_whole(data, "gradient_bytes", 1, _MAX_BYTES),
         rows=tuple(map(_read_row, rows)),
+        delay=read_text(data, "delay", None),
     )
 
 

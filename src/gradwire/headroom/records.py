@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gradwire
-from gradwire.lab import parse_rate
+from gradwire.lab import parse_delay, parse_rate
 
 ALLREDUCE = "allreduce"
 """Name of the row of plain DDP, without any hook."""
@@ -130,6 +130,8 @@ class Record:
     """Number of trained parameters; a complex one may count as two."""
     gradient_bytes: int
     rows: tuple[Row, ...]
+    delay: str | None = None
+    """The time from host to host in the lab; None for the network as it is."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -141,6 +143,8 @@ class Record:
             )
         if self.link is not None:
             parse_rate(self.link)
+        if self.delay is not None:
+            parse_delay(self.delay)
         names = [self.label(row) for row in self.rows]
         for baseline in (ALLREDUCE, NOOP):
             if names.count(baseline) != 1:
@@ -149,6 +153,14 @@ class Record:
             raise ValueError(f"a record may have each row only once; it has {names}")
         if len({len(row.samples_ms) for row in self.rows}) != 1:
             raise ValueError("the rows have different numbers of samples, so they were not taken together")
+
+    @property
+    def network(self) -> str:
+        """The links of the lab in words; empty for the network as it is."""
+        if self.link is None and self.delay is None:
+            return ""
+        links = "links without a limit" if self.link is None else f"links of {self.link}"
+        return links if self.delay is None else f"{links}, {self.delay} long"
 
     @property
     def allreduce(self) -> Row:

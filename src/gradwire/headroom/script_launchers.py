@@ -12,8 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import TCPStore
-
 from gradwire.headroom.script_task import ScriptResult, ScriptTask
 from gradwire.lab import Lab
 from gradwire.processes import (
@@ -24,6 +22,7 @@ from gradwire.processes import (
     under_torchrun,
     wait_for_all,
 )
+from gradwire.torch_private import TCPStore
 
 _Starter = Callable[..., subprocess.Popen[Any]]
 """``subprocess.Popen``, or a function that knows the place and the environment of a rank."""

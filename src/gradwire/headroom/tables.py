@@ -52,7 +52,7 @@ def _ms(time: float) -> str:
 
 def _title(record: Record) -> str:
     plural = "s" if record.world_size > 1 else ""
-    link = "" if record.link is None else f", links of {record.link}"
+    link = f", {record.network}" if record.network else ""
     device = "" if record.device == "cpu" else f"{record.device}, "
     return (
         f"{record.world_size} rank{plural} over {record.backend}{link}: {record.workload}\n{device}"
@@ -72,7 +72,7 @@ def record_notes(record: Record) -> list[str]:
     ]
     if not record.interleaved:
         notes.append("Rows ran one after the other, so a slow minute may have hit only one of them.")
-    if record.world_size > 1 and record.one_machine and record.link is None:
+    if record.world_size > 1 and record.one_machine and not record.network:
         notes.append("All ranks are on this machine; between machines communication costs more.")
     if num_threads > record.machine.num_cores:
         notes.append(

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+
+from gradwire.torch_private import tree_map_only
 
 _NUM_HEADS = 8
 

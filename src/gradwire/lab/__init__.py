@@ -1,4 +1,4 @@
-"""Hosts on one machine: each in its own network namespace, behind a link of a given rate.
+"""Hosts on one machine: each in its own network namespace, behind a link of a given rate and delay.
 
 What runs on the hosts does not belong here.
 
@@ -13,8 +13,17 @@ Example::
         print(lab.bytes_sent(0))
 """
 
+from gradwire.lab.delays import format_delay, parse_delay
 from gradwire.lab.namespaces import enter_namespace
 from gradwire.lab.network import Lab, LabUnavailable
 from gradwire.lab.rates import format_rate, parse_rate
 
-__all__ = ["Lab", "LabUnavailable", "enter_namespace", "format_rate", "parse_rate"]
+__all__ = [
+    "Lab",
+    "LabUnavailable",
+    "enter_namespace",
+    "format_delay",
+    "format_rate",
+    "parse_delay",
+    "parse_rate",
+]

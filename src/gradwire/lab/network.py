@@ -1,4 +1,4 @@
-"""Hosts, a switch between them, and links with a rate."""
+"""Hosts, a switch between them, and links with a rate and a delay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.lab import reaper
+from gradwire.lab import reaper, relay
+from gradwire.lab.delays import format_delay, parse_delay
 from gradwire.lab.namespaces import Namespace
 from gradwire.lab.rates import format_rate, parse_rate
+from gradwire.lab.taps import open_tap
 from gradwire.processes import rank_environment, terminate_all, wait_for_all
 
 INTERFACE = "eth0"
@@ -39,8 +41,10 @@ class Lab:
     Args:
         hosts: number of hosts.
         rate: rate of every link, such as ``"1gbit"``; None for no limit.
+        delay: the time that a packet takes from one host to another, such as ``"20ms"``; an answer takes
+            as long again. None for no delay.
 
-    Raises ValueError for a wrong number of hosts or a wrong rate, and `LabUnavailable` without root or
+    Raises ValueError for a wrong number of hosts, rate or delay, and `LabUnavailable` without root or
     iproute2.
 
     At the end of the lab, its processes are killed and the kernel removes it. The same happens if this
@@ -52,17 +56,19 @@ class Lab:
             code = lab.run(["python", "train.py"])
     """
 
-    def __init__(self, hosts: int = 2, rate: str | None = None) -> None:
+    def __init__(self, hosts: int = 2, rate: str | None = None, delay: str | None = None) -> None:
         if not 1 <= hosts <= _MAX_HOSTS:
             raise ValueError(f"a lab has 1 to {_MAX_HOSTS} hosts, not {hosts}")
         self.num_hosts = hosts
         self.bits_per_s = None if rate is None else parse_rate(rate)
+        self.delay_s = None if delay is None else parse_delay(delay)
         ip = _find_tools()
         self._namespaces: list[Namespace] = []
-        self._reaper: subprocess.Popen[bytes] | None = None
+        self._helpers: list[subprocess.Popen[bytes]] = []
         try:
             self._namespaces = _make_namespaces(hosts + 1)
-            self._reaper = self._start_reaper()
+            files = [namespace.file for namespace in self._namespaces]
+            self._start_helper(reaper.__file__, [], files)
             self._connect(ip)
         except BaseException:
             self.close()
@@ -84,18 +90,23 @@ class Lab:
         with self._hosts[host].inside():
             yield
 
-    def environment(self, host: int) -> dict[str, str]:
-        """Return the variables that torchrun would set on a host, with one rank per host."""
+    def environment(self, host: int, local_rank: int = 0, ranks_per_host: int = 1) -> dict[str, str]:
+        """Return the variables that torchrun would set for a rank on a host."""
         self._check(host)
-        here, size, address = str(host), str(self.num_hosts), self.address(0)
+        rank, size = host * ranks_per_host + local_rank, self.num_hosts * ranks_per_host
         return {
             **rank_environment(
-                host, self.num_hosts, local_rank=0, local_world_size=1, address=address, port=MASTER_PORT
+                rank,
+                size,
+                local_rank=local_rank,
+                local_world_size=ranks_per_host,
+                address=self.address(0),
+                port=MASTER_PORT,
             ),
-            "GROUP_RANK": here,
-            "GROUP_WORLD_SIZE": size,
-            "ROLE_RANK": here,
-            "ROLE_WORLD_SIZE": size,
+            "GROUP_RANK": str(host),
+            "GROUP_WORLD_SIZE": str(self.num_hosts),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(size),
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
@@ -146,11 +157,11 @@ class Lab:
 
     def close(self) -> None:
         """Kill every process in the lab, and remove the lab."""
-        if self._reaper is not None:
-            assert self._reaper.stdin is not None
-            self._reaper.stdin.close()
-            self._reaper.wait()
-            self._reaper = None
+        while self._helpers:
+            helper = self._helpers.pop(0)
+            assert helper.stdin is not None
+            helper.stdin.close()
+            helper.wait()
         for namespace in self._namespaces:
             namespace.close()
 
@@ -162,7 +173,8 @@ class Lab:
 
     def __str__(self) -> str:
         rate = "no limit" if self.bits_per_s is None else format_rate(self.bits_per_s)
-        return f"{self.num_hosts} hosts, {rate}"
+        delay = "" if self.delay_s is None else f", {format_delay(self.delay_s)} long"
+        return f"{self.num_hosts} hosts, {rate}{delay}"
 
     @property
     def _hosts(self) -> list[Namespace]:
@@ -172,24 +184,26 @@ class Lab:
         if not 0 <= host < self.num_hosts:
             raise ValueError(f"there is no host {host}; the hosts are 0 to {self.num_hosts - 1}")
 
-    def _start_reaper(self) -> subprocess.Popen[bytes]:
-        files = [namespace.file for namespace in self._namespaces]
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", reaper.__file__, *map(str, files)],
+    def _start_helper(self, program: str, arguments: list[str], files: list[int]) -> None:
+        """Start a program that ends with this process at the latest; it gets the numbers of open files."""
+        helper = subprocess.Popen(
+            [sys.executable, "-I", "-S", program, *arguments, *map(str, files)],
             stdin=subprocess.PIPE,
             pass_fds=files,
             start_new_session=True,  # a Ctrl-C must reach the commands only
         )
+        self._helpers.append(helper)
 
     def _connect(self, ip: str) -> None:
         switch = self._namespaces[0]
-        links = ["link add switch type bridge", "link set switch up"]
-        for host, namespace in enumerate(self._hosts):
-            links += [
-                f"link add port{host} type veth peer name {INTERFACE} netns {namespace.path}",
-                f"link set port{host} master switch up",
-            ]
-        _batch(ip, links, switch)
+        _batch(ip, ["link add switch type bridge", "link set switch up"], switch)
+        if self.delay_s is None:
+            paths = [namespace.path for namespace in self._hosts]
+            pairs = [f"port{i} type veth peer name {INTERFACE} netns {path}" for i, path in enumerate(paths)]
+            _batch(ip, [f"link add {pair}" for pair in pairs], switch)
+        else:
+            self._connect_by_relay(self.delay_s)
+        _batch(ip, [f"link set port{i} master switch up" for i in range(self.num_hosts)], switch)
         for host, namespace in enumerate(self._hosts):
             address = [f"address add {self.address(host)}/16 dev {INTERFACE}"]
             _batch(ip, [*address, f"link set {INTERFACE} up", "link set lo up"], namespace)
@@ -200,6 +214,25 @@ class Lab:
             _batch(tc, [f"qdisc add dev port{i} {shape}" for i in range(self.num_hosts)], switch)
             for namespace in self._hosts:
                 _batch(tc, [f"qdisc add dev {INTERFACE} {shape}"], namespace)
+
+    def _connect_by_relay(self, delay_s: float) -> None:
+        """Make both ends of every link, and start a program that passes frames between them."""
+        files: list[int] = []
+        try:
+            for host, namespace in enumerate(self._hosts):
+                for inside, name in ((namespace, INTERFACE), (self._namespaces[0], f"port{host}")):
+                    with inside.inside():
+                        files.append(open_tap(name))
+            # A packet crosses two links: its sender's and its receiver's.
+            self._start_helper(relay.__file__, [str(delay_s / 2)], files)
+        except OSError as error:
+            raise LabUnavailable(
+                f"links with a delay need TAP devices, and /dev/net/tun says {error.strerror}: run as "
+                "root; start a container with --device /dev/net/tun; or leave the delay out"
+            ) from None
+        finally:
+            for file in files:
+                os.close(file)
 
 
 def _find_tools() -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +19,32 @@ from gradwire.averaging import Bucket, Engine, RunState, Timeline, checkpoint, o
 from gradwire.errors import Place, WireError, locate
 from gradwire.lanes import open_lane
 from gradwire.loops.choices import check_weight, choose_device, choose_group, choose_recipe, keeps_state
+from gradwire.loops.halves import (
+    chunk_of,
+    claim_of,
+    gather_plainly,
+    layout_of,
+    make_full,
+    require_flat,
+    scatter_plainly,
+)
 from gradwire.loops.handle import AveragingHandle
 from gradwire.loops.packing import Packing, Packings
 from gradwire.loops.plain import start_plain_mean
 from gradwire.loops.tensors import Tensors, named_tensors
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, backend_name, require_same, timeout_of
-from gradwire.recipes import Recipe, WirePlan, agree_on_nodes, fingerprint, kernels_of, make_plan, noop
+from gradwire.peers import CollectiveCall, SealedClaim, backend_name, require_same, timeout_of
+from gradwire.recipes import (
+    Recipe,
+    WirePlan,
+    agree_on_nodes,
+    fingerprint,
+    gathered,
+    kernels_of,
+    make_plan,
+    noop,
+    scattered,
+)
 from gradwire.telemetry import WireStats
 
 log = logging.getLogger("gradwire")
@@ -43,18 +63,14 @@ class Averager:
     Raises ValueError if there is no such recipe or ranks differ, TypeError for arguments of the wrong type,
     and RuntimeError if a rank does not come in time.
 
-    The constructor is collective, and so are `average_`, `start`, `swap` and `load_state_dict`: every rank
-    calls them in the same order, with the same tensors. What a recipe keeps from call to call belongs to a
-    tensor's name; tensors without names are numbered. With ``GRADWIRE_DISABLE=1`` in the environment,
-    torch's own ``all_reduce`` averages.
+    The constructor is collective, and so are `average_`, `start`, `reduce_scatter`, `all_gather`, `swap` and
+    `load_state_dict`: every rank calls them in the same order, with the same tensors. What a recipe keeps
+    from call to call belongs to a tensor's name; tensors without names are numbered. With
+    ``GRADWIRE_DISABLE=1`` in the environment, torch's own ``all_reduce`` averages.
 
-    Example::
-
-        averager = gradwire.Averager("int4")
-        for batch in batches:
-            loss_of(model, batch).backward()
-            averager.average_({name: p.grad for name, p in model.named_parameters()})
-            optimizer.step()
+    >>> averager = gradwire.Averager("int4")
+    >>> model.module(inputs).sum().backward()
+    >>> averager.average_({name: p.grad for name, p in model.named_parameters()})
     """
 
     def __init__(
@@ -76,6 +92,7 @@ class Averager:
             self._recipe = self._agree_on_recipe(recipe, call, is_disabled)
         self._num_calls = self._first_call = 0
         self._packings = Packings()
+        self._compared: set[SealedClaim] = set()
         self._in_flight: list[AveragingHandle] = []
         self._may_have_state = keeps_state(self._recipe)
         self._is_closed = False
@@ -129,20 +146,13 @@ class Averager:
             ...  # compute something else
             handle.wait()
         """
-        self._require_usable()
-        place = Place(self._group.rank(), self._num_calls, 0, str(self._recipe))
-        self._num_calls += 1
+        place = self._begin_call()
         self._in_flight = [handle for handle in self._in_flight if not handle.done()]
-        try:
+        with self._failing_all(place):
             named = named_tensors(tensors, self._device_types)
             self._check_weight(weight, named)
             packing = self._packing_of(named, weight is not None, place)
             futures = self._start(packing, packing.pack(named), weight, place)
-        except Exception as error:
-            located = locate(error, place)
-            self._engine.fail(located)  # the other ranks must not wait for this one
-            self._engine.give_up()
-            raise located.with_traceback(error.__traceback__) from None
 
         def end(results: list[Tensor]) -> None:
             self._require_usable()
@@ -152,6 +162,49 @@ class Averager:
         handle = AveragingHandle(futures, packing.names, end)
         self._in_flight.append(handle)
         return handle
+
+    def reduce_scatter(self, flat: Tensor) -> Tensor:
+        """Return this rank's chunk of the mean over ranks of ``flat``; collective.
+
+        Args:
+            flat: a flat tensor of floating values, of the same length on every rank. It is cut into as many
+                chunks as there are ranks. If its length is not a multiple of that, sizes differ by one. This
+                rank's chunk of it is overwritten.
+
+        Sends half of what `average_` does. Chunks are summed in fp32 and in rank order, and sums are not
+        encoded again. There are no residuals: ``int4`` goes without its own. Raises ValueError for low rank
+        and for a recipe that asks for residuals, and otherwise as `average_` does.
+
+        Example::
+
+            shard = averager.reduce_scatter(gradients)
+            flat = averager.all_gather(shard, numel=len(gradients))
+        """
+        recipe, place = scattered(self._recipe), self._begin_call()
+        with self._failing_all(place):
+            own = require_flat(flat, self._device_types)
+            if self._is_disabled:
+                return scatter_plainly(own, self._group, is_sum=self._recipe.reduction == "sum")
+            self._run_half("reduce_scatter", recipe, own, place)
+        return chunk_of(own, self._group).clone()
+
+    def all_gather(self, shard: Tensor, numel: int | None = None) -> Tensor:
+        """Return all ranks' shards, one after the other; collective.
+
+        Args:
+            shard: a flat tensor of floating values.
+            numel: the length of the result. By default all shards are of one size.
+
+        Shards travel by the recipe, and every rank gets the same bits. Raises ValueError as `reduce_scatter`
+        does, and for a shard that is not this rank's chunk of ``numel`` values.
+        """
+        recipe, place = gathered(self._recipe), self._begin_call()
+        with self._failing_all(place):
+            full = make_full(require_flat(shard, self._device_types), numel, self._group)
+            if self._is_disabled:
+                return gather_plainly(full, self._group)
+            self._run_half("all_gather", recipe, full, place)
+        return full
 
     def stats(self) -> WireStats:
         """Return bytes, messages, and times of waiting and working; each call counts as a step."""
@@ -264,15 +317,47 @@ class Averager:
             futures.append(self._engine.start(bucket, own_place))
         return futures
 
+    def _begin_call(self) -> Place:
+        self._require_usable()
+        self._num_calls += 1
+        return Place(self._group.rank(), self._num_calls - 1, 0, str(self._recipe))
+
+    @contextlib.contextmanager
+    def _failing_all(self, place: Place) -> Iterator[None]:
+        """Fail on every rank if the block raises, so that none waits for this one."""
+        try:
+            yield
+        except Exception as error:
+            located = locate(error, place)
+            self._engine.fail(located)
+            self._engine.give_up()
+            raise located.with_traceback(error.__traceback__) from None
+
+    def _run_half(self, what: str, recipe: Recipe, flat: Tensor, place: Place) -> None:
+        """Run a reduce-scatter or an all-gather in place, and wait for it."""
+        claim = claim_of(what, flat.numel(), flat.dtype)
+        is_new = claim not in self._compared and recipe.exchange.communicates
+        if is_new and self._device_types == ("cuda",):
+            self._compared.add(claim)
+            self._compare(claim, place)
+        bucket = Bucket(
+            flat, layout_of(flat.numel(), flat.dtype), is_last=True, claim=claim, exchange=recipe.exchange
+        )
+        self._engine.start(bucket, place).wait()
+        self._require_usable()
+
     def _packing_of(self, named: Mapping[str, Tensor], is_weighted: bool, place: Place) -> Packing:
         """Return the packing of these tensors; on NCCL, compare one that is new with the other ranks'."""
         packing, is_new = self._packings.of(named)
         if is_new and self._device_types == ("cuda",) and self._recipe.exchange.communicates:
-            claim = packing.weighted_claim if is_weighted else packing.claim
-            self._engine.run_collective(functools.partial(require_same, claim), place, self._device)
-            if self._engine.failure is not None:
-                raise self._engine.failure
+            self._compare(packing.weighted_claim if is_weighted else packing.claim, place)
         return packing
+
+    def _compare(self, claim: SealedClaim, place: Place) -> None:
+        """Compare a claim with the other ranks', and wait for the result."""
+        self._engine.run_collective(functools.partial(require_same, claim), place, self._device)
+        if self._engine.failure is not None:
+            raise self._engine.failure
 
     def _check_weight(self, weight: float | None, named: Mapping[str, Tensor]) -> None:
         if weight is None:

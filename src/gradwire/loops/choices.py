@@ -11,6 +11,7 @@ from gradwire.exchanges import LowRank
 from gradwire.peers import backend_name
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
+from gradwire.torch_private import device_types
 
 
 def choose_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -35,7 +36,7 @@ def choose_device(group: dist.ProcessGroup, device: torch.device | str | None) -
             raise ValueError(f"gradwire averages tensors on cpu and cuda, not on {chosen.type}")
         return chosen
     cuda = torch.device("cuda")
-    has_cuda = torch.cuda.is_available() and cuda in group._device_types
+    has_cuda = torch.cuda.is_available() and cuda in device_types(group)
     return cuda if has_cuda and backend_name(group, cuda) == "nccl" else torch.device("cpu")
 
 

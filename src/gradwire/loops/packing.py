@@ -12,6 +12,7 @@ from torch import Tensor
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.loops.tensors import bucket_dtype
 from gradwire.peers import SealedClaim
+from gradwire.torch_private import copy_all_
 
 # DDP's default: large enough that latency does not count, small enough that two overlap.
 _BUCKET_BYTES = 25 << 20
@@ -110,11 +111,11 @@ class Packings:
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if any(each.is_conj() or each.is_neg() for each in targets):  # which _foreach_copy_ cannot write to
+    if any(each.is_conj() or each.is_neg() for each in targets):  # which copy_all_ cannot write to
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
     else:
-        torch._foreach_copy_(targets, sources)
+        copy_all_(targets, sources)
 
 
 def _is_flat(tensor: Tensor, layout: BucketLayout) -> bool:

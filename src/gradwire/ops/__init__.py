@@ -3,7 +3,7 @@
 Whatever knows ranks, buckets or messages does not belong here.
 
 `reference` defines the results. The kernels equal it bit for bit, with two exceptions: a NaN may have another
-payload, and Triton adds up the mean of a block in its own order.
+payload, and Triton adds up the mean magnitude of a block of `sign` in its own order.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ __all__ = [
     "reduce_blocks",
     "reduce_rotated",
     "reduce_rows",
+    "sum_blocks",
+    "sum_rows",
     "warm_up",
 ]
 
@@ -83,6 +85,15 @@ def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
     fast = _is_fast(terms.own) and encoded.dtype in (torch.float32, *_HALVES)
     kernels = _cpu_casts() if fast else reference_casts
     kernels.reduce_rows(terms, encoded, up, down)
+
+
+def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
+    """Replace ``terms.own`` by the sum of the terms in order; rows hold values of ``dtype``.
+
+    Sums are as in `reduce_rows`, and are not encoded again.
+    """
+    fast = _is_fast(terms.own) and dtype in (torch.float32, *_HALVES)
+    (_cpu_casts() if fast else reference_casts).sum_rows(terms, dtype)
 
 
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
@@ -122,6 +133,14 @@ def reduce_blocks(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int,
     out of the sum, divided by ``scale``.
     """
     _blocks(chunk.values).reduce(form, chunk, rows, own_index, scale)
+
+
+def sum_blocks(form: BlockFormat, own: Tensor, rows: Tensor, own_index: int, scale: Scale) -> None:
+    """Replace ``own`` by the sum of ``values[r] * scale`` over r in order, which is not encoded again.
+
+    ``values[own_index]`` is ``own``. The others are encoded in ``rows``, as for `reduce_blocks`.
+    """
+    _blocks(own).sum_rows(form, own, rows, own_index, scale)
 
 
 def encode_rotated(form: RotatedFormat, chunk: Chunk) -> None:
@@ -194,7 +213,9 @@ def _blocks(values: Tensor) -> ModuleType:
 
 
 def _rotated(values: Tensor) -> ModuleType:
-    return _cpu_rotated() if _is_fast(values) else reference_rotated
+    if _is_fast(values):
+        return _cpu_rotated()
+    return _cuda_rotated() if values.is_cuda and _has_triton() else reference_rotated
 
 
 # Imported on first use: importing numba takes 0.2 s, which a program that never trains need not spend.
@@ -234,6 +255,12 @@ def _cuda_blocks() -> ModuleType:
     from gradwire.ops.cuda import blocks
 
     return blocks
+
+
+def _cuda_rotated() -> ModuleType:
+    from gradwire.ops.cuda import rotated
+
+    return rotated
 
 
 @functools.cache

@@ -11,10 +11,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from gradwire.peers.groups import Group, gather
 from gradwire.peers.rendezvous import WaitLog, claim_key, missing_ranks_error
+from gradwire.torch_private import Store, store_of
 
 Claim = Mapping[str, str]
 """The fields that must be the same on all ranks before they go on, and this rank's values."""
@@ -67,7 +67,7 @@ def agree(
     Returns every rank's note, in rank order. Raises RuntimeError if a rank makes no claim in time or has
     failed, and ValueError if claims differ. After a peer's ValueError or TypeError, the error is also one.
     """
-    store, rank = group.get_group_store(), group.rank()
+    store, rank = store_of(group), group.rank()
     keys = [claim_key(rendezvous, peer) for peer in range(group.size())]
     if isinstance(claim, Exception):
         # A store takes valid UTF-8 only, and file names in an error's text may hold lone surrogates.

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from gradwire.torch_private import PrefixStore, has_tcp_store, own_connection, store_of
 
 T = TypeVar("T")
 
@@ -63,10 +64,10 @@ class FailureStore:
         self.is_reachable = True
         """False after the first request without an answer: the store's host is dead or stopped."""
         self._prefix = prefix
-        self._users_store: Any = group.get_group_store()
+        self._users_store, self._group_name = store_of(group), group.group_name
         self._store: PrefixStore | None = None
         # Other stores have no connection to make, and a FileStore counts its clones.
-        if isinstance(getattr(self._users_store, "_underlying_non_prefix_store", None), TCPStore):
+        if has_tcp_store(self._users_store):
             self._open()
 
     def post_failure(self, text: str) -> None:
@@ -97,7 +98,7 @@ class FailureStore:
         return None if value is None else value.decode(errors="replace")
 
     def _open(self) -> PrefixStore:
-        store = PrefixStore(self._prefix, self._users_store.clone())
+        store = PrefixStore(self._prefix, own_connection(self._users_store, self._group_name))
         store.set_timeout(timedelta(seconds=_PATIENCE_S))
         self._store = store
         return store

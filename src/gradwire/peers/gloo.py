@@ -14,10 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
 from gradwire.peers.process_groups import timeout_of
+from gradwire.torch_private import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    has_tcp_store,
+    own_connection,
+    store_of,
+)
 
 # Two tags that no message carries: see `GlooGroup.close` and `GlooGroup.watch`.
 _CLOSING_TAG = 0
@@ -30,9 +37,9 @@ def open_gloo(group: dist.ProcessGroup, prefix: str, *, late: bool = False) -> G
 
     With ``late``, it does not connect before its `GlooGroup.open`, which is then the collective call.
     """
-    store: Any = group.get_group_store()
-    if late and isinstance(getattr(store, "_underlying_non_prefix_store", None), TCPStore):
-        store = store.clone()
+    store = store_of(group)
+    if late and has_tcp_store(store):
+        store = own_connection(store, group.group_name)
     return GlooGroup(store, prefix, group.rank(), group.size(), timeout_of(group), late=late)
 
 

@@ -7,18 +7,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from gradwire.torch_private import backend_of, device_types, timeout_of_backend
+
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that serves tensors on ``device``, in lower case."""
-    return group._get_backend(device).name().lower()
+    return str(backend_of(group, device).name()).lower()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the group's own collectives."""
-    for device in group._device_types:
-        timeout = getattr(group._get_backend(device).options, "_timeout", None)
+    for device in device_types(group):
+        timeout = timeout_of_backend(backend_of(group, device))
         if timeout is not None:
-            return timedelta(seconds=timeout.total_seconds())
+            return timeout
     return dist.default_pg_timeout
 
 

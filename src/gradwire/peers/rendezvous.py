@@ -11,9 +11,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
+
+from gradwire.torch_private import store_of
 
 _FIRST_KEY = "gradwire/first"
 """The key under which rank 0 writes its process name."""
@@ -73,7 +74,7 @@ def next_rendezvous(group: dist.ProcessGroup) -> str:
     calls are counted in the store, so the name is also new to a group that was destroyed and made again.
     Everything else uses `join_rendezvous`.
     """
-    number = group.get_group_store().add(f"gradwire/rendezvous/{group.rank()}", 1)
+    number = store_of(group).add(f"gradwire/rendezvous/{group.rank()}", 1)
     return f"gradwire/{number}"
 
 
@@ -96,7 +97,7 @@ def missing_ranks_error(
     """Return the error for ranks that did not come, and leave word for them that this rank has gone."""
     rank, size, ranks = group.rank(), group.size(), ", ".join(map(str, missing))
     text = f"error: RuntimeError: it gave up waiting for rank(s) {ranks}"
-    group.get_group_store().set(claim_key(rendezvous, rank), text)
+    store_of(group).set(claim_key(rendezvous, rank), text)
     return RuntimeError(
         f"rank {rank}: {caller} is collective, but rank(s) {ranks} of {size} did not call it within "
         f"{timeout.total_seconds():g} s; every rank of the model's process group must"
@@ -121,7 +122,7 @@ def claim_key(rendezvous: str, rank: int) -> str:
 # From then on, rank 0's name is the name of the session.
 def _meet(group: dist.ProcessGroup, session: _Session, timeout: timedelta, caller: str) -> str:
     """Wait until all ranks are there, and return the name of the session."""
-    store: Any = group.get_group_store()
+    store = store_of(group)
     rank, others, name = group.rank(), range(1, group.size()), ""
 
     def has_seen_all() -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import gradwire
 from gradwire.headroom import ALLREDUCE, NOOP, Record, Row
-from gradwire.lab import parse_rate
+from gradwire.lab import parse_delay, parse_rate
 from gradwire.planner.cost import NUM_IN_FLIGHT, Cluster, Costs, StepTraffic, predict_step
 from gradwire.planner.predictions import can_be_planned, step_traffic
 from gradwire.planner.shapes import Shape, ddp_buckets, typical_shapes
@@ -22,6 +22,11 @@ _ROUND_MS = 0.35
 def link_bits_per_s(record: Record) -> float | None:
     """Return the rate of the record's links; None if they had no limit."""
     return None if record.link is None else parse_rate(record.link)
+
+
+def latency_s(record: Record, otherwise: float) -> float:
+    """Return the time from host to host in the record's lab, or ``otherwise`` if it had no delay."""
+    return otherwise if record.delay is None else parse_delay(record.delay)
 
 
 def cores_per_worker(record: Record) -> float:
@@ -102,7 +107,7 @@ class Forecast:
         record = self.record
         here = Cluster(record.world_size, cores_per_worker=cores_per_worker(record))
         copy_ns = _COPY_NS_PER_BYTE
-        if record.link is None and row.bytes_per_step:
+        if not record.network and row.bytes_per_step:
             _, moving_ms, _ = record.split_ms(row)
             if row.wait_ms is not None:  # the sum over buckets, some of which waited at the same time
                 moving_ms = row.wait_ms / min(NUM_IN_FLIGHT, self._num_buckets)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
 
 from gradwire.buckets import BucketLayout, Layouts, canonical_name
+from gradwire.torch_private import FIRST_BUCKET_BYTES, compute_bucket_assignment
 
 _DEFAULT_BUCKET_MB = 25.0
 
@@ -21,9 +21,9 @@ def bucket_layouts(module: nn.Module, bucket_mb: float | None = None) -> list[Bu
     They come from the function of torch that DDP itself calls. ``bucket_mb`` is DDP's ``bucket_cap_mb``.
     """
     cap = int((_DEFAULT_BUCKET_MB if bucket_mb is None else bucket_mb) * 2**20)
-    limits = [_DEFAULT_FIRST_BUCKET_BYTES if bucket_mb is None else cap, cap]
+    limits = [FIRST_BUCKET_BYTES if bucket_mb is None else cap, cap]
     arrived = list[Tensor](reversed(trained_parameters(module).values()))
-    found, _ = _compute_bucket_assignment_by_size(arrived, limits)
+    found, _ = compute_bucket_assignment(arrived, limits)
     layouts = Layouts(module)
     buckets = ([arrived[i] for i in own] for own in found)
     # Complex gradients lie in buckets as pairs of real values.

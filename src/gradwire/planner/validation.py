@@ -9,7 +9,7 @@ from gradwire.headroom import NOOP, Benchmark, Record, Row, Workload, measure_st
 from gradwire.lab import Lab
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import Cluster
-from gradwire.planner.forecasts import cores_per_worker, link_bits_per_s
+from gradwire.planner.forecasts import cores_per_worker, latency_s, link_bits_per_s
 from gradwire.planner.predictions import predict, shapes_of
 
 
@@ -19,9 +19,15 @@ class LabCase:
 
     num_hosts: int
     link: str
+    delay: str | None = None
+
+    @property
+    def links(self) -> str:
+        """The links in words."""
+        return self.link if self.delay is None else f"{self.link}, {self.delay} long"
 
     def __str__(self) -> str:
-        return f"{self.num_hosts} hosts with links of {self.link}"
+        return f"{self.num_hosts} hosts with links of {self.links}"
 
 
 # Cases with the link as the bottleneck, and cases without.
@@ -31,6 +37,7 @@ LAB_CASES = (
     LabCase(3, "500mbit"),
     LabCase(4, "200mbit"),
     LabCase(8, "200mbit"),
+    LabCase(2, "200mbit", "20ms"),
 )
 # Small enough for eight ranks on two cores.
 _WORKLOAD = Workload(width=256, num_layers=4, batch=2, sequence=32)
@@ -76,7 +83,7 @@ def validate(
             if row.recipe != NOOP:
                 predicted_ms = predict_row(record, row, calibration, cluster)
                 comparisons.append(
-                    Comparison(case.num_hosts, case.link, row.recipe, row.step_ms, predicted_ms)
+                    Comparison(case.num_hosts, case.links, row.recipe, row.step_ms, predicted_ms)
                 )
     return comparisons
 
@@ -84,13 +91,14 @@ def validate(
 def measure_case(recipes: Sequence[str], case: LabCase) -> Record:
     """Train with each recipe on the hosts of a lab."""
     benchmark = Benchmark(recipes, _WORKLOAD, num_steps=_NUM_STEPS, bucket_mb=_BUCKET_MB)
-    with Lab(case.num_hosts, case.link) as lab:
+    with Lab(case.num_hosts, case.link, case.delay) as lab:
         return measure_steps(benchmark, lab.num_hosts, lab=lab)
 
 
 def cluster_of(record: Record) -> Cluster:
     """Return the lab of a measured case as a cluster; its hosts share this machine's cores."""
-    return Cluster(record.world_size, 1, link_bits_per_s(record), _LATENCY_S, cores_per_worker(record))
+    latency = latency_s(record, _LATENCY_S)
+    return Cluster(record.world_size, 1, link_bits_per_s(record), latency, cores_per_worker(record))
 
 
 def predict_row(record: Record, row: Row, calibration: Calibration, cluster: Cluster) -> float:

@@ -22,10 +22,10 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from gradwire.lab import enter_namespace
 from gradwire.processes import end_with_parent
+from gradwire.torch_private import TCPStore
 
 # bf16 layers die with SIGILL on some virtual CPUs that advertise AMX. A setting of the user's wins.
 _ENVIRONMENT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}

@@ -5,6 +5,7 @@ Protocols do not belong here but to `exchanges`, and encodings to `codecs`.
 
 from gradwire.recipes import fingerprint
 from gradwire.recipes.composed import recipe, route, route_tables, schedule, with_node_size
+from gradwire.recipes.halves import gathered, scattered
 from gradwire.recipes.plan import WirePlan, make_plan
 from gradwire.recipes.registry import (
     RECIPES,
@@ -22,7 +23,13 @@ from gradwire.recipes.registry import (
     powersgd,
     sign,
 )
-from gradwire.recipes.resolution import agree_on_nodes, kernels_of, require_averaging, resolve_for_module
+from gradwire.recipes.resolution import (
+    agree_on_nodes,
+    kernels_of,
+    require_averaging,
+    resolve_for_module,
+    route_module_tables,
+)
 from gradwire.recipes.spelling import is_factory
 
 __all__ = [
@@ -37,6 +44,7 @@ __all__ = [
     "fp8",
     "fp16",
     "fp32",
+    "gathered",
     "int2",
     "int4",
     "int8",
@@ -49,7 +57,9 @@ __all__ = [
     "require_averaging",
     "resolve_for_module",
     "route",
+    "route_module_tables",
     "route_tables",
+    "scattered",
     "schedule",
     "sign",
     "with_node_size",

@@ -90,7 +90,7 @@ def with_node_size(whole: Recipe, local_size: int) -> Recipe:
     >>> print(with_node_size(schedule({0: "fp32", 9: "int4"}), local_size=8))
     schedule(0=fp32; 9=int4:local_size=8)
     """
-    return _map_leaves(whole, lambda each: each.with_node_size(local_size))
+    return map_leaves(whole, lambda each: each.with_node_size(local_size))
 
 
 def route_tables(whole: Recipe, names: Iterable[str]) -> Recipe:
@@ -108,8 +108,8 @@ def route_tables(whole: Recipe, names: Iterable[str]) -> Recipe:
     is_same = all(each.tables == "same" for each in whole.leaves())
     if not chosen or is_same or isinstance(whole.exchange, Route):
         return whole
-    tables = _merge_stages(_map_leaves(whole, Recipe.for_tables))
-    return route({**dict.fromkeys(chosen, tables), "*": _map_leaves(whole, Recipe.for_others)})
+    tables = _merge_stages(map_leaves(whole, Recipe.for_tables))
+    return route({**dict.fromkeys(chosen, tables), "*": map_leaves(whole, Recipe.for_others)})
 
 
 def _compose(kind: type[Schedule] | type[Route], chosen: Mapping[Any, Recipe]) -> Recipe:
@@ -122,12 +122,12 @@ def _compose(kind: type[Schedule] | type[Route], chosen: Mapping[Any, Recipe]) -
     return Recipe(text, kind(exchanges), reductions.pop(), parts=parts)
 
 
-def _map_leaves(whole: Recipe, change: Callable[[Recipe], Recipe]) -> Recipe:
+def map_leaves(whole: Recipe, change: Callable[[Recipe], Recipe]) -> Recipe:
     """Return the same composition with each recipe in it changed."""
     if not whole.parts:
         return change(whole)
     kind = Route if isinstance(whole.exchange, Route) else Schedule
-    return _compose(kind, {key: _map_leaves(each, change) for key, each in whole.parts})
+    return _compose(kind, {key: map_leaves(each, change) for key, each in whole.parts})
 
 
 def _merge_stages(whole: Recipe) -> Recipe:

@@ -44,7 +44,8 @@ def of_bucket(layout: BucketLayout) -> dict[str, str]:
     """Return a bucket's size and dtype, and the name, shape and strides of each parameter in it."""
     name = f"bucket {layout.index}"
     return {
-        name: f"{_describe(torch.Size([layout.numel]), layout.dtype)} of {len(layout.slots)} parameters",
+        name: f"{_describe(torch.Size([layout.numel]), layout.dtype)} of {len(layout.slots)} parameters"
+        + (f" in {layout.num_shards} shards" if layout.num_shards > 1 else ""),
         **{
             f"parameter {number} of {name}": f"{slot.name}, {_describe(slot.shape)}, strides {slot.stride}"
             for number, slot in enumerate(layout.slots)

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.ddp import Attachments, attach_to_all
+from gradwire.ddp import Attachments
 from gradwire.scripts.observing import Observations
 from gradwire.scripts.summary import describe_models
+from gradwire.sharded import attach_to_all
 from gradwire.telemetry import Telemetry
 
 _VARIABLE = "GRADWIRE_RUN"

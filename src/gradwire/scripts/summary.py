@@ -8,7 +8,7 @@ from rich.filesize import decimal
 
 import gradwire
 from gradwire.ddp import AttachedModel, Attachments
-from gradwire.recipes import make_plan
+from gradwire.recipes import make_plan, scattered
 from gradwire.scripts.observing import Observations
 
 _SPAWNED_WITHOUT_MODELS = (
@@ -63,7 +63,10 @@ def _describe(attachment: AttachedModel) -> str:
     wire, stats = attachment.wire, attachment.wire.stats()
     sent = stats.bytes_sent or 0
     text = f"{stats.num_steps} steps, {decimal(sent)} sent by rank {attachment.rank}"
-    plain = make_plan(gradwire.fp32(), wire.layout(), attachment.rank, attachment.world_size)
+    layouts = wire.layout()
+    is_scattered = any(layout.num_shards > 1 for layout in layouts)
+    recipe = scattered(gradwire.fp32()) if is_scattered else gradwire.fp32()
+    plain = make_plan(recipe, layouts, attachment.rank, attachment.world_size)
     uncompressed = stats.num_steps * plain.bytes_sent
     if uncompressed:
         saved = uncompressed - sent

@@ -6,12 +6,9 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
-from torch._C._distributed_c10d import (
-    _DEFAULT_FIRST_BUCKET_BYTES,
-    _compute_bucket_assignment_by_size,
-)
 
 from gradwire.buckets import BucketLayout, Layouts
+from gradwire.torch_private import FIRST_BUCKET_BYTES, compute_bucket_assignment
 
 _DEFAULT_CAP_MB = 25.0
 
@@ -30,16 +27,16 @@ class DDPBuckets:
         self._parameters = parameters
         cap = int((_DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         # By default the first bucket is small, so that something is sent early.
-        self._limits = [_DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
+        self._limits = [FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
 
     def one(self) -> tuple[BucketLayout, ...]:
         """Return the buckets of the first step: one for each dtype."""
-        found, _ = _compute_bucket_assignment_by_size(list(self._parameters), [sys.maxsize])
+        found, _ = compute_bucket_assignment(list(self._parameters), [sys.maxsize])
         return self._layouts(found[::-1])
 
     def declared(self) -> tuple[BucketLayout, ...]:
         """Return the buckets of a model with unused parameters, which are never rebuilt."""
-        found, _ = _compute_bucket_assignment_by_size(list(self._parameters), self._limits)
+        found, _ = compute_bucket_assignment(list(self._parameters), self._limits)
         return self._layouts(found[::-1])
 
     def rebuilt(self, arrived: Iterable[nn.Parameter]) -> tuple[BucketLayout, ...]:
@@ -51,7 +48,7 @@ class DDPBuckets:
         order = list(dict.fromkeys([*(number[id(p)] for p in arrived), *reversed(number.values())]))
         tensors: list[Tensor] = [self._parameters[i] for i in order]
         dense = [False] * len(order)
-        found, _ = _compute_bucket_assignment_by_size(tensors, self._limits, dense, order)
+        found, _ = compute_bucket_assignment(tensors, self._limits, dense, order)
         return self._layouts(found)
 
     def _layouts(self, buckets: Sequence[Sequence[int]]) -> tuple[BucketLayout, ...]:

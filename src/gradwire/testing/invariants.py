@@ -27,6 +27,7 @@ from gradwire.testing.workload import (
     make_batches,
     num_steps,
 )
+from gradwire.torch_private import ddp_facts
 
 if TYPE_CHECKING:
     from gradwire.testing.matrix import Case
@@ -215,7 +216,7 @@ def _generator_states() -> list[bytes]:
 
 
 def _check_num_buckets(model: Any, case: Case) -> None:
-    data = model._get_ddp_logging_data()
+    data = ddp_facts(model)
     sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])
     num_buckets = len([size for size in sizes.split(",") if size.strip()])
     wanted = num_buckets >= 3 if case.buckets == "many" else num_buckets == 1

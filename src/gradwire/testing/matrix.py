@@ -16,6 +16,7 @@ from gradwire.recipes import recipe as parse_recipe
 from gradwire.testing.accuracy import Bounds
 from gradwire.testing.expectations import Expect, Expectation, expectation_of
 from gradwire.testing.invariants import Subject, check_invariants
+from gradwire.torch_private import default_store
 
 
 @dataclass(frozen=True)
@@ -189,6 +190,7 @@ def check_hook(
         feedback=feedback,
         num_roundings=num_roundings,
         residual_unit=own.residual_unit,
+        unbiased=own.unbiased,
         keeps_size=feedback or isinstance(hook, Recipe),
     )
     subject = Subject(hook, state_factory, expect, via, device, bounds)
@@ -261,7 +263,7 @@ def _advice(subject: Subject, crash: str) -> str:
 
 def _run_cases(rank: int, subject: Subject, todo: list[Case], case_timeout: float) -> None:
     """Run cases inside a rank and report each, until one breaks on any rank."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     for index, case in enumerate(todo):
         outcome: str | float
         try:

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.averaging import Engine, LayoutCheck, checkpoint, gather_states, open_engine
-from gradwire.buckets import Layouts, canonical_name
-from gradwire.ddp import (
-    Wire,
-    attach,
-    attachment_of,
-    bucketed_parameters,
-    claim_of,
-    device_of,
-    resolve_for_model,
-    trained_parameters,
-    unwrap,
+from gradwire.averaging import (
+    Engine,
+    LayoutCheck,
+    RunState,
+    Timeline,
+    checkpoint,
+    gather_states,
+    open_engine,
 )
-from gradwire.errors import Place
+from gradwire.buckets import Layouts
+from gradwire.ddp import Wire, claim_of, device_of, resolve_for_model, unwrap
+from gradwire.loops import check_weight
 from gradwire.ops import warm_up
 from gradwire.peers import CollectiveCall, timeout_of
 from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, kernels_of, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.telemetry import WireStats
-from gradwire.training.local_state import require_all_ranks, require_keys
+from gradwire.training.fragments import (
+    broadcast,
+    buckets_of,
+    divided,
+    load_tensors,
+    make_fragments,
+    require_same_parameters,
+    tensors_of,
+)
+from gradwire.training.gradient_wire import GradientWire
+from gradwire.training.joining import Position, newest, share_others, share_outer_state
+from gradwire.training.local_choices import (
+    check_period,
+    check_steps_may_differ,
+    parse_averaging,
+    streaming_of,
+)
+from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
 from gradwire.training.outer import Outer
-from gradwire.training.parameter_buckets import ParameterBucket, load_tensors, make_buckets, tensors_of
+from gradwire.training.outer_loop import OuterLoop
+from gradwire.training.parameter_buckets import averaged_parameters
+from gradwire.training.turns import TurnsByTime, make_turns
 
 
 class LocalSGD:
@@ -39,30 +58,34 @@ class LocalSGD:
 
     Ranks send how far their parameters have moved since the last averaging. So low-precision recipes encode
     small numbers, and an outer optimizer can use the mean as a gradient. After each averaging all ranks have
-    the same parameters, bit for bit.
+    the same parameters, bit for bit, unless a `DiLoCo` streams.
 
     Args:
         model: a ``DistributedDataParallel``, or ``torch.compile`` of one, with its weights loaded.
         optimizer: the local optimizer; those of its parameters that belong to the model are averaged.
-        period: the number of steps between averagings.
+        period: the number of steps between averagings; or their time, as a ``timedelta``, and then each rank
+            takes as many steps as it can.
         warmup_steps: the number of first steps that average gradients, as without local SGD.
-        recipe: the recipe for parameters.
+        recipe: the recipe for parameters; by default ``"fp32"``, and ``"int4"`` if a `DiLoCo` streams.
         gradient_recipe: the recipe for gradients during warm-up; by default ``recipe``.
         outer: the outer optimizer, `SlowMo` or `DiLoCo`; None to continue from the mean.
+        weigh: True to weigh each rank in the mean by the ``work`` that it gave to `step`.
+        offload: True to keep the last average and the momentum of a CUDA model in host memory.
         timeout: how long to wait for the other ranks when recipes change; by default the group's timeout.
 
     Raises ValueError or TypeError for arguments that do not fit, or that differ between ranks.
 
     The constructor is collective, and so is every method except `state_dict` and `stats`. Call `step` after
-    each step of the optimizer, also after one that a ``GradScaler`` has skipped::
+    each step of the optimizer, also after one that a ``GradScaler`` has skipped.
 
-        local = gradwire.LocalSGD(model, optimizer, period=16, recipe="bf16", outer=gradwire.DiLoCo())
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss_of(model(inputs), targets).backward()
-            optimizer.step()
-            local.step()
-        local.average()  # whatever the period has left over
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> local = gradwire.LocalSGD(model, optimizer, period=16, recipe="bf16", outer=gradwire.DiLoCo())
+    >>> for _ in range(20):
+    ...     optimizer.zero_grad()
+    ...     model(inputs).square().mean().backward()
+    ...     optimizer.step()
+    ...     has_averaged = local.step()
+    >>> local.average()  # whatever the period has left over
     """
 
     def __init__(
@@ -70,11 +93,13 @@ class LocalSGD:
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        period: int,
+        period: int | timedelta,
         warmup_steps: int = 0,
-        recipe: str | Recipe = "fp32",
+        recipe: str | Recipe | None = None,
         gradient_recipe: str | Recipe | None = None,
         outer: Outer | None = None,
+        weigh: bool = False,
+        offload: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
         self._ddp = ddp = unwrap(model)
@@ -82,29 +107,37 @@ class LocalSGD:
         self._group: dist.ProcessGroup = ddp.process_group
         self._timeout = timeout or timeout_of(self._group)
         self._layouts = Layouts(ddp.module)
+        self._streaming = streaming = streaming_of(outer)
         with CollectiveCall(self._group, self._timeout, "gradwire.LocalSGD") as call:
-            _check_counts(period, warmup_steps)
+            check_period(period, warmup_steps, streaming.delay)
             self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
-            chosen = resolve_for_model(_parse_averaging(recipe), ddp)
-            self._gradient_recipe = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
-            self._parameters()
+            self._weigh, self._offload = weigh, offload
+            self._is_timed = isinstance(period, timedelta)
+            if self._is_timed:
+                check_steps_may_differ(ddp)
+            make_turns(period, streaming.num_fragments)
+            chosen = resolve_for_model(parse_averaging(recipe, streaming.streams, weigh), ddp)
+            if weigh:
+                check_weight(1.0, chosen)
+            for_gradients = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
+            divided(averaged_parameters(ddp.module, optimizer), self._layouts, outer)
             warm_up(device_of(ddp), kernels_of(chosen, self._group))
             options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
-            claim = {**options, **claim_of(ddp, fingerprint.of_recipe(chosen))}
+            claim = {**options, "weigh": str(weigh), **claim_of(ddp, fingerprint.of_recipe(chosen))}
             self.recipe = agree_on_nodes(chosen, call, claim)
 
-        self._num_steps = self._num_averages = 0
-        self._buckets: list[ParameterBucket] = []
-        self._gradient_recipe_in_use = self._gradient_recipe_at(0)
-        self._wire = self._attach()
-        self._disabled = not self._wire.attached  # GRADWIRE_DISABLE is set
+        self._num_steps = 0
+        self._loop: OuterLoop | None = None
+        self._gradients = GradientWire(ddp, for_gradients, warmup_steps, self._timeout)
+        state = RunState(timeline=Timeline(None))
         with contextlib.ExitStack() as undo:
-            undo.callback(self._wire.detach)
-            if self._disabled:
-                self._engine = Engine(noop(), None)
+            undo.callback(self._gradients.detach)
+            if self._gradients.is_disabled:
+                self._engine = Engine(noop(), None, state)
             else:
+                check, device = LayoutCheck(), device_of(ddp)
                 self._engine = open_engine(
-                    self.recipe, self._group, device_of(ddp), call.rendezvous, layout_check=LayoutCheck()
+                    self.recipe, self._group, device, call.rendezvous, state, layout_check=check
                 )
                 undo.callback(self._engine.close)
             if self.is_local:
@@ -117,12 +150,21 @@ class LocalSGD:
         return self._num_steps
 
     @property
+    def num_averages(self) -> int:
+        """The number of averagings so far, of fragments or of the whole model; the same on all ranks."""
+        return 0 if self._loop is None else self._loop.num_averages
+
+    @property
     def is_local(self) -> bool:
         """True if the warm-up is over, so that gradients are not averaged any more."""
         return self._num_steps >= self.warmup_steps
 
-    def step(self) -> bool:
-        """Count a step, and average if it ends a period; return True if it does.
+    def step(self, work: float = 1.0) -> bool:
+        """Count a step; begin and end the averagings that are due; return True if one has ended.
+
+        Args:
+            work: how much this step has done, such as its number of samples; 0 if a ``GradScaler`` has
+                skipped it. A LocalSGD with ``weigh`` uses it.
 
         Raises `WireError` if the averaging fails on any rank. Parameters are then as they were.
         """
@@ -130,55 +172,49 @@ class LocalSGD:
         num_local = self._num_steps - self.warmup_steps
         if num_local == 0:
             self._begin()
-        if num_local <= 0 or num_local % self.period or self._disabled:
+        if num_local <= 0 or self._loop is None:
             return False
-        self.average()
-        return True
+        self._loop.begin_due(num_local, work, self._position)
+        return self._loop.end_due()
 
     def average(self) -> None:
-        """Average parameters now, in the middle of a period: before an evaluation, or at the end.
+        """Average all parameters now, in the middle of a period: before an evaluation, or at the end.
 
-        During warm-up this does nothing.
+        Averagings under way end first. All ranks then have the same parameters. A `DiLoCo` that streams takes
+        no outer step here: parameters become the plain mean. During warm-up this does nothing.
         """
-        if not self._buckets:
+        if self._loop is None:
             return
-        self._check_parameters()
-        futures = []
-        for bucket in self._buckets:
-            place = Place(self._group.rank(), self._num_steps, bucket.index, self._engine.name)
-            futures.append(self._engine.start(bucket.pseudo_gradient(), place))
-        means = [future.wait() for future in futures]
-        if self._engine.failure is not None:
-            raise self._engine.failure.with_traceback(None)
-        for bucket, mean in zip(self._buckets, means, strict=True):
-            lr = float(self._optimizer.param_groups[bucket.param_group].get("lr", 1.0))
-            bucket.move(mean, lr)
-        self._num_averages += 1
+        self._catch_up()
+        self._loop.begin_all(self._position)
+        self._loop.end_all()
 
     def stats(self) -> WireStats:
         """Return bytes, messages and times of the averagings, each of which counts as a step."""
-        return self._engine.stats.read(self._num_averages)
+        return self._engine.stats.read(self.num_averages)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the step count, the parameters at the start of the period, the momentum and the residuals.
 
-        The state is plain tensors and numbers. Residuals differ between ranks and have the rank in their key,
-        so each rank saves its own state. With ``gather``, which is collective, every rank gets those of all
-        ranks, and one rank can save them. Between two averagings the model's parameters differ between ranks
-        too: call `average` first, or save every rank's.
+        The state is plain tensors and numbers. It also has the means of averagings under way, and so waits
+        for them. Residuals differ between ranks and have the rank in their key, so each rank saves its own
+        state. With ``gather``, which is collective, every rank gets those of all ranks, and one rank can save
+        them. Between two averagings the model's parameters differ between ranks too: call `average` first,
+        or save every rank's.
         """
-        rank, size = self._group.rank(), self._group.size()
+        loop, rank, size = self._loop, self._group.rank(), self._group.size()
+        if loop is not None and self._engine.failure is not None:
+            loop.give_up()
+        tensors = tensors_of([] if loop is None else loop.fragments)
         memory = self._engine.state.memory.state_dict()
-        averaging = checkpoint.write(str(self.recipe), self._num_steps, (), memory, rank, size)
+        averaging = checkpoint.write(str(self.recipe), self._position, (), memory, rank, size)
         if gather:
             averaging = gather_states(averaging, self._group, self._timeout, "LocalSGD.state_dict")
-        wire = self._wire.state_dict(gather=gather)
-        return {
-            "num_steps": self._num_steps,
-            **tensors_of(self._buckets),
-            "averaging": averaging,
-            "wire": wire,
-        }
+        # With a period in seconds ranks are at different steps; a wire that averages nothing keeps nothing.
+        wire = self._wire.state_dict(gather=gather and not (self._is_timed and self.is_local))
+        turn = Turn() if loop is None else loop.turn
+        own = {"num_steps": self._num_steps, "turn": turn.save(), "averaging": averaging, "wire": wire}
+        return {**own, **tensors}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; load the model's parameters separately.
@@ -191,18 +227,80 @@ class LocalSGD:
         other parameters, lacks the residuals of a rank, or has another step than the other ranks'.
         """
         with CollectiveCall(self._group, self._timeout, "LocalSGD.load_state_dict") as call:
-            num_steps, buckets, memory, of_wire = self._read(state)
-            claim = {"the saved step": str(num_steps), "the wire's saved layout": str(of_wire.timeline)}
-            claim["the wire's saved step"] = str(of_wire.step)
+            num_steps, loop = self._read(state)
+            memory, of_wire = read_parts(state, self._ddp, self._group)
+            turn = Turn() if loop is None else loop.turn
+            claim = {"the saved number of averagings": f"{turn.num_averages} of {turn.num_begun} begun"}
+            if not (self._is_timed and loop is not None):
+                claim["the saved step"] = str(num_steps)
+                claim["averagings under way"] = str(turn.under_way)
+                claim["the wire's saved layout"] = str(of_wire.timeline)
+                claim["the wire's saved step"] = str(of_wire.step)
             call.agree({**claim, **claim_of(self._ddp, fingerprint.of_recipe(self.recipe))})
-        self._attach_for(num_steps)
-        self._wire.load_state_dict(state["wire"])
-        self._num_steps, self._buckets = num_steps, buckets
+        self._settle()
+        self._gradients.use_for(num_steps)
+        if not (self._is_timed and loop is not None):
+            self._wire.load_state_dict(state["wire"])
         self._engine.state.memory.load_state_dict(memory, device_of(self._ddp))
+        self._num_steps, self._loop = num_steps, loop
+
+    def resume(self, state: dict[str, Any] | None) -> bool:
+        """Go on with the ranks that have come together, after some were lost or have joined; collective.
+
+        Ranks whose state is the newest go on with it. The others, which have an older state or None, take
+        the last average, the outer momentum and the step count from one of those, and drop their own.
+
+        Args:
+            state: this rank's own `state_dict`, saved with any number of ranks; None if it has none. Load
+                the model's parameters and the optimizer before, if there are any.
+
+        Returns True if this rank has taken its parameters from another.
+
+        Raises ValueError, and changes nothing on any rank, if a state does not fit.
+
+        Example::
+
+            saved = torch.load(path) if path.exists() else None
+            if saved is not None:
+                model.module.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+            local.resume(saved and saved["local"])
+        """
+        device = device_of(self._ddp)
+        with CollectiveCall(self._group, self._timeout, "LocalSGD.resume") as call:
+            note, loop = "", None
+            memory: checkpoint.States = {}
+            if state is not None:
+                num_steps, loop = self._read(state)
+                memory = read_own_residuals(state, self._ddp.module)
+                note = Position(num_steps, Turn() if loop is None else loop.turn).note()
+            claim = claim_of(self._ddp, fingerprint.of_recipe(self.recipe))
+            found = newest(call.agree(claim, note), self._group.rank())
+        if found is None or self._gradients.is_disabled:
+            return False
+        self._settle()
+        self._num_steps = found.position.num_steps
+        self._gradients.use_for(self._num_steps)
+        if not found.is_current:
+            memory, loop = {}, self._make_loop() if self.is_local else None
+        self._loop = loop
+        self._engine.state.memory.load_state_dict(memory, device)
+        if loop is not None:
+            loop.go_on(replace(found.position.turn, work=loop.turn.work))
+            share_outer_state(loop, self._group, found, device)
+        share_others(self._ddp.module, loop, self._group, found, device)
+        return not found.is_current
+
+    @property
+    def _wire(self) -> Wire:
+        return self._gradients.wire
 
     def detach(self) -> None:
-        """Return the model to plain averaging of gradients, and end the lane; call it on every rank."""
-        self._wire.detach()
+        """Return the model to plain averaging of gradients, and end the lane; call it on every rank.
+
+        Averagings under way are given up: call `average` first to end them.
+        """
+        self._gradients.detach()
         self._engine.close()
 
     def __enter__(self) -> LocalSGD:
@@ -211,84 +309,61 @@ class LocalSGD:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
-    def _gradient_recipe_at(self, num_steps: int) -> Recipe:
-        return noop() if num_steps >= self.warmup_steps else self._gradient_recipe
+    @property
+    def _position(self) -> int:
+        """The step at which all ranks are; with a period in seconds, the number of averagings begun."""
+        is_timed = self._is_timed and self._loop is not None
+        return self._loop.num_begun if is_timed and self._loop is not None else self._num_steps
 
-    def _attach_for(self, num_steps: int) -> None:
-        """Attach the recipe for this step: the gradient recipe during warm-up, none after it."""
-        if not self._disabled and self._gradient_recipe_in_use != self._gradient_recipe_at(num_steps):
-            self._wire.detach()
-            self._gradient_recipe_in_use = self._gradient_recipe_at(num_steps)
-            self._wire = self._attach()
+    def _catch_up(self) -> None:
+        """Begin the averagings that other ranks have begun, by clocks that are ahead of this one."""
+        loop = self._loop
+        if loop is None or not isinstance(loop.turns, TurnsByTime):
+            return
+        most = torch.tensor(loop.num_begun, device=device_of(self._ddp))
+        dist.all_reduce(most, dist.ReduceOp.MAX, self._group)
+        while loop.num_begun < int(most):
+            loop.begin(loop.fragments[loop.turns.take()], self._position, self._streaming.delay)
 
-    def _attach(self) -> Wire:
-        wire = attach(self._ddp, self._gradient_recipe_in_use, timeout=self._timeout)
-        attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
-        return wire
+    def _settle(self) -> None:
+        """Wait for the averagings under way: the lane still changes residuals."""
+        self._catch_up()
+        for fragment in [] if self._loop is None else self._loop.fragments:
+            fragment.wait()
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
-        self._attach_for(self._num_steps)
-        if self._disabled:
+        self._gradients.use_for(self._num_steps)
+        if self._gradients.is_disabled:
             return
-        self._buckets = make_buckets(self._parameters(), self._layouts, self.outer)
-        for bucket in self._buckets:
-            # All ranks must start from the same parameters; averaging keeps them the same from here on.
-            dist.broadcast(bucket.start, group=self._group, group_src=0)
+        self._loop = self._make_loop()
+        # All ranks must start from the same parameters; averaging keeps them the same from here on.
+        for bucket in buckets_of(self._loop.fragments):
+            broadcast(bucket.start, self._group, 0, device_of(self._ddp))
             bucket.write_parameters()
 
-    def _parameters(self) -> list[tuple[nn.Parameter, int]]:
-        """Return the parameters to average, each with the number of its param group."""
-        own = {id(parameter) for parameter in self._ddp.module.parameters()}
-        found = [
-            (parameter, number)
-            for number, group in enumerate(self._optimizer.param_groups)
-            for parameter in group["params"]
-            if id(parameter) in own and parameter.requires_grad
-        ]
-        if not found:
-            raise ValueError(
-                "the optimizer holds no parameter of the model: there is nothing to average; "
-                "make it from the model's parameters"
-            )
-        return found
+    def _make_loop(self) -> OuterLoop:
+        """Return an outer loop that begins with the parameters as they are."""
 
-    def _check_parameters(self) -> None:
-        now = [id(parameter) for parameter, _ in self._parameters()]
-        if now != [id(parameter) for bucket in self._buckets for parameter in bucket.parameters]:
-            raise ValueError(
-                "the optimizer's parameters have changed since local SGD began; make a new LocalSGD after "
-                "add_param_group or a change of requires_grad"
-            )
+        def lr_of(param_group: int) -> float:
+            return float(optimizer.param_groups[param_group].get("lr", 1.0))
 
-    def _read(
-        self, state: dict[str, Any]
-    ) -> tuple[int, list[ParameterBucket], checkpoint.States, checkpoint.Saved]:
-        """Return the step, the buckets, this rank's residuals, and the wire's state; ValueError if unfit."""
+        def check() -> None:
+            require_same_parameters(fragments, averaged_parameters(module, optimizer))
+
+        module, optimizer, streaming = self._ddp.module, self._optimizer, self._streaming
+        parameters = averaged_parameters(module, optimizer)
+        fragments = make_fragments(parameters, self._layouts, self.outer, self._offload)
+        turns, rank = make_turns(self.period, streaming.num_fragments), self._group.rank()
+        return OuterLoop(self._engine, fragments, turns, streaming, rank, lr_of, check, self._weigh)
+
+    def _read(self, state: dict[str, Any]) -> tuple[int, OuterLoop | None]:
+        """Return the step and the outer loop of a state; ValueError or TypeError if it does not fit."""
         num_steps = require_keys(state)
-        is_local = num_steps >= self.warmup_steps and not self._disabled
-        buckets = make_buckets(self._parameters(), self._layouts, self.outer) if is_local else []
-        load_tensors(buckets, state)
-        rank, size = self._group.rank(), self._group.size()
-        for key in ("averaging", "wire"):
-            require_all_ranks(key, state[key], size)
-        named = {canonical_name(name): p for name, p in self._ddp.module.named_parameters()}
-        memory = checkpoint.read(state["averaging"], named, (), rank, size, "mean").memory
-        # The wire will check its state too, but by then a new wire may have replaced the old one.
-        in_wire, must_be = bucketed_parameters(self._ddp), trained_parameters(self._ddp).keys()
-        of_wire = checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
-        return num_steps, buckets, memory, of_wire
-
-
-def _check_counts(period: int, warmup_steps: int) -> None:
-    if period < 1:
-        raise ValueError(f"period must be at least 1, not {period}")
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")
-
-
-def _parse_averaging(recipe: str | Recipe) -> Recipe:
-    chosen = parse_recipe(recipe)
-    if not chosen.exchange.communicates or chosen.reduction != "mean":
-        raise ValueError(f"local SGD needs a recipe that averages, and {chosen} does not: choose another")
-    return chosen
+        turn = Turn.read(state["turn"]) if "turn" in state else Turn()
+        is_local = num_steps >= self.warmup_steps and not self._gradients.is_disabled
+        loop = self._make_loop() if is_local else None
+        if loop is not None:
+            loop.go_on(turn)
+        load_tensors([] if loop is None else loop.fragments, {"mean": {}, **state})
+        return num_steps, loop

@@ -1,10 +1,67 @@
-"""Checks of a state of `LocalSGD`."""
+"""The state of `LocalSGD` as plain tensors and numbers, and checks of one that is loaded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
 
 from gradwire.averaging import checkpoint
+from gradwire.buckets import canonical_name
+from gradwire.ddp import bucketed_parameters, trained_parameters
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Where a run is between its averagings."""
+
+    num_begun: int = 0
+    """Averagings that have begun; the same on all ranks."""
+    num_averages: int = 0
+    """Averagings that have ended."""
+    work: tuple[float, ...] = ()
+    """This rank's work since the last averaging of each fragment began."""
+    under_way: dict[int, int] = field(default_factory=dict)
+    """The steps left to each averaging under way, by the number of its fragment."""
+
+    @classmethod
+    def read(cls, saved: object) -> Turn:
+        """Return what `save` returned; ValueError or TypeError if this is something else."""
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"'turn' of a state of LocalSGD is a mapping, not {saved!r:.80}")
+        for key in ("num_begun", "num_averages", "work", "under_way"):
+            if key not in saved:
+                raise ValueError(f"this is no state of a LocalSGD: its 'turn' has no {key!r}")
+        work, under_way = saved["work"], saved["under_way"]
+        if not isinstance(work, list) or not all(
+            type(each) is float and 0 <= each < math.inf for each in work
+        ):
+            raise ValueError(f"'work' of this state is a list of finite numbers, not {work!r:.80}")
+        if not isinstance(under_way, list) or not all(isinstance(e, list) and len(e) == 2 for e in under_way):
+            raise ValueError(f"'under_way' of this state is a list of pairs, not {under_way!r:.80}")
+        counts = [
+            (checkpoint.require_count("under_way", number), checkpoint.require_count("under_way", left))
+            for number, left in under_way
+        ]
+        return cls(
+            checkpoint.require_count("num_begun", saved["num_begun"]),
+            checkpoint.require_count("num_averages", saved["num_averages"]),
+            tuple(work),
+            dict(counts),
+        )
+
+    def save(self) -> dict[str, Any]:
+        """Return lists and numbers."""
+        return {
+            "num_begun": self.num_begun,
+            "num_averages": self.num_averages,
+            "work": list(self.work),
+            "under_way": [list(pair) for pair in self.under_way.items()],
+        }
 
 
 def require_keys(state: object) -> int:
@@ -27,3 +84,33 @@ def require_all_ranks(key: str, part: object, size: int) -> None:
             f"residuals of {', '.join(there)}: put gradwire.merge_state_dicts of every rank's {key!r} there, "
             "or save what state_dict(gather=True) returns"
         )
+
+
+def read_parts(
+    state: Mapping[str, Any], ddp: Any, group: dist.ProcessGroup
+) -> tuple[checkpoint.States, checkpoint.Saved]:
+    """Return this rank's residuals and the wire's state; ValueError or TypeError if they do not fit."""
+    rank, size = group.rank(), group.size()
+    for key in ("averaging", "wire"):
+        require_all_ranks(key, state[key], size)
+    memory = checkpoint.read(state["averaging"], _named(ddp.module), (), rank, size, "mean").memory
+    # The wire will check its state too, but by then a new wire may have replaced the old one.
+    in_wire, must_be = bucketed_parameters(ddp), trained_parameters(ddp).keys()
+    return memory, checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
+
+
+def read_own_residuals(state: Mapping[str, Any], module: nn.Module) -> checkpoint.States:
+    """Return the residuals of the rank that saved a state, whatever its number was; ValueError if unfit."""
+    memory = checkpoint.check_fields(state["averaging"]).memory
+    if len(memory) > 1:
+        raise ValueError(
+            f"this state has the residuals of {len(memory)} ranks: give each rank its own, as state_dict() "
+            "returns it without gather"
+        )
+    own = next(iter(memory.values()), {})
+    alone = {**state["averaging"], "world_size": 1, "memory": {"rank0": own}}
+    return checkpoint.read(alone, _named(module), (), 0, 1, "mean").memory
+
+
+def _named(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {canonical_name(name): parameter for name, parameter in module.named_parameters()}

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.ddp import Runner, SteppingRunner, Wire, attachment_of, step_parameters
+from gradwire.ddp import Runner, SteppingRunner, Wire, attachment_of, step_parameters, unwrap
 from gradwire.lanes import open_local_lane
 from gradwire.peers import Group
+from gradwire.torch_private import num_writes
 
 
 class OverlappedOptimizer(Optimizer):
@@ -20,6 +21,11 @@ class OverlappedOptimizer(Optimizer):
 
     `step` has nothing left to do. It raises if gradients were changed after they were used. When the wire
     has been detached, it steps as usual.
+
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> optimizer = gradwire.overlap_optimizer(wire, torch.optim.SGD)
+    >>> model(inputs).sum().backward()  # takes the step
+    >>> optimizer.step()
     """
 
     # No `super().__init__()`: param groups and state are those of the inner optimizer.
@@ -96,7 +102,7 @@ class OverlappedOptimizer(Optimizer):
         """Remember the gradients that the steps have used, and that `step` is due."""
         self._awaits_step = True
         self._versions = {
-            parameter: (id(parameter.grad), parameter.grad._version)
+            parameter: (id(parameter.grad), num_writes(parameter.grad))
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
@@ -115,7 +121,7 @@ class OverlappedOptimizer(Optimizer):
         versions, self._versions = self._versions, {}
         for parameter, version in versions.items():
             grad = parameter.grad
-            if grad is not None and id(grad) == version[0] and grad._version != version[1]:
+            if grad is not None and id(grad) == version[0] and num_writes(grad) != version[1]:
                 self._awaits_step = False  # what was missed is told here
                 raise RuntimeError(
                     "gradients were changed after backward(), which had already taken the step with them: "
@@ -147,14 +153,12 @@ def overlap_optimizer(
     ``backward()`` and ``step()``, as in clipping by the global norm. ``backward()`` raises it if ``step()``
     was not called since the last one: accumulate inside ``model.no_sync()``.
 
-    Example::
-
-        wire = gradwire.attach(model, "bf16")
-        optimizer = gradwire.overlap_optimizer(wire, lambda params: torch.optim.SGD(params, lr=0.1))
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> optimizer = gradwire.overlap_optimizer(wire, lambda params: torch.optim.SGD(params, lr=0.1))
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     """
     _check_factory(optimizer_factory)
-    ddp = wire.model
+    ddp = unwrap(wire.model)
     parameters = [p for p in ddp.module.parameters() if p.requires_grad]
     optimizer = optimizer_factory(parameters)
     _check(optimizer, wire)
@@ -198,7 +202,7 @@ def _check_factory(factory: object) -> None:
 
 
 def _check(optimizer: Optimizer, wire: Wire) -> None:
-    ddp = wire.model
+    ddp = unwrap(wire.model)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer_factory must make a torch.optim.Optimizer, not {type(optimizer).__name__}"

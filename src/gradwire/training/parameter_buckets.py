@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from gradwire.averaging import Bucket, checkpoint
+from gradwire.averaging import Bucket
 from gradwire.buckets import Layouts
 from gradwire.training.outer import Outer
 
@@ -15,30 +16,42 @@ from gradwire.training.outer import Outer
 # the messages are worth their latency.
 _BUCKET_NUMEL = 8 << 20
 
+Numbered = tuple[nn.Parameter, int]
+"""A parameter, and the number of its param group."""
 
-def make_buckets(
-    parameters: Sequence[tuple[nn.Parameter, int]], layouts: Layouts, outer: Outer | None
-) -> list[ParameterBucket]:
-    """Return buckets of consecutive parameters of one dtype and one param group.
 
-    Each parameter comes with the number of its param group.
-    """
-    runs: list[tuple[int, list[nn.Parameter]]] = []
+def averaged_parameters(module: nn.Module, optimizer: Optimizer) -> list[Numbered]:
+    """Return the parameters of a model that an optimizer trains; ValueError if there are none."""
+    own = {id(parameter) for parameter in module.parameters()}
+    found = [
+        (parameter, number)
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if id(parameter) in own and parameter.requires_grad
+    ]
+    if not found:
+        raise ValueError(
+            "the optimizer holds no parameter of the model: there is nothing to average; "
+            "make it from the model's parameters"
+        )
+    return found
+
+
+def runs_of(parameters: Sequence[Numbered]) -> list[list[Numbered]]:
+    """Return runs of consecutive parameters of one dtype and one param group, each a bucket in size."""
+    runs: list[list[Numbered]] = []
     for parameter, number in parameters:
         fits = (
             runs
-            and runs[-1][0] == number
-            and runs[-1][1][0].dtype == parameter.dtype
-            and sum(p.numel() for p in runs[-1][1]) + parameter.numel() <= _BUCKET_NUMEL
+            and runs[-1][0][1] == number
+            and runs[-1][0][0].dtype == parameter.dtype
+            and sum(p.numel() for p, _ in runs[-1]) + parameter.numel() <= _BUCKET_NUMEL
         )
         if fits:
-            runs[-1][1].append(parameter)
+            runs[-1].append((parameter, number))
         else:
-            runs.append((number, [parameter]))
-    return [
-        ParameterBucket(index, index == len(runs) - 1, number, own, layouts, outer)
-        for index, (number, own) in enumerate(runs)
-    ]
+            runs.append([(parameter, number)])
+    return runs
 
 
 class ParameterBucket:
@@ -48,20 +61,32 @@ class ParameterBucket:
         self,
         index: int,
         is_last: bool,
-        param_group: int,
-        parameters: Sequence[nn.Parameter],
+        run: Sequence[Numbered],
         layouts: Layouts,
         outer: Outer | None,
+        offload: bool = False,
     ) -> None:
-        self.index, self.parameters, self.param_group = index, list(parameters), param_group
+        """Keep copies of the parameters of ``run``; with ``offload``, in host memory."""
+        self.index, self.param_group = index, run[0][1]
+        self.parameters = [parameter for parameter, _ in run]
         self._is_last = is_last
         self._outer = outer
+        first = self.parameters[0]
+        self._device = first.device
+        self.is_offloaded = offload and first.is_cuda
         # At least fp32, since this sums many small steps.
-        wide = torch.promote_types(parameters[0].dtype, torch.float32)
-        self._layout = layouts.make(index, wide, parameters)
-        self.start = torch.empty(self._layout.numel, dtype=wide, device=parameters[0].device)
-        self.momentum = None if outer is None else torch.zeros_like(self.start)
-        for slot, parameter in zip(self._layout.slots, parameters, strict=True):
+        wide = torch.promote_types(first.dtype, torch.float32)
+        self._layout = layouts.make(index, wide, self.parameters)
+        self.start = torch.empty(
+            self._layout.numel,
+            dtype=wide,
+            device="cpu" if self.is_offloaded else first.device,
+            pin_memory=self.is_offloaded,  # so that copies do not wait
+        )
+        self.momentum = None
+        if outer is not None:
+            self.momentum = torch.zeros_like(self.start, pin_memory=self.is_offloaded)
+        for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
             slot.view(self.start).copy_(parameter.detach())
 
     def views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
@@ -70,50 +95,38 @@ class ParameterBucket:
     def pseudo_gradient(self) -> Bucket:
         """Return how far this rank has moved in this period, with the sign reversed, like a gradient."""
         # The period began at `start` rounded to the dtype of the parameters.
-        flat = self.start.to(self.parameters[0].dtype).to(self.start.dtype, copy=True)
+        start = self._on_device(self.start)
+        flat = start.to(self.parameters[0].dtype).to(start.dtype, copy=True)
         for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
             slot.view(flat).sub_(parameter.detach())
         return Bucket(flat, self._layout, self._is_last)
 
-    def move(self, mean: Tensor, inner_lr: float) -> None:
-        """Move by the mean of all ranks, or by what the outer optimizer makes of it."""
-        if self._outer is None or self.momentum is None:
-            self.start.sub_(mean)
+    def move(self, mean: Tensor, inner_lr: float, alpha: float = 0.0, *, plainly: bool = False) -> None:
+        """Move by what the outer optimizer makes of the mean of all ranks; ``plainly``, by the mean itself.
+
+        Parameters keep the share ``alpha`` of what they are.
+        """
+        start = self._on_device(self.start)
+        if self._outer is None or self.momentum is None or plainly:
+            start.sub_(mean)
         else:
-            self._outer.update(self.start, mean, self.momentum, inner_lr)
-        self.write_parameters()
+            momentum = self._on_device(self.momentum)
+            self._outer.update(start, mean, momentum, inner_lr)
+            if self.is_offloaded:
+                self.momentum.copy_(momentum, non_blocking=True)
+        if self.is_offloaded:
+            self.start.copy_(start, non_blocking=True)
+        self._write(start, alpha)
 
     def write_parameters(self) -> None:
+        """Set the parameters to their values at the start of the period."""
+        self._write(self._on_device(self.start), 0.0)
+
+    def _on_device(self, kept: Tensor) -> Tensor:
+        return kept.to(self._device, non_blocking=True) if self.is_offloaded else kept
+
+    def _write(self, start: Tensor, alpha: float) -> None:
         with torch.no_grad():
             for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
-                parameter.copy_(slot.view(self.start))
-
-
-def tensors_of(buckets: Sequence[ParameterBucket]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that a checkpoint holds, by kind and parameter."""
-    return {
-        "start": {name: view for bucket in buckets for name, view in bucket.views(bucket.start)},
-        "momentum": {
-            name: view
-            for bucket in buckets
-            if bucket.momentum is not None
-            for name, view in bucket.views(bucket.momentum)
-        },
-    }
-
-
-def load_tensors(buckets: Sequence[ParameterBucket], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load what `tensors_of` returned; ValueError, with nothing changed, if it does not fit."""
-    own = tensors_of(buckets)
-    for key, views in own.items():
-        checkpoint.require_tensors(key, saved[key])
-        different = views.keys() ^ saved[key].keys()
-        different |= {n for n in views.keys() & saved[key].keys() if views[n].shape != saved[key][n].shape}
-        if different:
-            raise ValueError(
-                f"the {key} of this state does not fit: it differs in {sorted(different)[:5]}; "
-                "load what was saved with the same parameters, warmup_steps and kind of outer optimizer"
-            )
-    for key, views in own.items():
-        for name, view in views.items():
-            view.copy_(saved[key][name])
+                view = slot.view(start)
+                parameter.copy_(torch.lerp(view, parameter.to(view.dtype), alpha) if alpha else view)

@@ -64,6 +64,8 @@ class _OwnBlocks(NamedTuple):
     """``1 / scale``, which brings what is left out back to the size of a residual."""
     is_written: Any
     """True if the values become what the sum decodes to."""
+    is_sum: Any
+    """True if the values become the sum itself, which is not encoded."""
 
 
 class _Residual(NamedTuple):
@@ -97,7 +99,7 @@ class _Scratch(NamedTuple):
 # The types of their fields.
 _FORMAT = types.Tuple((I8, I8, I8, F4, numba.boolean))
 _ROWS = types.Tuple((U1[::1], U2[::1], I8, I8, I8))
-_OWN = types.Tuple((F4[::1], I8, F4, F4, numba.boolean))
+_OWN = types.Tuple((F4[::1], I8, F4, F4, numba.boolean, numba.boolean))
 _RESIDUAL = types.Tuple((F4[::1], U2[::1]))
 _ROW = types.Tuple((U1[::1], U2[::1]))
 _WORDS = types.Tuple((I4, I4))
@@ -175,6 +177,9 @@ def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, 
                     unpack(form.kind, other, num_bytes, scale, y)
                     _add(y, y, False, own.scale, x, m, r == 0)
             values = x
+        if own.is_sum:
+            copy(x, own_, m)
+            continue
         if not fits:
             for i in range(m, m + _SPARE):
                 x[i] = 0
@@ -221,7 +226,9 @@ _ONE = np.float32(1)
 
 def encode(form: BlockFormat, chunk: Chunk) -> None:
     # A sum of one term, which is not written back.
-    _run(form, chunk, _NO_ROWS, _OwnBlocks(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False))
+    _run(
+        form, chunk, _NO_ROWS, _OwnBlocks(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False, is_sum=False)
+    )
 
 
 def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
@@ -229,12 +236,21 @@ def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
     _decode(tuple(_format(form)), encoded, values.numpy(), streams_to(values), scratch)
 
 
-def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale) -> None:
+def reduce(
+    form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale, *, is_sum: bool = False
+) -> None:
     flat = span(rows)
     first_scale = form.scales_offset(chunk.values.numel()) // 2
     terms = _BlockRows(flat.numpy(), _halves(flat), len(rows), rows.stride(0), first_scale)
     scales = np.float32(float(scale)), np.float32(1 / float(scale))
-    _run(form, chunk, terms, _OwnBlocks(chunk.values.numpy(), own_index, *scales, is_written=True))
+    own = _OwnBlocks(chunk.values.numpy(), own_index, *scales, is_written=True, is_sum=is_sum)
+    _run(form, chunk, terms, own)
+
+
+def sum_rows(form: BlockFormat, own: Tensor, rows: Tensor, own_index: int, scale: Scale) -> None:
+    # The row is not written; its size tells the kernel the number of blocks.
+    row = rows[own_index, : form.row_bytes(own.numel())]
+    reduce(form, Chunk(own, row), rows, own_index, scale, is_sum=True)
 
 
 def _run(form: BlockFormat, chunk: Chunk, rows: _BlockRows, own: _OwnBlocks) -> None:

@@ -135,7 +135,7 @@ def _reduce(rows: Any, own: Any, scales: Any, encoded: Any, total: Any) -> None:
                 _add_singles(part(rows.singles, begin, size), scales[r], x, r == 0)
             else:
                 _add_halves(part(rows.halves, begin, size), encoded.is_bf16, scales[r], x, r == 0)
-        if encoded.is_single:
+        if encoded.is_single or encoded.halves.size == 0:
             write(x, tile, size, False)
         else:
             _encode_sum(x, tile, encoded, start)
@@ -191,6 +191,9 @@ def _absmax(values: Any) -> Any:
     return largest
 
 
+_ONE = np.float32(1)
+
+
 def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
     own, own_index, item = terms.own.numpy(), terms.own_index, encoded.element_size()
     is_single, is_bf16 = encoded.dtype == torch.float32, encoded.dtype == torch.bfloat16
@@ -207,10 +210,22 @@ def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
         else:
             _add_pair_of_halves(*pair, out)
         return
+    _reduce(_rows(terms, item), (own, own_index), scales, out, np.empty(_TILE, np.float32))
+
+
+def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
+    own, scales = terms.own.numpy(), np.array([float(scale) for scale in terms.scales], np.float32)
+    # Without memory for halves, the sum is not encoded.
+    out = dtype == torch.float32, dtype == torch.bfloat16, np.empty(0, np.uint16), _ONE, _ONE
+    rows = _rows(terms, dtype.itemsize)
+    _reduce(rows, (own, terms.own_index), scales, out, np.empty(_TILE, np.float32))
+
+
+def _rows(terms: Terms, item: int) -> tuple[Any, ...]:
+    """Return rows for the kernels, whose values have ``item`` bytes each."""
     flat = span(terms.rows)
     values = flat.view(torch.uint16).numpy(), flat.view(torch.float32).numpy()
-    rows = *values, terms.rows.stride(0) // item, terms.header_bytes // item
-    _reduce(rows, (own, own_index), scales, out, np.empty(_TILE, np.float32))
+    return *values, terms.rows.stride(0) // item, terms.header_bytes // item
 
 
 def _bits(values: Tensor) -> Any:

@@ -159,7 +159,7 @@ def _decode(codes, scales, values, num_full, tail, TILE: tl.constexpr):
 @triton.jit
 def _reduce_tile(
     terms, own, residual, row, seed, block, h, m,
-    WHOLE: tl.constexpr, RESIDUAL: tl.constexpr, TILE: tl.constexpr,
+    WHOLE: tl.constexpr, IS_SUM: tl.constexpr, RESIDUAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     rows, halves, num_rows, stride, first_scale, own_index, factor, inverse = terms
     codes, scales = row
@@ -180,21 +180,24 @@ def _reduce_tile(
         # Advanced row by row: the product r * stride may overflow 32 bits.
         codes_of_row += stride
         scales_of_row += stride // 2
-    x = tl.where(exists, x, 0.0)
-    scale = scales_of(x, m, TILE)
-    code, sent = to_codes(x, scale, start + offsets, seed, TILE)
-    _write(codes + block * TILE.width, scales + block, code, scale, places, TILE)
-    tl.store(own + start + offsets, sent.to(own.dtype.element_ty), exists)
-    if RESIDUAL != _NO_RESIDUAL:
-        left_out = (x - sent) * inverse
-        _store_residual(residual + start, offsets, left_out, exists & (scale >= 0), RESIDUAL)
+    if IS_SUM:
+        tl.store(own + start + offsets, x.to(own.dtype.element_ty), exists)
+    else:
+        x = tl.where(exists, x, 0.0)
+        scale = scales_of(x, m, TILE)
+        code, sent = to_codes(x, scale, start + offsets, seed, TILE)
+        _write(codes + block * TILE.width, scales + block, code, scale, places, TILE)
+        tl.store(own + start + offsets, sent.to(own.dtype.element_ty), exists)
+        if RESIDUAL != _NO_RESIDUAL:
+            left_out = (x - sent) * inverse
+            _store_residual(residual + start, offsets, left_out, exists & (scale >= 0), RESIDUAL)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _reduce(
     rows, halves, num_rows, stride, first_scale, own, own_index, factors, factor, inverse, residual,
     codes, scales, num_full, tail, low, high,
-    FACTORS_ON_DEVICE: tl.constexpr, RESIDUAL: tl.constexpr, TILE: tl.constexpr,
+    FACTORS_ON_DEVICE: tl.constexpr, IS_SUM: tl.constexpr, RESIDUAL: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     if FACTORS_ON_DEVICE:
         factor = tl.load(factors)
@@ -203,9 +206,10 @@ def _reduce(
     row, seed = (codes, scales), (low, high)
     block, is_whole, h, m = _first_block(num_full, tail, TILE)
     if is_whole:
-        _reduce_tile(terms, own, residual, row, seed, block, TILE.width, TILE.block, True, RESIDUAL, TILE)
+        whole = TILE.width, TILE.block
+        _reduce_tile(terms, own, residual, row, seed, block, whole[0], whole[1], True, IS_SUM, RESIDUAL, TILE)
     else:
-        _reduce_tile(terms, own, residual, row, seed, block, h, m, False, RESIDUAL, TILE)
+        _reduce_tile(terms, own, residual, row, seed, block, h, m, False, IS_SUM, RESIDUAL, TILE)
 
 
 def encode(form: BlockFormat, chunk: Chunk) -> None:
@@ -224,7 +228,9 @@ def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
     _decode[grid](values=values, **_row(form, row, values.numel()), **launch)
 
 
-def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale) -> None:
+def reduce(
+    form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale, *, is_sum: bool = False
+) -> None:
     numel = chunk.values.numel()
     grid, launch = _launch("reduce", form, numel)
     _reduce[grid](
@@ -236,11 +242,18 @@ def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale:
         own=chunk.values,
         own_index=own_index,
         **_factors(scale, chunk.values),
+        IS_SUM=is_sum,
         **_residual(chunk),
         **_row(form, chunk.row, numel),
         **_words(chunk.seed),
         **launch,
     )
+
+
+def sum_rows(form: BlockFormat, own: Tensor, rows: Tensor, own_index: int, scale: Scale) -> None:
+    # The row is not written.
+    row = rows[own_index, : form.row_bytes(own.numel())]
+    reduce(form, Chunk(own, row), rows, own_index, scale, is_sum=True)
 
 
 def _launch(operation: str, form: BlockFormat, numel: int) -> tuple[tuple[int], dict[str, Any]]:

@@ -33,6 +33,21 @@ def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
 
 def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale) -> None:
     own, residual = chunk.values, chunk.residual
+    x = _total(form, own if residual is None else own.to(torch.float32) + residual, rows, own_index, scale)
+    decoded = _encode(form, x, chunk)
+    own.copy_(decoded)
+    if residual is not None:
+        inverse = 1 / torch.as_tensor(scale, dtype=torch.float64, device=x.device)
+        held = (x - decoded) * inverse.to(torch.float32)
+        residual.copy_(torch.where(decoded.isnan(), residual.to(x.dtype), held))
+
+
+def sum_rows(form: BlockFormat, own: Tensor, rows: Tensor, own_index: int, scale: Scale) -> None:
+    own.copy_(_total(form, own, rows, own_index, scale))
+
+
+def _total(form: BlockFormat, own: Tensor, rows: Tensor, own_index: int, scale: Scale) -> Tensor:
+    """Return the sum of all terms in fp32, in order."""
     x = own.new_zeros(own.shape, dtype=torch.float32)
     term = torch.empty_like(x)
     for r in range(len(rows)):
@@ -40,15 +55,8 @@ def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale:
             decode(form, rows[r], term)
         else:
             term.copy_(own)
-            if residual is not None:
-                term += residual
         x = term * scale if r == 0 else x + term * scale
-    decoded = _encode(form, x, chunk)
-    own.copy_(decoded)
-    if residual is not None:
-        inverse = 1 / torch.as_tensor(scale, dtype=torch.float64, device=x.device)
-        held = (x - decoded) * inverse.to(torch.float32)
-        residual.copy_(torch.where(decoded.isnan(), residual.to(x.dtype), held))
+    return x
 
 
 def _encode(form: BlockFormat, x: Tensor, chunk: Chunk) -> Tensor:

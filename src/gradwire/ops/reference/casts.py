@@ -38,6 +38,19 @@ def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
             own_tile.copy_(total_.copy_(encoded_tile).mul_(down))
 
 
+def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
+    own, begin = terms.own, terms.header_bytes
+    end = begin + own.numel() * dtype.itemsize
+    total = torch.empty_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+    term = torch.empty_like(total)
+    for r, scale in enumerate(terms.scales):
+        values = own if r == terms.own_index else terms.rows[r, begin:end].view(dtype)
+        _product(values, scale, total if r == 0 else term)
+        if r:
+            total.add_(term)
+    own.copy_(total)
+
+
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
     if isinstance(scale, float) and scale == 1:
         out.copy_(values)

@@ -1,0 +1,59 @@
+"""Wrong words on the command line, told in one line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from gradwire.cli.consoles import open_console
+from gradwire.cli.ending import INTERRUPTED, WRONG_ARGUMENTS
+
+# typer has had click inside and outside of itself; both derive BadParameter from it.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class PlainErrors(TyperGroup):
+    """A group of commands whose wrong arguments are told in one line, without a box."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run a command; exit with 2 and one line if its words are wrong."""
+        raising = {**options, "standalone_mode": False}
+        if not options.get("standalone_mode", True):
+            return super().main(*args, **raising)
+        try:
+            code = super().main(*args, **raising)
+        except UsageError as error:
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context is not None else "gradwire"
+            wrong = self._describe(error)
+            text = f"{command}: {wrong}{' See' if wrong.endswith('?') else '; see'} {command} --help"
+            open_console(stderr=True).print(text, markup=False, soft_wrap=True)
+            code = WRONG_ARGUMENTS
+        except typer.Abort:
+            code = INTERRUPTED
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def _describe(self, error: Any) -> str:
+        """Return what is wrong, and what was probably meant."""
+        option, message = getattr(error, "option_name", None), str(error.format_message())
+        if "No such option" in message and option:
+            known = [name for each in error.ctx.command.params for name in each.opts] if error.ctx else []
+            return f"there is no option {option}{_guess(option, known)}"
+        if "No such command" in message:
+            word = message.split("'")[1]
+            return f"there is no command {word}{_guess(word, list(self.commands))}"
+        message = re.sub(r"^Invalid value for '?([^':]+)'?:", r"\1:", message).removesuffix(".")
+        message = re.sub(
+            r"Got unexpected extra arguments? ?\(s?\)? ?\(?(.*?)\)?$", r"it does not take: \1", message
+        )
+        return message[:1].lower() + message[1:]
+
+
+def _guess(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=2)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,0 +1,63 @@
+"""The recipes of a reduce-scatter and of an all-gather, made from those of an average."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from gradwire.exchanges import Gathered, Hierarchical, LowRank, Noop, Scattered, TwoShot
+from gradwire.recipes.composed import map_leaves
+from gradwire.recipes.option_text import parse_options
+from gradwire.recipes.registry import RECIPES, Recipe
+
+
+@functools.lru_cache(64)
+def scattered(whole: Recipe) -> Recipe:
+    """Return the recipe that sums each rank's chunk alone, with the encodings of ``whole``.
+
+    Chunks go to their owners in one level, whatever the nodes are, and without residuals. Raises ValueError
+    for low rank, and for a recipe that asks for residuals.
+
+    >>> from gradwire.recipes.registry import int4
+    >>> scattered(int4()).exchange
+    Scattered(codec=Blocks(kind='int4', block=128, stochastic=False), seed=0)
+    """
+    return map_leaves(whole, functools.partial(_half, Scattered, "a reduce-scatter"))
+
+
+@functools.lru_cache(64)
+def gathered(whole: Recipe) -> Recipe:
+    """Return the recipe that sends each rank's chunk to all others, with the encodings of ``whole``.
+
+    Raises ValueError for low rank, for ``noop``, and for a recipe that asks for residuals.
+    """
+    return map_leaves(whole, functools.partial(_half, Gathered, "an all-gather"))
+
+
+def _half(kind: type[Scattered] | type[Gathered], what: str, leaf: Recipe) -> Recipe:
+    exchange = leaf.exchange
+    if isinstance(exchange, LowRank):
+        raise ValueError(
+            f"recipe {leaf} cannot do {what}: its factors are of whole matrices, and each rank has a part of "
+            "them alone. Use a recipe of values, such as int4, or average over replicas: see HSDP"
+        )
+    if isinstance(exchange, Noop):
+        if kind is Gathered:
+            raise ValueError(f"recipe {leaf} cannot do {what}: it sends nothing")
+        return leaf
+    two_shot = exchange.between if isinstance(exchange, Hierarchical) else exchange
+    if not isinstance(two_shot, TwoShot):
+        raise ValueError(f"recipe {leaf} cannot do {what}: use a recipe with a name, such as int8")
+    if _asks_for_residuals(leaf):
+        raise ValueError(
+            f"recipe {leaf} keeps residuals, and {what} keeps none: they would take as much memory on every "
+            "rank as the whole gradients; leave feedback= and residual= out"
+        )
+    return replace(leaf, exchange=kind(two_shot.codec, two_shot.seed), local_size=1)
+
+
+def _asks_for_residuals(leaf: Recipe) -> bool:
+    """Return True if the recipe's text asks for residuals; a default that keeps them does not count."""
+    name, _, options = leaf.name.partition(":")
+    given = parse_options(RECIPES[name], options) if name in RECIPES else {}
+    return bool(given.get("feedback")) or "residual" in given

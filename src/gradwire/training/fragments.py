@@ -1,0 +1,162 @@
+"""Fragments: the parts of a model that local SGD averages in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.averaging import Bucket, checkpoint
+from gradwire.buckets import Layouts
+from gradwire.errors import Place
+from gradwire.lanes import completed
+from gradwire.training.outer import DiLoCo, Outer
+from gradwire.training.parameter_buckets import Numbered, ParameterBucket, runs_of
+
+Start = Callable[[Bucket, Place], Future[Tensor]]
+"""Begin to average a bucket; return a future of the result."""
+
+
+class Fragment:
+    """Parameters that are averaged together, in buckets. At most one averaging is under way."""
+
+    def __init__(self, number: int, buckets: Sequence[ParameterBucket]) -> None:
+        self.number = number
+        self.buckets = list(buckets)
+        self.steps_left = 0
+        """Steps until the averaging under way is applied."""
+        self.work = 0.0
+        """This rank's work since the last averaging began."""
+        self._futures: list[Future[Tensor]] | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._futures is not None
+
+    def begin(self, start: Start, place: Place, delay: int, weight: float | None = None) -> None:
+        """Begin to average how far ranks have moved, to be applied after ``delay`` steps."""
+        assert self._futures is None, "an averaging of this fragment is under way"
+        self._futures = []
+        for bucket in self.buckets:
+            own = replace(bucket.pseudo_gradient(), weight=weight)
+            self._futures.append(start(own, replace(place, bucket=bucket.index)))
+        self.steps_left, self.work = delay, 0.0
+
+    def wait(self) -> list[Tensor]:
+        """Wait for the averaging under way, and return the mean of each bucket; on CUDA, the stream waits."""
+        return [future.wait() for future in self._futures or ()]
+
+    def move(
+        self, means: Sequence[Tensor], lr_of: Callable[[int], float], alpha: float, plainly: bool
+    ) -> None:
+        """Move by the means, and end the averaging; ``lr_of`` has the learning rate of each param group."""
+        for bucket, mean in zip(self.buckets, means, strict=True):
+            bucket.move(mean, lr_of(bucket.param_group), alpha, plainly=plainly)
+        self._futures = None
+
+    def resume(self, steps_left: int) -> None:
+        """Go on with an averaging whose means are known; they are zeros here, to be loaded."""
+        zeros = [torch.zeros_like(b.start, device=b.parameters[0].device) for b in self.buckets]
+        self.steps_left, self._futures = steps_left, [completed(flat) for flat in zeros]
+
+    def give_up(self) -> None:
+        """Forget the averaging under way, which has failed; this rank's movement is still to be averaged."""
+        self._futures = None
+
+
+def make_fragments(
+    parameters: Sequence[Numbered], layouts: Layouts, outer: Outer | None, offload: bool = False
+) -> list[Fragment]:
+    """Return the fragments that ``outer`` asks for, of buckets with consecutive numbers.
+
+    Raises ValueError if the parameters cannot be divided so.
+    """
+    fragments: list[Fragment] = []
+    num_buckets = 0
+    for number, own in enumerate(divided(parameters, layouts, outer)):
+        runs = runs_of(own)
+        buckets = [
+            ParameterBucket(num_buckets + i, i == len(runs) - 1, run, layouts, outer, offload)
+            for i, run in enumerate(runs)
+        ]
+        num_buckets += len(runs)
+        fragments.append(Fragment(number, buckets))
+    return fragments
+
+
+def divided(parameters: Sequence[Numbered], layouts: Layouts, outer: Outer | None) -> list[list[Numbered]]:
+    """Return the parameters of each fragment; ValueError if they cannot be divided as ``outer`` asks."""
+    if not isinstance(outer, DiLoCo):
+        return [list(parameters)]
+    names = [slot.name for slot in layouts.make(0, torch.float32, [p for p, _ in parameters]).slots]
+    by_name = dict(zip(names, parameters, strict=True))
+    found = outer.divide({name: parameter.numel() for name, (parameter, _) in by_name.items()})
+    return [[by_name[name] for name in own] for own in found]
+
+
+def buckets_of(fragments: Iterable[Fragment]) -> list[ParameterBucket]:
+    """Return the buckets of all fragments, in order."""
+    return [bucket for fragment in fragments for bucket in fragment.buckets]
+
+
+def require_same_parameters(fragments: Iterable[Fragment], parameters: Iterable[Numbered]) -> None:
+    """Raise ValueError if the fragments do not have exactly these parameters."""
+    own = {id(parameter) for bucket in buckets_of(fragments) for parameter in bucket.parameters}
+    if own != {id(parameter) for parameter, _ in parameters}:
+        raise ValueError(
+            "the optimizer's parameters have changed since local SGD began; make a new LocalSGD after "
+            "add_param_group or a change of requires_grad"
+        )
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
+    """Replace ``tensor`` by that of rank ``source`` of the group, by way of ``device``; collective."""
+    there = tensor.to(device)
+    dist.broadcast(there, group=group, group_src=source)
+    if there is not tensor:
+        tensor.copy_(there)
+
+
+def tensors_of(fragments: Sequence[Fragment]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors that a checkpoint holds, by kind and parameter; waits for averagings under way."""
+    buckets = buckets_of(fragments)
+    if any(bucket.is_offloaded for bucket in buckets):
+        torch.cuda.synchronize(buckets[0].parameters[0].device)  # copies to the host may be under way
+    means = {
+        name: view
+        for fragment in fragments
+        if fragment.is_under_way
+        for bucket, mean in zip(fragment.buckets, fragment.wait(), strict=True)
+        for name, view in bucket.views(mean)
+    }
+    return {
+        "start": {name: view for bucket in buckets for name, view in bucket.views(bucket.start)},
+        "momentum": {
+            name: view
+            for bucket in buckets
+            if bucket.momentum is not None
+            for name, view in bucket.views(bucket.momentum)
+        },
+        "mean": means,
+    }
+
+
+def load_tensors(fragments: Sequence[Fragment], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Load what `tensors_of` returned; ValueError, with nothing changed, if it does not fit."""
+    own = tensors_of(fragments)
+    for key, views in own.items():
+        checkpoint.require_tensors(key, saved[key])
+        different = views.keys() ^ saved[key].keys()
+        different |= {n for n in views.keys() & saved[key].keys() if views[n].shape != saved[key][n].shape}
+        if different:
+            raise ValueError(
+                f"the {key} of this state does not fit: it differs in {sorted(different)[:5]}; "
+                "load what was saved with the same parameters, warmup_steps and kind of outer optimizer"
+            )
+    for key, views in own.items():
+        for name, view in views.items():
+            view.copy_(saved[key][name])

@@ -1,0 +1,95 @@
+"""Workers that come and go: those without the newest state take it from one that has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.training.fragments import broadcast, buckets_of
+from gradwire.training.local_state import Turn
+from gradwire.training.outer_loop import OuterLoop
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the state of a rank is in the run."""
+
+    num_steps: int
+    turn: Turn
+
+    def note(self) -> str:
+        """Return a text that `newest` reads."""
+        return json.dumps({"num_steps": self.num_steps, "turn": self.turn.save()})
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest state of all ranks."""
+
+    position: Position
+    source: int
+    """The rank that has it, and that the others take it from."""
+    is_current: bool
+    """True if this rank has it too: averagings since would have moved it by as much."""
+
+
+def newest(notes: Sequence[str], rank: int) -> Newest | None:
+    """Return the newest state; ``notes`` has every rank's `Position.note`, or "" if it has no state.
+
+    A state is newer if it has more averages; of those with as many, if it has more steps.
+    """
+    found: dict[int, Position] = {}
+    for each, note in enumerate(notes):
+        if note:
+            fields = json.loads(note)
+            found[each] = Position(fields["num_steps"], Turn.read(fields["turn"]))
+    if not found:
+        return None
+    source = max(found, key=lambda each: (*_averages(found[each]), found[each].num_steps, -each))
+    is_current = rank in found and _averages(found[rank]) == _averages(found[source])
+    return Newest(found[source], source, is_current)
+
+
+def _averages(position: Position) -> tuple[int, int]:
+    return position.turn.num_averages, position.turn.num_begun
+
+
+def share_outer_state(loop: OuterLoop, group: dist.ProcessGroup, found: Newest, device: torch.device) -> None:
+    """Replace the last average, the momentum and the means under way by the source's; collective.
+
+    A rank without the newest state goes on from the last average.
+    """
+    for fragment in loop.fragments:
+        tensors: list[Tensor] = fragment.wait() if fragment.is_under_way else []
+        tensors += [bucket.start for bucket in fragment.buckets]
+        tensors += [bucket.momentum for bucket in fragment.buckets if bucket.momentum is not None]
+        for tensor in tensors:
+            broadcast(tensor, group, found.source, device)
+        if not found.is_current:
+            for bucket in fragment.buckets:
+                bucket.write_parameters()
+
+
+@torch.no_grad()
+def share_others(
+    module: nn.Module,
+    loop: OuterLoop | None,
+    group: dist.ProcessGroup,
+    found: Newest,
+    device: torch.device,
+) -> None:
+    """Take the source's buffers, and its parameters that are not averaged; collective.
+
+    Ranks that have the newest state keep their own.
+    """
+    averaged = {id(p) for bucket in buckets_of(loop.fragments if loop else []) for p in bucket.parameters}
+    for tensor in [*(p for p in module.parameters() if id(p) not in averaged), *module.buffers()]:
+        copy = tensor.detach().clone()
+        broadcast(copy, group, found.source, device)
+        if not found.is_current:
+            tensor.copy_(copy)

@@ -1,0 +1,143 @@
+"""The outer loop: fragments are averaged in turn, while the inner loop takes steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.averaging import Bucket
+from gradwire.errors import Place, WireError
+from gradwire.training.fragments import Fragment
+from gradwire.training.local_state import Turn
+from gradwire.training.outer import DiLoCo
+from gradwire.training.turns import Turns
+
+# The weight of a rank that has done nothing. Not 0, so that a mean over such ranks alone is defined.
+_LEAST_WORK = 1e-6
+
+
+class Averaging(Protocol):
+    """Averages buckets over ranks; an `Engine` does."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def failure(self) -> WireError | None: ...
+
+    def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+        """Begin to average a bucket, and return a future of the result."""
+        ...
+
+
+@dataclass(eq=False)
+class OuterLoop:
+    """Begin and end the averagings of fragments, in the same order on all ranks."""
+
+    engine: Averaging
+    fragments: list[Fragment]
+    turns: Turns
+    streaming: DiLoCo
+    """Its delay and alpha count here."""
+    rank: int
+    lr_of: Callable[[int], float]
+    """The inner learning rate by number of the param group."""
+    check: Callable[[], None]
+    """Raises before an averaging if the parameters cannot be averaged any more."""
+    weigh: bool = False
+    num_begun: int = 0
+    """Averagings that have begun."""
+    num_averages: int = 0
+    """Averagings that have ended."""
+
+    def begin_due(self, num_local: int, work: float, position: int) -> None:
+        """Count a local step, and begin the averaging that is due after it.
+
+        Args:
+            num_local: the number of local steps so far.
+            work: how much this step has done.
+            position: the number of steps for errors and seeds, the same on all ranks.
+        """
+        self.raise_failure()
+        for fragment in self.fragments:
+            fragment.work += work
+            fragment.steps_left -= 1
+        number = self.turns.due(num_local)
+        if number is not None:
+            self.begin(self.fragments[number], position, self.streaming.delay)
+
+    def end_due(self) -> bool:
+        """End the averagings whose delay is over; return True if there are any."""
+        due = [each for each in self.fragments if each.is_under_way and each.steps_left <= 0]
+        self._end(due, self.streaming.alpha or 0.0)
+        return bool(due)
+
+    def begin(self, fragment: Fragment, position: int, delay: int) -> None:
+        """Begin to average a fragment; first end its averaging that is under way, if there is one."""
+        if fragment.is_under_way:  # by the clock, a turn may come before the delay is over
+            self._end([fragment], self.streaming.alpha or 0.0)
+        self.check()
+        weight = max(fragment.work, _LEAST_WORK) if self.weigh else None
+        fragment.begin(self.engine.start, Place(self.rank, position, 0, self.engine.name), delay, weight)
+        self.num_begun += 1
+
+    def begin_all(self, position: int) -> None:
+        """End what is under way, then begin to average all fragments, for `end_all` to end."""
+        self._end([each for each in self.fragments if each.is_under_way], self.streaming.alpha or 0.0)
+        for fragment in self.fragments:
+            self.begin(fragment, position, 0)
+
+    def end_all(self) -> None:
+        """End what `begin_all` has begun: all ranks have the same parameters.
+
+        If fragments have periods of their own, each is somewhere in it. So an outer step, whose momentum is
+        meant for a whole period, would go too far: parameters become the plain mean.
+        """
+        self._end(self.fragments, 0.0, plainly=self.streaming.streams)
+
+    def raise_failure(self) -> None:
+        """Raise the failure of the engine, if there is one, and forget the averagings under way."""
+        if self.engine.failure is not None:
+            self.give_up()
+            raise self.engine.failure.with_traceback(None)
+
+    def give_up(self) -> None:
+        """Forget the averagings under way."""
+        for fragment in self.fragments:
+            fragment.give_up()
+
+    @property
+    def turn(self) -> Turn:
+        """Where this run is between its averagings."""
+        under_way = {each.number: each.steps_left for each in self.fragments if each.is_under_way}
+        work = tuple(float(each.work) for each in self.fragments)
+        return Turn(self.num_begun, self.num_averages, work, under_way)
+
+    def go_on(self, turn: Turn) -> None:
+        """Go on from ``turn``, whose means are to be loaded; ValueError if it has other fragments."""
+        if turn.under_way and (
+            len(turn.work) != len(self.fragments) or max(turn.under_way) >= len(self.fragments)
+        ):
+            raise ValueError(
+                f"this state was saved during an averaging, with {len(turn.work)} fragments; there are "
+                f"{len(self.fragments)} now. Load it with as many, or call average() before state_dict()"
+            )
+        for number, steps_left in turn.under_way.items():
+            self.fragments[number].resume(steps_left)
+        if len(turn.work) == len(self.fragments):
+            for fragment, work in zip(self.fragments, turn.work, strict=True):
+                fragment.work = work
+        self.num_begun, self.num_averages = turn.num_begun, turn.num_averages
+        self.turns.restart(turn.num_begun)
+
+    def _end(self, fragments: Sequence[Fragment], alpha: float, *, plainly: bool = False) -> None:
+        """Wait for averagings, and move parameters by all of them, or raise and move none."""
+        means = [fragment.wait() for fragment in fragments]
+        self.raise_failure()
+        for fragment, mean in zip(fragments, means, strict=True):
+            fragment.move(mean, self.lr_of, alpha, plainly)
+        self.num_averages += len(fragments)

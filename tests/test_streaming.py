@@ -1,0 +1,429 @@
+"""A DiLoCo that streams: fragments that are averaged in turn, while training goes on."""
+
+import io
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.testing import RanksFailed, run_ranks
+from gradwire.training.partition import divide, layer_of
+from gradwire.training.turns import TurnsBySteps, TurnsByTime
+from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, net
+
+# --- which parameters share a fragment ---
+
+LAYERS = {"embed.weight": 100, **{f"blocks.{i}.w": 30 for i in range(6)}, "norm.weight": 2, "head.weight": 98}
+
+
+def sizes(divided):
+    return [sum(LAYERS[name] for name in own) for own in divided]
+
+
+def test_a_layer_is_a_name_up_to_its_first_number_or_the_module():
+    names = ["h.3.mlp.0.weight", "wte.weight", "scale", "0.weight"]
+    assert [layer_of(name) for name in names] == ["h.3", "wte", "scale", "0"]
+
+
+@pytest.mark.parametrize("order", ["strided", "consecutive"])
+@pytest.mark.parametrize("num_fragments", [1, 2, 3, 9])
+def test_fragments_have_each_parameter_once_and_nearly_as_many_values(order, num_fragments):
+    divided = divide(LAYERS, num_fragments, order)
+    assert sorted(name for own in divided for name in own) == sorted(LAYERS)
+    assert all(own and own == [name for name in LAYERS if name in own] for own in divided)
+    if num_fragments <= 3:
+        assert max(sizes(divided)) <= 1.15 * sum(LAYERS.values()) / num_fragments
+
+
+def test_strided_fragments_are_spread_and_consecutive_ones_are_neighbours():
+    alike = {f"{i}.w": 5 for i in range(6)}
+    assert divide(alike, 2) == [["0.w", "2.w", "4.w"], ["1.w", "3.w", "5.w"]]
+    assert divide(alike, 2, "consecutive") == [["0.w", "1.w", "2.w"], ["3.w", "4.w", "5.w"]]
+
+
+def test_patterns_name_the_fragments():
+    outer = gradwire.DiLoCo(fragments=["embed.*", ["blocks.[0-2].*", "head.*"], "*"])
+    found = outer.divide(LAYERS)
+    assert found[0] == ["embed.weight"]
+    assert found[1] == ["blocks.0.w", "blocks.1.w", "blocks.2.w", "head.weight"]
+    assert outer == gradwire.DiLoCo(fragments=[["embed.*"], ["blocks.[0-2].*", "head.*"], ["*"]])
+    for wrong, text in (
+        (["embed.*", "blocks.*"], "'norm.weight' is in no fragment"),
+        (["*", "head.*"], r"fragment \['head.\*'\] has no parameter"),
+        (10, "9 layers .* too few for 10 fragments"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            gradwire.DiLoCo(fragments=wrong).divide(LAYERS)
+
+
+# --- when each has its turn ---
+
+
+def test_turns_are_spread_evenly_over_a_period():
+    turns = TurnsBySteps(10, 4)
+    assert [turns.due(step) for step in range(1, 21)] == 2 * [
+        None, 1, None, None, 2, None, 3, None, None, 0,
+    ]  # fmt: skip
+
+
+def test_turns_by_the_clock_go_on_in_order_and_do_not_make_up_for_a_pause():
+    clock = [0.0]
+    turns = TurnsByTime(timedelta(seconds=8), 4, lambda: clock[0])
+
+    def due_at(now):
+        clock[0] = now
+        return turns.due(0)
+
+    found = [due_at(now) for now in (1, 2, 3, 5, 100, 100.5, 101, 102)]
+    assert found == [None, 1, None, 2, 3, None, None, 0]
+
+
+# --- against the paper's loop ---
+
+
+def streaming_loop(rank, num_steps, period, outer):
+    """Algorithm 2 of Douillard et al. 2025, with all-reduces of torch and no overlap."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    named = dict(model.named_parameters())
+    start = {name: p.detach().clone() for name, p in named.items()}
+    momentum = {name: torch.zeros_like(p) for name, p in named.items()}
+    fragments = outer.divide({name: p.numel() for name, p in named.items()})
+    under_way = {}
+    for step in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        loss_of(model, rank, step - 1).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for number, own in enumerate(fragments):
+                if step % period == number * period // len(fragments):
+                    for name in own:
+                        moved = (start[name] - named[name]).double()
+                        dist.all_reduce(moved)
+                        under_way[name] = step + outer.delay, (moved / dist.get_world_size()).float()
+            for name, (end, mean) in list(under_way.items()):
+                if end == step:
+                    momentum[name].mul_(outer.momentum).add_(mean)
+                    start[name] -= outer.lr * (mean + outer.momentum * momentum[name])
+                    named[name].copy_(outer.alpha * named[name] + (1 - outer.alpha) * start[name])
+                    del under_way[name]
+    return flat(model)
+
+
+def train(model, optimizer, local, rank, steps):
+    ended = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        if local.step():
+            ended.append(step + 1)
+    return ended
+
+
+def make(**options):
+    model = DistributedDataParallel(net(), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, gradwire.LocalSGD(model, optimizer, **options)
+
+
+def check_the_papers_loop(rank, outer, recipe, bound):
+    expected = streaming_loop(rank, 15, 6, outer)
+    model, optimizer, local = make(period=6, outer=outer, recipe=recipe)
+    with local:
+        ended = train(model, optimizer, local, rank, range(15))
+        num = outer.num_fragments
+        begun = [step for step in range(1, 16) if step % 6 in {i * 6 // num for i in range(num)}]
+        assert ended == [step + outer.delay for step in begun if step + outer.delay <= 15]
+        error = (flat(model) - expected).abs().max() / expected.abs().max()
+        assert error <= bound, error
+        local.average()
+        assert_same_on_all_ranks(model)
+
+
+@pytest.mark.parametrize(
+    ("outer", "recipe", "bound"),
+    [
+        (gradwire.DiLoCo(fragments=3), "fp32", 2e-6),
+        (gradwire.DiLoCo(fragments=2, delay=3, alpha=0.25), "int8", 2.0**-6),
+        (gradwire.DiLoCo(fragments=[["4.*"], ["*"]], delay=1), "fp32", 2e-6),
+        (gradwire.DiLoCo(delay=5, alpha=0.0), "bf16", 2.0**-6),
+    ],
+    ids=["fragments", "fragments and delay", "patterns", "delay"],
+)
+def test_streaming_is_the_papers_loop(outer, recipe, bound, two_ranks):
+    two_ranks.run(check_the_papers_loop, outer, recipe, bound)
+
+
+# --- every ending ---
+
+ENDLESS = {
+    "period": 6,
+    "warmup_steps": 1,
+    "recipe": "int4",  # has residuals to go on with
+    "outer": gradwire.DiLoCo(fragments=2, delay=2),
+}
+
+
+def saved_bytes(*states):
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def check_resumes_in_a_delay(rank):
+    for saved_after in (1, 5, 6):  # in the warm-up, in an averaging, after one
+        model, optimizer, local = make(**ENDLESS)
+        with local:
+            train(model, optimizer, local, rank, range(saved_after))
+            saved = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
+            assert bool(saved[2]["mean"]) == (saved_after == 5)
+            train(model, optimizer, local, rank, range(saved_after, 16))
+        resumed, resumed_optimizer, local = make(**ENDLESS)
+        with local:
+            train(resumed, resumed_optimizer, local, rank, range(5))  # has a delay of its own to forget
+            resumed.module.load_state_dict(saved[0])
+            resumed_optimizer.load_state_dict(saved[1])
+            local.load_state_dict(saved[2])
+            train(resumed, resumed_optimizer, local, rank, range(saved_after, 16))
+            assert torch.equal(flat(model), flat(resumed)), saved_after
+            assert local.state_dict()["turn"]["num_averages"] == 4
+
+
+def test_a_run_resumes_bit_for_bit_in_the_middle_of_a_delay(two_ranks):
+    two_ranks.run(check_resumes_in_a_delay)
+
+
+def check_a_state_of_other_fragments(rank):
+    model, optimizer, local = make(**ENDLESS)
+    with local:
+        train(model, optimizer, local, rank, range(5))
+        during = local.state_dict()
+        local.average()
+        between = local.state_dict()
+    others = {**ENDLESS, "outer": gradwire.DiLoCo(fragments=3)}
+    model, optimizer, local = make(**others)
+    with local:
+        with pytest.raises(ValueError, match="saved during an averaging, with 2 fragments; there are 3 now"):
+            local.load_state_dict(during)
+        local.load_state_dict(between)
+        for name, tensor in local.state_dict()["start"].items():
+            assert torch.equal(tensor, between["start"][name])
+
+
+def test_fragments_may_change_between_averagings_only(two_ranks):
+    two_ranks.run(check_a_state_of_other_fragments)
+
+
+def check_members_change(rank):
+    """Rank 3 is lost in an averaging, rank 0 joins with nothing, rank 1 has an old state."""
+    model, optimizer, local = make(**ENDLESS)
+    with local:
+        train(model, optimizer, local, rank, range(6))
+        old = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
+        train(model, optimizer, local, rank, range(6, 8))
+        new = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
+    groups = [dist.new_group([0, 1, 2]), dist.new_group([3])]
+    if rank == 3:
+        return
+    torch.manual_seed(100 + rank)
+    model = DistributedDataParallel(net(), process_group=groups[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with gradwire.LocalSGD(model, optimizer, **ENDLESS) as local:
+        weights, optimizer_state, state = [None, old, new][rank] or (None, None, None)
+        if state is not None:
+            model.module.load_state_dict(weights)
+            optimizer.load_state_dict(optimizer_state)
+        assert local.resume(state) == (rank < 2)
+        assert local.num_steps == 8
+        now = local.state_dict()
+        everyone = [None] * 3
+        dist.all_gather_object(
+            everyone, [now[key] for key in ("start", "momentum", "mean", "turn")], groups[0]
+        )
+        for other in everyone:
+            for mine, theirs in zip(everyone[2], other, strict=True):
+                assert mine.keys() == theirs.keys()
+                for key, value in mine.items():
+                    if key != "work":
+                        same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+                        assert same(value, theirs[key]), key
+        if rank == 2:
+            assert all(torch.equal(p, weights[name]) for name, p in model.module.named_parameters())
+        else:
+            assert all(torch.equal(p, now["start"][name]) for name, p in model.module.named_parameters())
+            assert not now["averaging"]["entries"], "what an old state has held back is no longer to be sent"
+        ended = train(model, optimizer, local, rank, range(8, 16))
+        assert ended == [9, 12, 15]
+        local.average()
+        mine = flat(model)
+        flats = [torch.empty_like(mine) for _ in range(3)]
+        dist.all_gather(flats, mine, groups[0])
+        assert all(torch.equal(mine, other) for other in flats)
+
+
+def test_those_without_the_newest_state_take_it_from_one_that_has_it(four_ranks):
+    four_ranks.run(check_members_change)
+
+
+def job_a_rank_dies(rank):
+    """Rank 2 dies while an averaging is under way: the others raise, and keep what they had."""
+    model, optimizer, local = make(**{**ENDLESS, "warmup_steps": 0})
+    train(model, optimizer, local, rank, range(2))
+    before = local.state_dict()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)  # before its third step, in which an averaging begins
+    with pytest.raises(gradwire.WireError, match="no message from rank 2"):
+        train(model, optimizer, local, rank, range(2, 9))
+    assert 3 < local.num_steps <= 5, "training goes on until the failure is known, or the delay is over"
+    after = local.state_dict()
+    assert not after["mean"]
+    assert all(torch.equal(tensor, before["start"][name]) for name, tensor in after["start"].items())
+    moved = flat(model)
+    with pytest.raises(gradwire.WireError, match="no message from rank 2"):
+        local.step()
+    assert torch.equal(moved, flat(model)), "a failed averaging leaves parameters as they were"
+    local.detach()
+
+    # The rest go on together, each with its own work since the last average.
+    survivors = dist.new_group([0, 1], use_local_synchronization=True)
+    model = DistributedDataParallel(net(), process_group=survivors)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradwire.LocalSGD(model, optimizer, **{**ENDLESS, "warmup_steps": 0}) as local:
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(moved, model.parameters())
+        assert not local.resume(after)
+        local.average()
+        mean = moved.double()
+        dist.all_reduce(mean, group=survivors)
+        expected = mean / 2
+        assert (flat(model) - expected).abs().max() <= 0.3 * (moved - expected).abs().max()
+
+
+def test_a_rank_that_dies_in_a_delay_is_an_error_on_all_others_which_can_go_on():
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(job_a_rank_dies, 3, 60)
+    assert caught.value.errors.keys() == {2}, caught.value
+
+
+# --- ranks of different speeds, and steps that do not count ---
+
+
+def check_periods_in_seconds(rank):
+    """Rank 1 takes a step where rank 0 takes three; they average as often, in the same order."""
+    clock = [0.0]
+    outer = gradwire.DiLoCo(fragments=2, delay=1)
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        gradwire.LocalSGD(
+            model, optimizer, period=timedelta(seconds=12), recipe="int8", outer=outer, weigh=True
+        ) as local,
+    ):
+        patch.setattr(local._loop.turns, "_clock", lambda: clock[0])
+        local._loop.turns.restart(0)
+        while local.num_averages < 5:
+            clock[0] += 3.0 if rank else 1.0
+            optimizer.zero_grad()
+            loss_of(model, rank, local.num_steps).backward()
+            optimizer.step()
+            local.step(work=2.0)
+        assert local.num_steps == (11 if rank else 31)
+        work = local.state_dict()["turn"]["work"]
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert local.num_averages == 7
+        saved = local.state_dict()
+        everyone = [None, None]
+        dist.all_gather_object(everyone, work)
+        assert everyone[0][0] > everyone[1][0] > 0
+        local.load_state_dict(saved)
+        with pytest.raises(ValueError, match="the saved number of averagings is"):
+            local.load_state_dict({**saved, "turn": {**saved["turn"], "num_begun": 8 + rank}})
+
+
+def test_a_period_in_seconds_lets_ranks_take_as_many_steps_as_they_can(two_ranks):
+    two_ranks.run(check_periods_in_seconds)
+
+
+def check_weights(rank):
+    """Rank 0 has done three times as much; a rank whose steps were all skipped hardly counts."""
+    for work, shares in (((3.0, 1.0), (0.75, 0.25)), ((2.0, 0.0), (1.0, 0.0)), ((0.0, 0.0), (0.5, 0.5))):
+        model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+        with torch.no_grad():
+            model.module.weight.fill_(0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with gradwire.LocalSGD(model, optimizer, period=2, weigh=True) as local:
+            for _ in range(2):
+                with torch.no_grad():
+                    model.module.weight += 1.0 + rank
+                ended = local.step(work[rank] / 2)
+            assert ended
+            expected = torch.full((2, 3), 2 * shares[0] + 4 * shares[1])
+            torch.testing.assert_close(model.module.weight.detach(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="cannot take weights: its feedback"):
+        gradwire.LocalSGD(model, optimizer, period=2, weigh=True, recipe="int4")
+
+
+def test_ranks_are_weighed_by_the_work_that_they_have_done(two_ranks):
+    two_ranks.run(check_weights)
+
+
+def check_skipped_steps(rank):
+    """A scaler that skips steps on one rank, in the middle of a delay, keeps ranks in step."""
+    model, optimizer, local = make(period=4, outer=gradwire.DiLoCo(fragments=2, delay=1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with local:
+        for step in range(9):
+            optimizer.zero_grad()
+            factor = float("inf") if rank == 1 and step in (1, 2, 5) else 1.0
+            scaler.scale(loss_of(model, rank, step) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert local.step() == (step + 1 in (3, 5, 7, 9))
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert flat(model).isfinite().all()
+
+
+def test_a_scaler_may_skip_steps_while_an_averaging_is_under_way(two_ranks):
+    two_ranks.run(check_skipped_steps)
+
+
+def check_refusals(rank):
+    model = DistributedDataParallel(nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = timedelta(seconds=1)
+    for options, text in (
+        ({"period": timedelta(0)}, "period must be more than 0 seconds"),
+        ({"period": second}, "make it with broadcast_buffers=False"),
+        ({"period": 4, "outer": gradwire.DiLoCo(delay=4)}, "delay must be less than the period of 4 steps"),
+        ({"period": 1, "outer": gradwire.DiLoCo(fragments=["weight", "bias"])}, "too short for 2 fragments"),
+        ({"period": 9, "outer": gradwire.DiLoCo(fragments=3)}, "2 layers .weight, bias., too few"),
+        ({"period": 9, "outer": gradwire.DiLoCo(delay=1 + rank)}, "outer is DiLoCo"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            gradwire.LocalSGD(model, optimizer, **options)
+    with pytest.raises(TypeError, match="a number of steps or a datetime.timedelta"):
+        gradwire.LocalSGD(model, optimizer, period=1.5)
+    model = DistributedDataParallel(nn.Linear(3, 2), find_unused_parameters=True)
+    with pytest.raises(ValueError, match="make it with find_unused_parameters=False"):
+        gradwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), period=second)
+    for wrong in ({"fragments": 0}, {"delay": -1}, {"alpha": 1.0}, {"order": "random"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            gradwire.DiLoCo(**wrong)
+    for fragments in ("*", [], [["*"], []]):
+        with pytest.raises(TypeError, match="fragment"):
+            gradwire.DiLoCo(fragments=fragments)
+
+
+def test_what_cannot_stream_is_refused(two_ranks):
+    two_ranks.run(check_refusals)
