@@ -3,7 +3,7 @@
 The averaging itself belongs to `averaging`; no other package but `ddp_comm_hooks` and adapters knows DDP.
 """
 
-from gradwire.ddp.attach_to_all import AttachedModel, Attachments, attach_to_all
+from gradwire.ddp.attach_to_all import AfterAttach, AttachedModel, Attachments, attach_to_all
 from gradwire.ddp.attached import Attached
 from gradwire.ddp.attaching import attach
 from gradwire.ddp.bridge import Bridge, queue_after_ddp
@@ -36,6 +36,7 @@ from gradwire.ddp.verification import hash_of_parameters
 from gradwire.ddp.wire import Wire, attachment_of
 
 __all__ = [
+    "AfterAttach",
     "Attached",
     "AttachedModel",
     "Attachments",

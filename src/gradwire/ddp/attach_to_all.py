@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.attaching import attach
@@ -19,7 +20,7 @@ from gradwire.recipes import recipe as parse_recipe
 
 log = logging.getLogger("gradwire")
 
-AfterAttach = Callable[[DistributedDataParallel, Wire], None]
+AfterAttach = Callable[[nn.Module, Wire], None]
 
 
 @dataclass(frozen=True)

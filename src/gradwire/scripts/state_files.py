@@ -59,14 +59,21 @@ class StateFile:
 class ScriptStates:
     """The states of all wires of a script, in one folder."""
 
-    def __init__(self, folder: Path, every: int) -> None:
-        """Save every ``every`` steps to ``folder``, and at the end."""
+    def __init__(self, folder: Path | None, every: int) -> None:
+        """Save every ``every`` steps to ``folder``, and at the end; keep nothing without a folder."""
         self._folder = folder
         self._every = every
         self._keepers: list[tuple[StateKeeper, weakref.ref[Any]]] = []
 
+    @property
+    def are_kept(self) -> bool:
+        """True if there is a folder for them."""
+        return self._folder is not None
+
     def add(self, model: Any, wire: Wire) -> None:
         """Keep the state of another model's wire."""
+        if self._folder is None:
+            return
         keeper = StateKeeper(self._folder, self._every, len(self._keepers), model, wire)
         self._keepers.append((keeper, weakref.ref(model)))
         # A compiled model would trace it.

@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from rich.filesize import decimal
 
 import gradwire
 from gradwire.ddp import AttachedModel, Attachments, attachment_of
 from gradwire.recipes import make_plan, scattered
-from gradwire.scripts.observing import SPAWN_HINT, Observations
+from gradwire.scripts.observing import Observations
 from gradwire.scripts.state_files import ScriptStates
 from gradwire.tuning import decision_table
+
+_SPAWNED_WITHOUT_MODELS = (
+    "the script starts processes itself (torch.multiprocessing.spawn), and none of them has made a "
+    "DistributedDataParallel that gradwire could see"
+)
 
 
 def summarize(
     attachments: Attachments,
     seen: Observations,
-    saved_at: Collection[int] = (),
+    of_children: Sequence[str] = (),
+    num_children: int = 0,
     states: ScriptStates | None = None,
+    saved_at: Collection[int] = (),
 ) -> str:
     """Return one line per model, as seen by this rank.
 
-    The script has saved checkpoints after the steps ``saved_at``; ``states`` are those of its wires, if they
-    are kept.
+    Args:
+        attachments: the models of this process.
+        seen: what else the script has done.
+        of_children: the lines of processes that the script has started itself.
+        num_children: the number of such processes that made models.
+        states: the states of the script's wires.
+        saved_at: the steps after which the script has saved a checkpoint.
     """
+    lines = [*describe_models(attachments, seen, states, saved_at), *of_children]
+    if not lines and num_children:
+        lines.append(
+            f"attached in {num_children} processes that the script has started, which left no figures"
+        )
+    if not lines:
+        made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
+        lines.append(f"no model trained with it ({made})")
+        if seen.has_spawned:
+            lines.append(_SPAWNED_WITHOUT_MODELS)
+    return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
+
+
+def describe_models(
+    attachments: Attachments,
+    seen: Observations,
+    states: ScriptStates | None = None,
+    saved_at: Collection[int] = (),
+) -> list[str]:
+    """Return the lines about the models of this process; none if it has trained none."""
     lines = [_describe(a) for a in attachments.made if a.wire.stats().num_steps]
     if attachments.num_given_way:
         lines.append(f"{attachments.num_given_way} taken over by a hook of the script's own")
@@ -38,19 +70,14 @@ def summarize(
             f"{seen.num_optimizer_steps}: if it is to be trained, call the DistributedDataParallel itself, "
             "and not its .module, whose gradients stay on each rank"
         )
-    if states is not None:
+    if states is not None and states.are_kept:
         lines += states.describe(saved_at)
     elif saved_at and any(_remembers(a) for a in attachments.made):
         lines.append(
             "the script saved checkpoints without the state of this recipe (its step, what it holds back); "
             "a resumed run starts with an empty one. Keep it with --state DIR"
         )
-    if not lines:
-        made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
-        lines.append(f"no model trained with it ({made})")
-        if seen.has_spawned:
-            lines.append(SPAWN_HINT)
-    return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
+    return lines
 
 
 def _remembers(attachment: AttachedModel) -> bool:
