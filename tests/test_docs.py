@@ -17,6 +17,7 @@ from tests.lab_machine import needs_lab
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES_ON_RANKS = [
+    "auto",
     "hooks",
     "index",
     "local_sgd",

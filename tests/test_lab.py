@@ -56,6 +56,17 @@ def test_ranks_on_the_hosts_of_a_lab_talk_over_its_links():
     assert all(result[2] > 0.35 for result in results)
 
 
+@needs_lab
+def test_links_change_their_rate_while_a_lab_runs(capfd):
+    with Lab(hosts=2, rate="50mbit") as lab:
+        lab.set_rate("80mbit")
+        assert lab.run(["tc", "qdisc", "show", "dev", "eth0"]) == 0
+        assert str(lab) == "2 hosts, 80mbit"
+        with pytest.raises(ValueError, match="such as 100mbit"):
+            lab.set_rate("fast")
+    assert capfd.readouterr().out.count("rate 80Mbit") == 2
+
+
 def test_delays_are_read_as_people_write_them():
     assert [parse_delay(text) for text in ("20ms", "0.1 s", "500us")] == [0.02, 0.1, 0.0005]
     assert [format_delay(s) for s in (0.02, 0.0005, 1.5)] == ["20ms", "500us", "1.5s"]

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire.cli import app
-from gradwire.headroom import give_verdict, write_records
+from gradwire.headroom import Proposal, give_verdict, write_records
 from gradwire.planner import Cluster, Forecast
 from gradwire.report import render_page
 from tests.records import record
@@ -89,6 +89,14 @@ def test_gradients_of_two_bytes_make_half_as_many_buckets_of_as_many_values():
         assert sum(bucket.worker_bytes for bucket in traffic.buckets) == pytest.approx(1_000_000)
         assert sum(bucket.num_messages for bucket in traffic.buckets) == pytest.approx(8)
     assert len(half_traffic.buckets) == pytest.approx(len(whole_traffic.buckets) / 2, rel=0.2)
+
+
+def test_the_page_has_what_auto_would_send():
+    proposal = Proposal("auto:budget=0.2", 250_000, 0.17, (("int2", 7), ("int8", 12)))
+    page = render_page([dataclasses.replace(record(allreduce=100, int4=60, noop=50), proposal=proposal)])
+    assert "auto:budget=0.2 would send 250,000 bytes a step, 1/4.0 of plain DDP&#x27;s" in page
+    assert "<tr><td>int8</td><td>12</td></tr>" in page
+    assert "would send" not in render_page([record(allreduce=100, int4=60, noop=50)])
 
 
 def test_the_page_needs_nothing_from_elsewhere():

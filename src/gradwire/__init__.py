@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from gradwire.sharded import attach
     from gradwire.telemetry import BucketStats, ParameterStats, StepStats, Telemetry, WireStats
     from gradwire.training import DiLoCo, LocalSGD, OverlappedOptimizer, SlowMo, overlap_optimizer
+    from gradwire.tuning import Decision
 
 __all__ = [
     "RECIPES",
     "Averager",
     "AveragingHandle",
     "BucketStats",
+    "Decision",
     "DiLoCo",
     "LocalSGD",
     "OverlappedOptimizer",
@@ -59,6 +61,7 @@ _HOMES = {
     "sharded": ["attach"],
     "telemetry": ["BucketStats", "ParameterStats", "StepStats", "Telemetry", "WireStats"],
     "training": ["DiLoCo", "LocalSGD", "OverlappedOptimizer", "SlowMo", "overlap_optimizer"],
+    "tuning": ["Decision"],
 }
 _PUBLIC_MODULES = ("ddp_comm_hooks", "lab", "testing")
 

@@ -15,7 +15,7 @@ import gradwire
 
 Options = TypeVar("Options")
 
-ALL_RECIPES = tuple(name for name in gradwire.RECIPES if name != "noop")
+ALL_RECIPES = tuple(name for name in gradwire.RECIPES if name not in ("noop", "auto"))
 
 Recipes = Annotated[
     list[str] | None,

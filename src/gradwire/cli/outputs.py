@@ -9,7 +9,7 @@ import typer
 
 from gradwire.cli.consoles import open_console
 from gradwire.cli.options import check_writable
-from gradwire.headroom import Record, give_verdict, step_table, write_records
+from gradwire.headroom import Record, describe_proposal, give_verdict, step_table, write_records
 from gradwire.report import render_page
 
 
@@ -40,6 +40,8 @@ class RecordOutput:
         if not self._quiet:
             self._console.print(step_table(record), "")
         self._console.print(give_verdict(record), markup=False)
+        if proposal := describe_proposal(record):
+            self._console.print(proposal, markup=False)
 
     def write(self, records: Sequence[Record]) -> None:
         """Write all records to the files that were asked for."""

@@ -15,9 +15,10 @@ from gradwire.codecs.blocks import Blocks
 from gradwire.codecs.cast import Cast
 from gradwire.codecs.raw import Raw
 from gradwire.codecs.rotated import Rotated
+from gradwire.codecs.top import Top
 from gradwire.ops import NO_SEED, Chunk, Family, Scale, Seed
 
-__all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw", "Rotated"]
+__all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw", "Rotated", "Top"]
 
 
 class Codec(Protocol):

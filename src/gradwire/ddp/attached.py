@@ -16,6 +16,7 @@ from gradwire.buckets import BucketLayout
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
+from gradwire.ddp.tuned import Tuned
 from gradwire.errors import WireError
 from gradwire.peers import CollectiveCall
 from gradwire.recipes import Recipe, WirePlan
@@ -111,6 +112,22 @@ class Attached(abc.ABC):
         return RunState() if self.engine is None else self.engine.state
 
     @property
+    def tuned(self) -> Tuned | None:
+        """The tuner of recipe ``auto``; None for other recipes."""
+        return None
+
+    @property
+    def current_recipe(self) -> Recipe | None:
+        """The recipe, with the encodings that ``auto`` has chosen by now; None for a hook."""
+        if self.tuned is None or self.engine is None:
+            return self.choice.recipe
+        return self.engine.recipe
+
+    def use_tuner_of(self, recipe: Recipe) -> None:
+        """Let the recipe choose its encodings, if it is ``auto``; end the tuner of an earlier recipe."""
+        assert recipe.tuning is None, "this kind of model cannot be tuned, and `resolve` refuses it"
+
+    @property
     def checks_nonfinite(self) -> bool:
         """True if ``on_nonfinite`` is ``"skip"`` or ``"raise"``."""
         return self.bridge.checks.policy is not None
@@ -133,6 +150,8 @@ class Attached(abc.ABC):
                 "those of this step and some are older; call it after backward() has returned"
             )
         state = self.state.save(self.choice.name, self.bridge.num_steps, self.rank, self.world_size)
+        if self.tuned is not None:
+            state["tuning"] = self.tuned.tuner.save()
         for group in self.state_groups() if gather else ():
             state = gather_states(state, group, self.timeout, "Wire.state_dict")
         return state

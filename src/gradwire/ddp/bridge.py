@@ -15,6 +15,7 @@ from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import record_use
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
+from gradwire.ddp.tuned import Tuned
 from gradwire.errors import Place, locate
 from gradwire.lanes import completed
 from gradwire.torch_private import GradBucket, backward_pass, end_range_with, profiler_is_on, queue_callback
@@ -41,6 +42,8 @@ class Bridge:
     ) -> None:
         self.runner = runner
         self.checks = checks or StepChecks()
+        self.tuned: Tuned | None = None
+        """The tuner of recipe ``auto``; None for other recipes and for hooks."""
         self.num_steps = 0
         """The number of steps of the run, including those before a resume."""
         self._layouts = layouts
@@ -59,7 +62,10 @@ class Bridge:
         future = None
         try:
             if self.runner.failure is None:
-                future = self._start(self._bucket(grad_bucket, is_shadow=not in_backward), place)
+                bucket = self._bucket(grad_bucket, is_shadow=not in_backward)
+                if self.tuned is not None:
+                    self.tuned.arrive(bucket, place)
+                future = self._start(bucket, place)
         except Exception as error:
             self.runner.fail(locate(error, place))
         if future is None:
@@ -113,12 +119,25 @@ class Bridge:
             for shadow in shadows:
                 shadow.wait()
             self.raise_failure()
+            self._end_backward(place, device)
             self.checks.verify(self.runner, place, device, shadow=True)
+            self._tune(place, device)
 
     def _finish(self, place: Place, device: torch.device) -> None:
         """End a step after DDP has finished its backward pass."""
         self.raise_failure()
+        self._end_backward(place, device)
         self.checks.finish_step(self.runner, place, device)
+        self._tune(place, device)
+
+    def _end_backward(self, place: Place, device: torch.device) -> None:
+        if self.tuned is not None:
+            self.tuned.end_backward(place, device)
+
+    def _tune(self, place: Place, device: torch.device) -> None:
+        if self.tuned is not None:
+            self.tuned.decide(place, device)
+            self.raise_failure()
 
 
 def queue_after_ddp(callback: Callable[[], None]) -> None:

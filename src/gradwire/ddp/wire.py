@@ -20,6 +20,7 @@ from gradwire.ops import warm_up
 from gradwire.recipes import Recipe, WirePlan, agree_on_nodes, kernels_of, require_averaging
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.telemetry import WireStats
+from gradwire.tuning import Decision, decision_table, read_state
 
 
 class Wire:
@@ -83,7 +84,7 @@ class Wire:
 
         Raises TypeError for a hook, whose messages cannot be known.
         """
-        recipe = self._attachment.choice.recipe
+        recipe = self._attachment.current_recipe
         if recipe is None:
             raise TypeError(
                 f"the hook {self._attachment.choice.name} has no plan, since what it sends cannot be known; "
@@ -95,6 +96,14 @@ class Wire:
         return replace(
             plan, note="GRADWIRE_DISABLE is set: DDP averages by itself, and nothing of this is sent"
         )
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Return the decisions of recipe ``auto`` so far, the same on every rank; ``print(wire)`` shows them.
+
+        Empty for other recipes.
+        """
+        tuned = self._attachment.tuned
+        return () if tuned is None else tuned.decisions
 
     def layout(self) -> tuple[BucketLayout, ...]:
         """Return the layouts of the buckets seen so far."""
@@ -144,6 +153,8 @@ class Wire:
             saved = own.read(state)
             claim = {"the saved step": str(saved.step), "the saved layout": str(saved.timeline)}
             claim["the saved loss scale"] = str(saved.loss_scale)
+            policy = None if own.tuned is None or not saved.tuning else read_state(saved.tuning)
+            claim["the saved tuning"] = saved.tuning or "none"
             call.agree({**claim, **own.claim(own.choice.fingerprint)})
         if own.is_disabled:
             return
@@ -151,6 +162,9 @@ class Wire:
         own.bridge.num_steps = saved.step
         if own.engine is not None:
             own.engine.state.load(saved, own.device)
+        if own.tuned is not None:
+            changed = saved.world_size != own.world_size
+            own.tuned.load(policy, saved.step, look_soon=changed)
         own.record_event("load", saved_by=saved.recipe)
 
     def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:
@@ -204,6 +218,7 @@ class Wire:
             own.engine.swap(chosen, lambda: open_lane(group, device, call.rendezvous))
         own.record_event("swap", recipe=str(chosen), before=own.choice.name)
         own.choice = own.choice.with_recipe(chosen)
+        own.use_tuner_of(chosen)
 
     def detach(self) -> None:
         """Return the model to plain averaging, and end the lane.
@@ -218,6 +233,10 @@ class Wire:
 
     def __exit__(self, *error: object) -> None:
         self.detach()
+
+    def __str__(self) -> str:
+        decisions = self.decisions()
+        return f"{self!r}\n{decision_table(decisions)}" if decisions else repr(self)
 
     def __repr__(self) -> str:
         return f"<Wire {self._attachment.choice.name}, {'attached' if self.attached else 'detached'}>"

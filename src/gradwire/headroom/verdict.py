@@ -37,6 +37,20 @@ def recommend(record: Record) -> Row | None:
     return best if shown and record.gain(best) >= _WORTHWHILE_GAIN else None
 
 
+def describe_proposal(record: Record) -> str:
+    """Say what recipe ``auto`` would send; an empty text if the record does not know."""
+    found = record.proposal
+    if found is None:
+        return ""
+    chosen = ", ".join(f"{encoding} for {count}" for encoding, count in found.counts)
+    plain = record.allreduce.bytes_per_step
+    share = f", 1/{plain / found.bytes_per_step:.1f} of plain DDP's" if plain and found.bytes_per_step else ""
+    error = "" if found.error is None else f", with an error of {found.error:.2g}"
+    return (
+        f"{found.recipe} would send {found.bytes_per_step:,} bytes a step{share}{error}: {chosen} parameters."
+    )
+
+
 def give_verdict(record: Record) -> str:
     """Say how much communication costs, how much could be gained, and what to use."""
     if record.world_size == 1:

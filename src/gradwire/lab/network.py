@@ -148,6 +148,15 @@ class Lab:
             terminate_all(processes, _GRACE_S)
         return 0 if failure is None else failure.shell_code
 
+    def set_rate(self, rate: str) -> None:
+        """Change the rate of every link, also while commands run.
+
+        Raises ValueError for a wrong rate, and for a lab that has ended.
+        """
+        bits_per_s = parse_rate(rate)
+        self._limit(bits_per_s, Path(_find_tools()).with_name("tc"))
+        self.bits_per_s = bits_per_s
+
     def bytes_sent(self, host: int) -> int:
         """Return the bytes that a host's interface has sent, with headers and acknowledgements."""
         with self.inside(host):
@@ -208,12 +217,15 @@ class Lab:
             address = [f"address add {self.address(host)}/16 dev {INTERFACE}"]
             _batch(ip, [*address, f"link set {INTERFACE} up", "link set lo up"], namespace)
         if self.bits_per_s is not None:
-            burst = max(_MIN_BURST_BYTES, int(_BURST_S * self.bits_per_s / 8))
-            shape = f"root tbf rate {self.bits_per_s:.0f}bit burst {burst} latency {_QUEUE_S * 1e3:.0f}ms"
-            tc = str(Path(ip).with_name("tc"))
-            _batch(tc, [f"qdisc add dev port{i} {shape}" for i in range(self.num_hosts)], switch)
-            for namespace in self._hosts:
-                _batch(tc, [f"qdisc add dev {INTERFACE} {shape}"], namespace)
+            self._limit(self.bits_per_s, Path(ip).with_name("tc"))
+
+    def _limit(self, bits_per_s: float, tc: Path) -> None:
+        burst = max(_MIN_BURST_BYTES, int(_BURST_S * bits_per_s / 8))
+        shape = f"root tbf rate {bits_per_s:.0f}bit burst {burst} latency {_QUEUE_S * 1e3:.0f}ms"
+        ports = [f"qdisc replace dev port{i} {shape}" for i in range(self.num_hosts)]
+        _batch(str(tc), ports, self._namespaces[0])
+        for namespace in self._hosts:
+            _batch(str(tc), [f"qdisc replace dev {INTERFACE} {shape}"], namespace)
 
     def _connect_by_relay(self, delay_s: float) -> None:
         """Make both ends of every link, and start a program that passes frames between them."""

@@ -12,6 +12,7 @@ from gradwire.recipes.registry import (
     Recipe,
     Reduction,
     acp,
+    auto,
     bf16,
     fp8,
     fp16,
@@ -22,23 +23,30 @@ from gradwire.recipes.registry import (
     noop,
     powersgd,
     sign,
+    topk,
 )
 from gradwire.recipes.resolution import (
     agree_on_nodes,
     kernels_of,
     require_averaging,
+    require_fixed,
     resolve_for_module,
     route_module_tables,
 )
 from gradwire.recipes.spelling import is_factory
+from gradwire.recipes.tuning import ENCODINGS, Encoding, Tuning
 
 __all__ = [
+    "ENCODINGS",
     "RECIPES",
+    "Encoding",
     "Recipe",
     "Reduction",
+    "Tuning",
     "WirePlan",
     "acp",
     "agree_on_nodes",
+    "auto",
     "bf16",
     "fingerprint",
     "fp8",
@@ -55,6 +63,7 @@ __all__ = [
     "powersgd",
     "recipe",
     "require_averaging",
+    "require_fixed",
     "resolve_for_module",
     "route",
     "route_module_tables",
@@ -62,5 +71,6 @@ __all__ = [
     "scattered",
     "schedule",
     "sign",
+    "topk",
     "with_node_size",
 ]

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from gradwire.headroom import COLUMNS, Record, give_verdict, recommend, record_notes, row_cells
+from gradwire.headroom import (
+    COLUMNS,
+    Record,
+    describe_proposal,
+    give_verdict,
+    recommend,
+    record_notes,
+    row_cells,
+)
 from gradwire.report.charts import Chart, comparison_chart, error_chart, link_chart, step_chart, worker_chart
 
 _STYLE = """
@@ -81,9 +89,23 @@ def _section(index: int, name: str, record: Record) -> list[str]:
         *_figure(f"steps-{index}", step_chart(record)),
         f'<p class="notes">{_SPLIT}</p>',
         *_table(record),
+        *_proposal(record),
     ]
     errors = error_chart(record)
     return lines + (_figure(f"errors-{index}", errors) if errors is not None else [])
+
+
+def _proposal(record: Record) -> list[str]:
+    """Return a panel about what recipe ``auto`` would send; nothing if the record does not know."""
+    if record.proposal is None:
+        return []
+    rows = "".join(
+        f"<tr><td>{escape(encoding)}</td><td>{count}</td></tr>" for encoding, count in record.proposal.counts
+    )
+    return [
+        f'<div class="verdict"><b>auto</b><span>{escape(describe_proposal(record))}</span></div>',
+        f"<table><tr><th>encoding</th><th>parameters</th></tr>{rows}</table>",
+    ]
 
 
 def _conditions(record: Record) -> str:

@@ -8,6 +8,7 @@ import gradwire
 from gradwire.ddp import AttachedModel, Attachments
 from gradwire.recipes import make_plan, scattered
 from gradwire.scripts.observing import SPAWN_HINT, Observations
+from gradwire.tuning import decision_table
 
 
 def summarize(attachments: Attachments, seen: Observations) -> str:
@@ -45,4 +46,6 @@ def _describe(attachment: AttachedModel) -> str:
     if uncompressed:
         saved = uncompressed - sent
         text += f" instead of {decimal(uncompressed)} ({saved / uncompressed:.0%} saved)"
-    return f"{text}, {'no errors' if wire.failure is None else f'failed: {wire.failure}'}"
+    text += f", {'no errors' if wire.failure is None else f'failed: {wire.failure}'}"
+    decisions = wire.decisions()
+    return f"{text}; its decisions:\n{decision_table(decisions)}" if decisions else text

@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwire.buckets import BucketLayout
 from gradwire.exchanges import Route
-from gradwire.recipes import Recipe, fingerprint, route_module_tables, scattered
+from gradwire.recipes import Recipe, fingerprint, require_fixed, route_module_tables, scattered
 from gradwire.sharded.units import ShardedParameter, find_units
 
 
@@ -79,6 +79,7 @@ class ShardedModel:
 
     def resolve(self, recipe: Recipe) -> Recipe:
         """Return ``recipe`` for this model; ValueError if it does not fit."""
+        require_fixed(recipe, "sharded models")
         for each in recipe.leaves():
             if each.reduction == "sum":
                 raise ValueError(

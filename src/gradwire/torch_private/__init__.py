@@ -225,7 +225,7 @@ def has_tcp_store(store: Any) -> bool:
 def own_connection(store: Any, group_name: str) -> Any:
     """Return a group's ``store`` with a connection of its own, if it has connections.
 
-    Versions before 2.6 cannot clone a store. There, the keys of this one are apart from the group's.
+    torch 2.6 cannot clone a store, 2.8 can. Without that, the keys of this one are apart from the group's.
     """
     if hasattr(store, "clone"):
         return store.clone()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gradwire.recipes import Recipe
+from gradwire.recipes import Recipe, require_fixed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.training.outer import DiLoCo, Outer
 
@@ -56,6 +56,7 @@ def parse_averaging(recipe: str | Recipe | None, streams: bool, weigh: bool) -> 
         # In 4 bits the loss is that of fp32 (docs/fidelity.md).
         recipe = ("int4:feedback=false" if weigh else "int4") if streams else "fp32"
     chosen = parse_recipe(recipe)
+    require_fixed(chosen, "local SGD")
     if not chosen.exchange.communicates or chosen.reduction != "mean":
         raise ValueError(f"local SGD needs a recipe that averages, and {chosen} does not: choose another")
     return chosen
