@@ -108,9 +108,9 @@ def test_sums_are_not_encoded_again(two_ranks):
 
 
 def check_refusals(rank):
-    for spec in ("powersgd", "int8:feedback=true", "int4:residual=bf16"):
+    for spec in ("powersgd", "int8:feedback=true", "int4:residual=bf16", "topk"):
         with gradwire.Averager(spec) as averager:
-            with pytest.raises(ValueError, match=r"whole matrices|keeps none"):
+            with pytest.raises(ValueError, match=r"whole matrices|keeps none|would be lost"):
                 averager.reduce_scatter(torch.ones(8))
             averager.average_(torch.ones(8))  # which goes on as before
     with gradwire.Averager("int8") as averager, pytest.raises(gradwire.WireError) as caught:

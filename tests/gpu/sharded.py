@@ -164,6 +164,6 @@ def job_host(rank):
 
 
 CHECKS = {
-    f"sharded {job.__name__.removeprefix('job_')}": (lambda job=job: run_ranks(job, 2, timeout=60))
+    f"sharded {job.__name__.removeprefix('job_')}": (lambda job=job: run_ranks(job, 2, timeout=180))
     for job in (job_hsdp, job_scatter, job_host, job_fsdp)
 }

@@ -26,6 +26,7 @@ class Top:
 
     in_place = False
     works_in = torch.float32
+    widens_on_cuda = False
     keeps_residual = True
     max_error = 1.0  # a value that is left out is at most the largest
     stochastic = False
