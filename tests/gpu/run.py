@@ -24,7 +24,7 @@ from gradwire.ops import BlockFormat, Chunk, Seed
 from gradwire.ops.cuda import blocks as cuda_blocks
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.testing import cases, check_hook, run_ranks
-from tests.gpu import averager, face, faults, lowrank, outer, resume, rotated, telemetry, trust
+from tests.gpu import auto, averager, face, faults, lowrank, outer, resume, rotated, sharded, telemetry, trust
 from tests.rows import ROWS
 
 
@@ -227,6 +227,8 @@ def main():
         **faults.CHECKS,
         **averager.CHECKS,
         **outer.CHECKS,
+        **sharded.CHECKS,
+        **auto.CHECKS,
     }
     for name, check in checks.items():
         if only and not name.startswith(only):

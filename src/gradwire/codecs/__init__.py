@@ -35,6 +35,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def widens_on_cuda(self) -> bool:
+        """True if on CUDA it also encodes and sums 16-bit values, in fp32 and without a copy."""
+        ...
+
+    @property
     def keeps_residual(self) -> bool:
         """True if it can keep what a row leaves out in a residual."""
         ...

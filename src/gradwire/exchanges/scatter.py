@@ -193,6 +193,11 @@ def row_layouts(sums: Sequence[Sum], codecs: Sequence[Codec], num_ranks: int) ->
     return _row_layouts(tuple(shapes), num_ranks)
 
 
+def layouts_of(shapes: Sequence[tuple[Codec, int]], num_ranks: int) -> Layouts:
+    """Return the layouts of rows with a segment for each codec and number of values."""
+    return _row_layouts(tuple((codec, numel, False) for codec, numel in shapes), num_ranks)
+
+
 @functools.lru_cache(_NUM_KEPT)
 def _row_layouts(shapes: tuple[tuple[Codec, int, bool], ...], num_ranks: int) -> Layouts:
     layouts = []

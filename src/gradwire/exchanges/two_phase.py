@@ -16,6 +16,7 @@ from gradwire.exchanges.scatter import (
     aligned_rows,
     bounds_of,
     chunks_of,
+    layouts_of,
     peers_of,
     row_layouts,
     row_sizes,
@@ -117,6 +118,25 @@ def two_shot_bytes(codec: Codec, numel: int, world_size: int) -> list[int]:
     bounds = bounds_of(numel, world_size)
     sent, summed = (
         [each.wire_bytes(end - start) for start, end in bounds] for each in (codec.to_owner, codec)
+    )
+    total = sum(sent)
+    return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]
+
+
+def shared_two_shot_bytes(shapes: Sequence[tuple[Codec, int]], world_size: int) -> list[int]:
+    """Return the exact bytes that each rank sends for sums that share their messages.
+
+    ``shapes`` holds the codec and the number of values of each sum.
+    """
+    if not shapes or world_size == 1:
+        return [0] * world_size
+    sent, summed = (
+        row_sizes(
+            layouts_of(
+                [(codec.to_owner if to_owner else codec, numel) for codec, numel in shapes], world_size
+            )
+        )
+        for to_owner in (True, False)
     )
     total = sum(sent)
     return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]

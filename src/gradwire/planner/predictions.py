@@ -17,7 +17,7 @@ from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffic, predict_step
 from gradwire.planner.models import bucket_layouts, trained_parameters
 from gradwire.planner.shapes import Shape, ddp_buckets
-from gradwire.recipes import resolve_for_module, with_node_size
+from gradwire.recipes import require_fixed, resolve_for_module, with_node_size
 
 Model = Sequence[Shape] | nn.Module
 """A model to plan: a module, or the shapes of its fp32 parameters."""
@@ -73,6 +73,7 @@ def step_traffic(
     if recipe == ALLREDUCE:
         return StepTraffic(tuple(_ring_traffic(layout, cluster) for layout in layouts))
     chosen = gradwire.recipe(recipe)
+    require_fixed(chosen, "a plan")
     if isinstance(model, nn.Module):
         chosen = resolve_for_module(chosen, model, trained_parameters(model), num_workers)
     # As `attach` does, average within a node first if nodes have several workers.
@@ -93,8 +94,8 @@ def step_traffic(
 
 
 def can_be_planned(recipe: gradwire.Recipe) -> bool:
-    """Return True if a recipe is neither a schedule nor a route."""
-    return not recipe.parts
+    """Return True if a recipe is neither a schedule nor a route, nor one that changes while it runs."""
+    return not recipe.parts and recipe.tuning is None
 
 
 def shapes_of(model: nn.Module) -> list[Shape]:

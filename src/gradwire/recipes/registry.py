@@ -13,6 +13,7 @@ from gradwire.buckets import BucketLayout, Slot
 from gradwire.codecs import Blocks, Cast, Codec, Raw, Rotated, Top
 from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Noop, Selector, TwoShot
 from gradwire.recipes.option_text import format_spec, parse_options
+from gradwire.recipes.tuning import DEFAULT_BUDGET, Encoding, Tuning, between
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -50,6 +51,8 @@ class Recipe:
     """The recipe for embedding tables, whose gradients this one would lose; "same" for this one."""
     parts: tuple[tuple[int | Selector, Recipe], ...] = field(default=(), repr=False)
     """The recipes of a schedule by first step, or of a route by selector; empty for any other recipe."""
+    tuning: Tuning | None = field(default=None, repr=False)
+    """The options of ``auto``, which changes its exchange while it runs; None for a recipe that does not."""
 
     def __post_init__(self) -> None:
         if self.reduction not in typing.get_args(Reduction):
@@ -66,7 +69,14 @@ class Recipe:
 
         Returns the recipe itself if its node size is given, or if its exchange cannot have two levels.
         """
-        if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
+        if self.local_size is not None or local_size == 1:
+            return self
+        if self.tuning is not None:
+            name, _, given = self._name_with("local_size", local_size).partition(":")
+            made = RECIPES[name](**parse_options(RECIPES[name], given))
+            assert made.tuning is not None
+            return replace(made, tuning=replace(made.tuning, tables=self.tuning.tables))
+        if not isinstance(self.exchange, TwoShot):
             return self
         exchange = Hierarchical(self.exchange, local_size)
         return replace(
@@ -139,22 +149,38 @@ class Recipe:
 
 
 def noop() -> Recipe:
-    """Send nothing: every rank keeps its own gradients. For measurements only."""
+    """Send nothing: every rank keeps its own gradients. For measurements only.
+
+    >>> noop().wire_bytes(1000, world_size=2)
+    0
+    """
     return Recipe("noop", Noop())
 
 
 def fp32(reduction: Reduction = "mean", local_size: int | None = 1) -> Recipe:
-    """Average without compression: gradients travel in their own dtype."""
+    """Average without compression: gradients travel in their own dtype.
+
+    >>> fp32().wire_bytes(1000, world_size=2)
+    4000
+    """
     return _two_shot(fp32, locals(), Raw())
 
 
 def fp16(reduction: Reduction = "mean", local_size: int | None = None) -> Recipe:
-    """Send fp16, each message with its own power-of-two scale; sum in fp32."""
+    """Send fp16, each message with its own power-of-two scale; sum in fp32.
+
+    >>> fp16(reduction="sum").name
+    'fp16:reduction=sum'
+    """
     return _two_shot(fp16, locals(), Cast(torch.float16))
 
 
 def bf16(reduction: Reduction = "mean", local_size: int | None = None) -> Recipe:
-    """Send bf16; sum in fp32."""
+    """Send bf16; sum in fp32.
+
+    >>> bf16().wire_bytes(1000, world_size=2)
+    2000
+    """
     return _two_shot(bf16, locals(), Cast(torch.bfloat16))
 
 
@@ -286,9 +312,36 @@ def acp(
     return Recipe(format_spec(acp, locals()), exchange, reduction, tables=tables)
 
 
+def auto(
+    budget: float = DEFAULT_BUDGET,
+    bytes: float | None = None,  # noqa: A002  # what users write
+    every: int = 500,
+    floor: Encoding = "int2",
+    ceiling: Encoding = "bf16",
+    feedback: bool = False,
+    log: bool = True,
+    reduction: Reduction = "mean",
+    local_size: int | None = None,
+) -> Recipe:
+    """Measure, and choose each parameter's encoding: as few bytes as keep the error within ``budget``.
+
+    Looks again every so many steps. ``bytes`` is the most that a rank may send in a step, instead of a
+    budget. ``ceiling`` is the finest encoding it may use, ``floor`` the coarsest. With ``feedback``, what
+    int4 leaves out is sent later.
+    """
+    text = format_spec(auto, locals())
+    shared: dict[str, Any] = {"reduction": reduction, "local_size": local_size}
+    extra: dict[str, dict[str, Any]] = {"int4": {"feedback": feedback}, "int2": {"tables": "same"}}
+    encodings = tuple(
+        (name, RECIPES[name](**shared, **extra.get(name, {})).exchange) for name in between(ceiling, floor)
+    )
+    tuning = Tuning(budget, bytes, every, log, encodings)
+    return Recipe(text, tuning.exchange(), reduction, local_size, tuning=tuning)
+
+
 RECIPES: dict[str, Callable[..., Recipe]] = {
     factory.__name__: factory
-    for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int2, sign, topk, powersgd, acp)
+    for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int2, sign, topk, powersgd, acp, auto)
 }
 
 
