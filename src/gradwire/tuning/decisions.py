@@ -9,7 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision of ``auto``; None for a figure that is not known."""
+    """One decision of ``auto``; None for a figure that is not known.
+
+    >>> Decision(11, "start", 20.0, 5.0, {"weight": "int8"}, 0.01, 1000, 16.0).encodings["weight"]
+    'int8'
+    """
 
     step: int
     """The last step before it holds."""
