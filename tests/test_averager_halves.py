@@ -60,11 +60,14 @@ def test_two_ranks_have_their_chunks_of_the_mean(spec, two_ranks):
     two_ranks.run(check_halves, spec, TOLERANCES[spec])
 
 
-@pytest.mark.parametrize("spec", ["fp32", "bf16", "int4", pytest.param("sign", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "spec", ["int4", *(pytest.param(spec, marks=pytest.mark.full) for spec in ("fp32", "bf16", "sign"))]
+)
 def test_three_ranks_have_their_chunks_of_the_mean(spec, three_ranks):
     three_ranks.run(check_halves, spec, TOLERANCES[spec])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("spec", ["fp32", "bf16", "int8"])
 def test_chunks_of_other_dtypes_are_summed_in_fp32(spec, dtype, two_ranks):

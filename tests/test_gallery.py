@@ -27,6 +27,7 @@ def test_files_are_up_to_date(made, how):
 
 def test_every_recipe_has_a_page_that_says_when_it_goes_wrong():
     index = (DOCS / "recipes" / "index.md").read_text()
+    assert "(../auto.md)" in index
     for recipe in set(gradwire.RECIPES) - {"noop", "fp32", "auto"}:
         page = DOCS / "recipes" / f"{'bf16' if recipe == 'fp16' else recipe}.md"
         assert f"({page.name})" in index, recipe

@@ -28,6 +28,21 @@ for step in range(3):
     optimizer.step()
 print("finite", all(p.isfinite().all() for p in model.parameters()))
 """
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(2, 64)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
 LOGGING = """
 import logging, warnings
 logging.basicConfig(filename=sys.argv[1], level=logging.INFO, format="own %(message)s")
@@ -86,6 +101,22 @@ def test_warnings_are_shown_until_the_script_sets_up_logging(tmp_path):
     code, _, said = run(tmp_path, "import logging; logging.getLogger('gradwire').warning('careful')")
     assert code == 0
     assert said.count("gradwire: careful") == 1
+
+
+@pytest.mark.full
+def test_a_script_that_shards_its_model_gets_the_recipe(tmp_path):
+    code, _, said = run(tmp_path, SHARDED, ["--ranks", "2", "--recipe", "int8"], ["3"])
+    assert code == 0, said
+    assert "gradwire int8: 3 steps" in said
+    assert "(75% saved), no errors" in said or "(74% saved), no errors" in said
+
+
+@pytest.mark.full
+def test_a_script_that_shards_its_model_is_measured(tmp_path):
+    options = ["--ranks", "2", "--recipe", "int8", "--steps", "8"]
+    code, printed, said = run(tmp_path, SHARDED, options, ["1000"], command="headroom")
+    assert code == 0, said
+    assert "int8" in printed
 
 
 def test_options_of_attach_can_be_given(tmp_path):

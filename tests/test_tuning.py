@@ -15,7 +15,8 @@ from gradwire.exchanges import Context, Scratch, average
 from gradwire.testing import run_virtual_ranks
 from gradwire.tuning.choices import Choosing
 from gradwire.tuning.errors import ErrorTable, measure_errors
-from gradwire.tuning.policy import CHECK_EVERY, NUM_SETTLING, NUM_TIMED, Policy, Report
+from gradwire.tuning.policy import CHECK_EVERY, NUM_SETTLING, NUM_TIMED, Policy
+from gradwire.tuning.policy_state import Report
 from gradwire.tuning.sampling import PIECE, Sample, pieces_of
 from gradwire.tuning.saved import read_state, write_state
 from gradwire.tuning.times import UNKNOWN, Times, combine
@@ -269,6 +270,7 @@ def test_communication_that_shows_is_compressed_and_kept_if_that_is_as_fast_as_p
     assert run.last.error == pytest.approx(0.07, rel=0.02)
     assert run.last.got_ms == pytest.approx(run.last.expected_ms)
     assert run.last.step_ms == pytest.approx(1000)
+    assert run.last.bytes_per_s == pytest.approx(run.fine / 0.9, rel=1e-5)
 
 
 def test_an_encoding_that_takes_longer_than_it_saves_is_given_up():
@@ -343,6 +345,12 @@ def test_parameters_that_begin_to_have_gradients_are_noticed_soon():
     run.used = (True, True)
     run.run(CHECK_EVERY + 1)
     assert "errors" in [want for _, want in run.wanted[wanted:]]
+    run.used = (False, True)  # used in some steps, and not in others: nothing new
+    wanted = len(run.wanted)
+    run.run(CHECK_EVERY + 1)
+    run.used = (True, True)
+    run.run(CHECK_EVERY + 1)
+    assert "errors" not in [want for _, want in run.wanted[wanted:]]
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -17,7 +17,7 @@ from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
 from gradwire.cli.options import check_writable
 from gradwire.ddp import OnNonfinite
 from gradwire.processes import rank_environment
-from gradwire.scripts import Script, observe, run_script, show_error, summarize
+from gradwire.scripts import Script, ScriptStates, observe, run_script, show_error, summarize
 from gradwire.sharded import attach_to_all
 
 
@@ -64,6 +64,18 @@ def run(
             show_default=False,
         ),
     ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="DIR",
+            help="Save what the recipe remembers here, and load it when the script resumes.",
+            show_default=False,
+        ),
+    ] = None,
+    state_every: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Save it every N steps, and at the end.")
+    ] = 100,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary at the end.")] = False,
 ) -> None:
@@ -90,6 +102,8 @@ def run(
             modes = ", ".join(typing.get_args(OnNonfinite))
             raise ValueError(f"--on-nonfinite is one of {modes}, not {on_nonfinite!r}")
         check_writable("--telemetry", telemetry)
+        if state is not None:
+            _make_folder(state)
         if ranks is not None and "RANK" in os.environ:
             raise ValueError("this process is a rank already: leave out --ranks")
     except ValueError as error:
@@ -99,17 +113,25 @@ def run(
         if ranks is not None:
             words = ["--recipe", recipe, "--on-nonfinite", on_nonfinite, "--verify-every", str(verify_every)]
             words += ["--telemetry", str(telemetry)] if telemetry is not None else []
+            words += ["--state", str(state), "--state-every", str(state_every)] if state is not None else []
             words += [*(["--module"] if wanted.is_module else []), *(["--quiet"] if quiet else [])]
             _run_torchrun(ranks, [*words, "--", *wanted.words])
         else:
             if telemetry is not None:
                 options["telemetry"] = gradwire.Telemetry(jsonl=telemetry)
-            _run_as_rank(wanted, chosen, options, quiet)
+            states = None if state is None else ScriptStates(state, state_every)
+            _run_as_rank(wanted, chosen, options, states, quiet)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _run_as_rank(script: Script, recipe: gradwire.Recipe, options: dict[str, Any], quiet: bool) -> None:
+def _run_as_rank(
+    script: Script,
+    recipe: gradwire.Recipe,
+    options: dict[str, Any],
+    states: ScriptStates | None,
+    quiet: bool,
+) -> None:
     """Run the script in this process, as the rank that the environment names, or as the only one."""
     is_only_rank = "RANK" not in os.environ
     if is_only_rank:
@@ -117,19 +139,33 @@ def _run_as_rank(script: Script, recipe: gradwire.Recipe, options: dict[str, Any
         os.environ.update(
             rank_environment(0, 1, local_rank=0, local_world_size=1, address="127.0.0.1", port=0)
         )
+    saved_at: set[int] = set()
+    if states is not None:
+        options = {**options, "after_attach": states.add}
     with (
         _show_warnings(),
         observe(is_only_rank=is_only_rank) as seen,
         attach_to_all(recipe, **options) as attachments,
     ):
+        seen.on_save = lambda: saved_at.update(filter(None, (a.num_steps for a in attachments.made)))
         try:
             run_script(script)
         except Exception as error:
             show_error(error)
             raise typer.Exit(FAILED) from None
         finally:
+            if states is not None:
+                states.end()
             if not quiet and os.environ.get("RANK", "0") == "0":
-                typer.echo(summarize(attachments, seen), err=True)
+                typer.echo(summarize(attachments, seen, saved_at, states), err=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of ``--state``; ValueError if that is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--state: cannot make the folder {folder}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -5,6 +5,16 @@ Measuring the script does not belong here.
 
 from gradwire.scripts.launching import Script, run_script, show_error
 from gradwire.scripts.observing import SPAWN_HINT, Observations, observe
+from gradwire.scripts.state_files import ScriptStates
 from gradwire.scripts.summary import summarize
 
-__all__ = ["SPAWN_HINT", "Observations", "Script", "observe", "run_script", "show_error", "summarize"]
+__all__ = [
+    "SPAWN_HINT",
+    "Observations",
+    "Script",
+    "ScriptStates",
+    "observe",
+    "run_script",
+    "show_error",
+    "summarize",
+]

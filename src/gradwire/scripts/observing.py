@@ -34,6 +34,8 @@ class Observations:
 
     num_optimizer_steps: int = 0
     has_spawned: bool = False
+    on_save: Callable[[], None] = lambda: None
+    """Called when the script has saved something with ``torch.save``."""
 
 
 @contextlib.contextmanager
@@ -56,6 +58,15 @@ def observe(*, is_only_rank: bool = False) -> Iterator[Observations]:
 
         return noted
 
+    def note_save(save: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(save)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            saved = save(*args, **kwargs)
+            seen.on_save()
+            return saved
+
+        return noted
+
     def check_size(init: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(init)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -69,6 +80,7 @@ def observe(*, is_only_rank: bool = False) -> Iterator[Observations]:
     handle = register_optimizer_step_post_hook(count)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_replaced(torch, "save", note_save))
             for module in (spawning, torch.multiprocessing):
                 stack.enter_context(_replaced(module, "start_processes", note_spawn))
             for module in (dist, dist.distributed_c10d) if is_only_rank else ():

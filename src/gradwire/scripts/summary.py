@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rich.filesize import decimal
 
 import gradwire
-from gradwire.ddp import AttachedModel, Attachments
+from gradwire.ddp import AttachedModel, Attachments, attachment_of
 from gradwire.recipes import make_plan, scattered
 from gradwire.scripts.observing import SPAWN_HINT, Observations
+from gradwire.scripts.state_files import ScriptStates
 from gradwire.tuning import decision_table
 
 
-def summarize(attachments: Attachments, seen: Observations) -> str:
-    """Return one line per model, as seen by this rank."""
+def summarize(
+    attachments: Attachments,
+    seen: Observations,
+    saved_at: Collection[int] = (),
+    states: ScriptStates | None = None,
+) -> str:
+    """Return one line per model, as seen by this rank.
+
+    The script has saved checkpoints after the steps ``saved_at``; ``states`` are those of its wires, if they
+    are kept.
+    """
     lines = [_describe(a) for a in attachments.made if a.wire.stats().num_steps]
     if attachments.num_given_way:
         lines.append(f"{attachments.num_given_way} taken over by a hook of the script's own")
@@ -26,12 +38,25 @@ def summarize(attachments: Attachments, seen: Observations) -> str:
             f"{seen.num_optimizer_steps}: if it is to be trained, call the DistributedDataParallel itself, "
             "and not its .module, whose gradients stay on each rank"
         )
+    if states is not None:
+        lines += states.describe(saved_at)
+    elif saved_at and any(_remembers(a) for a in attachments.made):
+        lines.append(
+            "the script saved checkpoints without the state of this recipe (its step, what it holds back); "
+            "a resumed run starts with an empty one. Keep it with --state DIR"
+        )
     if not lines:
         made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
         lines.append(f"no model trained with it ({made})")
         if seen.has_spawned:
             lines.append(SPAWN_HINT)
     return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
+
+
+def _remembers(attachment: AttachedModel) -> bool:
+    """Return True if a run that loses the state of this wire differs from one that keeps it."""
+    state = attachment_of(attachment.wire).state
+    return bool(state.memory.named()) or "schedule" in str(attachment.wire.recipe)
 
 
 def _describe(attachment: AttachedModel) -> str:

@@ -58,6 +58,7 @@ PRIVATE_NAMES = tuple(
         ("torch._C:Future", "what every hook returns", "torch.futures.Future"),
         # Autograd and tensors.
         ("torch._C:_current_graph_task_id", "tells a backward pass from join()", "a flag of our own hooks"),
+        ("torch._C:_current_autograd_node", "tells a pass from the callbacks after it", "count all buckets"),
         ("torch._C._autograd:_profiler_enabled", "records ranges only if read", "record them always"),
         (
             "torch.profiler:record_function._call_end_callbacks_on_future",
@@ -169,6 +170,11 @@ def backward_pass() -> int:
     """Return the number of the backward pass that this thread is in; -1 outside of one."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def is_in_node() -> bool:
+    """Return True if a node of the autograd graph calls this, and not a callback after the backward pass."""
+    return torch._C._current_autograd_node() is not None
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

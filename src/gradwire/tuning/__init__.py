@@ -5,7 +5,8 @@ Encodings themselves belong to `codecs`, and the averaging by them to `exchanges
 
 from gradwire.tuning.choices import Choice, Choosing
 from gradwire.tuning.decisions import Decision, decision_cells, decision_table
-from gradwire.tuning.policy import Policy, PolicyState, Report
+from gradwire.tuning.policy import Policy
+from gradwire.tuning.policy_state import PolicyState, Report
 from gradwire.tuning.proposal import propose
 from gradwire.tuning.saved import read_state
 from gradwire.tuning.tuner import Tuner

@@ -48,8 +48,8 @@ def allocate(
     Encoding 0 of each unit is the one to begin with. If that exceeds ``max_error``, all units keep it. If no
     choice keeps ``max_bytes``, the choice is the one with the fewest.
 
-    >>> allocate([[16, 8, 4]] * 2, [[0, 1, 9], [0, 4, 36]], max_error=12)
-    [2, 0]
+    >>> allocate([[16, 8, 4]] * 2, [[0, 1, 9], [0, 4, 36]], max_error=14)
+    [2, 1]
     >>> allocate([[16, 8, 4]] * 2, [[0, 1, 9], [0, 4, 36]], max_bytes=16)
     [1, 1]
     """

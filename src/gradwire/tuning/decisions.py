@@ -11,8 +11,10 @@ from dataclasses import dataclass
 class Decision:
     """One decision of ``auto``; None for a figure that is not known.
 
-    >>> Decision(11, "start", 20.0, 5.0, {"weight": "int8"}, 0.01, 1000, 16.0).encodings["weight"]
-    'int8'
+    >>> encodings = {"fc.weight": "int4", "fc.bias": "int4", "head.weight": "int8"}
+    >>> decision = Decision(10, "communication shows", 176.6, 118.0, 4e6, encodings, 0.14, 302304, 81.1)
+    >>> decision.counts
+    {'int4': 2, 'int8': 1}
     """
 
     step: int
@@ -22,6 +24,8 @@ class Decision:
     """Time of a step before the decision, on the slowest rank."""
     exposed_ms: float | None
     """The part of that time in which ranks did nothing but communicate."""
+    bytes_per_s: float | None
+    """Bytes a second that a rank sent while buckets were averaged: its link has at least this rate."""
     encodings: Mapping[str, str]
     """The encoding of each parameter from here on."""
     error: float | None

@@ -14,25 +14,22 @@ Every rank has the same policy and gives it the same reports, so all ranks decid
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from gradwire.recipes import Tuning
 from gradwire.tuning.choices import Choice, Choosing
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
+from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState, Report, Trial, Want
 from gradwire.tuning.times import UNKNOWN, Times
-
-Want = Literal["nothing", "times", "errors"]
-Phase = Literal["measure", "try", "keep"]
 
 # Steps after a change that are not timed, and steps that are.
 NUM_SETTLING = 3
 NUM_TIMED = 8
 # Steps between two reports of times. They are a message of a few bytes.
 CHECK_EVERY = 25
-_FIRST_INTERVAL = 50
 # A gain below 3 % is not worth coarser gradients; to leave the finest encoding later, 5 % are needed.
 _WORTH_IT, _WORTH_A_CHANGE = 0.97, 0.95
 # Step times that differ by less count as equal, and a prediction as met.
@@ -46,66 +43,23 @@ _SLOWER, _FASTER, _NUM_OFF = 1.3, 0.75, 2
 
 
 @dataclass(frozen=True)
-class Report:
-    """Measurements of all ranks together, the same on every rank."""
-
-    times: Times
-    used: tuple[bool, ...]
-    """For each unit, True if any rank has a gradient in it."""
-    table: ErrorTable | None = None
-
-    @property
-    def is_finite(self) -> bool:
-        table = self.table
-        return table is None or all(
-            map(math.isfinite, [*table.norms, *(e for row in table.errors for e in row)])
-        )
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A trial under way: what it began with, and the choices that have been tried."""
-
-    table: ErrorTable
-    times: Times
-    """Times before the trial."""
-    num_bytes: int
-    """Bytes of a step before the trial."""
-    tried: Mapping[int, float]
-    """Time of a step, by the number of encodings that a choice was made from."""
-
-
-@dataclass
-class PolicyState:
-    """Everything that a policy remembers from step to step and a checkpoint holds."""
-
-    phase: Phase = "measure"
-    since: int = 0
-    """The first step of this phase."""
-    next_look: int = 0
-    interval: int = _FIRST_INTERVAL
-    num_allowed: int = 1
-    """The number of encodings that the present choice was made from."""
-    limit: int = 0
-    """The number of encodings that choices are made from: coarser ones were slower. 0 for all."""
-    stays_coarse: bool = False
-    """True if the finest encoding was tried again, and was slower."""
-    num_off: int = 0
-    used: tuple[bool, ...] = ()
-    settled: Times = UNKNOWN
-    """The times of the present choice."""
-    choice: Choice | None = None
-    """The present choice; None for the finest encoding."""
-    trial: Trial | None = None
-    decisions: list[Decision] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Look:
-    """One look: times, and the choices that there are."""
+class _Measured:
+    """The step, times and bytes that a decision follows from."""
 
     step: int
     times: Times
+    num_bytes: int
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes a second that were sent while buckets were averaged: the link has at least this rate."""
+        return float(round(self.num_bytes / self.times.averaging)) if self.times.averaging else None
+
+
+@dataclass(frozen=True)
+class _Look(_Measured):
+    """One look: what was measured, and the choices that there are."""
+
     table: ErrorTable
     fine: Choice
     """The finest encoding for all."""
@@ -168,14 +122,14 @@ class Policy:
             state.limit, state.stays_coarse, state.interval = (
                 0,
                 False,
-                min(_FIRST_INTERVAL, self._tuning.every),
+                min(FIRST_INTERVAL, self._tuning.every),
             )
             state.next_look = step + 1
         if report.table is None:
-            if report.used != state.used:
+            if self._has_new_gradients(report.used):
                 state.next_look = step + 1
             return None
-        state.used = report.used
+        state.used = self._used_so_far(report.used)
         state.next_look, state.interval = step + state.interval, min(2 * state.interval, self._tuning.every)
         decision = self._look(step, report.times, report.table, choosing)
         if state.phase == "measure":
@@ -184,13 +138,21 @@ class Policy:
             state.settled, state.num_off = UNKNOWN, 0
         return decision
 
+    def _used_so_far(self, used: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Return the units that have had gradients, by now or before; units change with the buckets."""
+        before = self.state.used if len(self.state.used) == len(used) else (False,) * len(used)
+        return tuple(map(operator.or_, before, used))
+
+    def _has_new_gradients(self, used: tuple[bool, ...]) -> bool:
+        return self._used_so_far(used) != self.state.used
+
     def _look(self, step: int, times: Times, table: ErrorTable, choosing: Choosing) -> Decision | None:
         """Decide from new errors and times."""
         state = self.state
         fine = choosing.finest(table)
         now = fine if state.choice is None else choosing.again(state.choice, table)
         target = choosing.best(table, state.limit or self._num_encodings)
-        seen = _Look(step, times, table, fine, now, target)
+        seen = _Look(step, times, now.num_bytes, table, fine, now, target)
         if not self._needs_times:
             return self._count_bytes(seen)
         if now.num_bytes == fine.num_bytes:
@@ -206,7 +168,7 @@ class Policy:
                 reason = "even the coarsest encodings exceed these bytes"
         is_over = limit is not None and seen.now.num_bytes > max(limit, seen.target.num_bytes)
         if self.state.phase == "measure" or is_over or self._is_stale(seen):
-            return self._decide(seen.step, reason, seen.times, seen.target, self._num_allowed)
+            return self._decide(seen, reason, seen.target, self._num_allowed)
         return None
 
     def _leave_finest(self, seen: _Look) -> Decision | None:
@@ -216,13 +178,13 @@ class Policy:
         expected = times.predict(seen.now.num_bytes, seen.target.num_bytes)
         if expected <= (_WORTH_IT if is_first else _WORTH_A_CHANGE) * times.step:
             self._begin_trial(seen)
-            return self._decide(seen.step, reason, times, seen.target, self._num_allowed, expected)
+            return self._decide(seen, reason, seen.target, self._num_allowed, expected)
         if not is_first:
             return None
         reason += ": not worth coarser gradients"
         if seen.target.num_bytes > _FEWER_BYTES * seen.fine.num_bytes:
             reason = "nothing coarser keeps the budget"
-        return self._decide(seen.step, reason, times, seen.fine, 1, times.step)
+        return self._decide(seen, reason, seen.fine, 1, times.step)
 
     def _stay_coarse(self, seen: _Look) -> Decision | None:
         """Try the finest encoding, if that may be as fast; choose anew, if the choice is stale."""
@@ -230,12 +192,12 @@ class Policy:
         back = times.predict(seen.now.num_bytes, seen.fine.num_bytes)
         if back <= _HIDDEN * times.step and not self.state.stays_coarse:
             self._begin_trial(seen)
-            return self._decide(seen.step, "finer gradients may cost nothing", times, seen.fine, 1, back)
+            return self._decide(seen, "finer gradients may cost nothing", seen.fine, 1, back)
         if not self._is_stale(seen):
             return None
         is_over = seen.now.error is not None and seen.now.error > self._tuning.budget
         reason = "the error left the budget" if is_over else "fewer bytes keep the budget"
-        return self._decide(seen.step, reason, times, seen.target, self._num_allowed)
+        return self._decide(seen, reason, seen.target, self._num_allowed)
 
     @property
     def _num_allowed(self) -> int:
@@ -260,7 +222,7 @@ class Policy:
         last = state.decisions[-1]
         state.decisions[-1] = last = replace(last, got_ms=_ms(times.step))
         tried = {**trial.tried, state.num_allowed: times.step}
-        state.trial = replace(trial, tried=tried)
+        state.trial, at = replace(trial, tried=tried), _Measured(step, times, last.bytes_per_step)
         expected_s = 1e-3 * (last.expected_ms or math.inf)
         if times.step > _AS_PREDICTED * expected_s:
             for num_allowed in range(state.num_allowed - 1, 1, -1):
@@ -268,7 +230,7 @@ class Policy:
                 if num_allowed not in tried and choice.encodings != last.encodings:
                     expected = trial.times.predict(trial.num_bytes, choice.num_bytes)
                     reason = "slower than predicted: try without the coarsest"
-                    return self._decide(step, reason, times, choice, num_allowed, expected)
+                    return self._decide(at, reason, choice, num_allowed, expected)
         fastest = min(tried.values())
         kept = min(number for number, seconds in tried.items() if seconds <= _AS_FAST * fastest)
         state.phase, state.since, state.num_off, state.trial = "keep", step + 1, 0, None
@@ -280,7 +242,7 @@ class Policy:
             return None
         state.settled = UNKNOWN
         choice = choosing.finest(trial.table) if kept == 1 else choosing.best(trial.table, kept)
-        return self._decide(step, "faster before", times, choice, kept, tried[kept])
+        return self._decide(at, "faster before", choice, kept, tried[kept])
 
     def _has_changed(self, times: Times) -> bool:
         """Return True if the time of a step is no longer that of the present choice at first."""
@@ -297,20 +259,20 @@ class Policy:
 
     def _decide(
         self,
-        step: int,
+        at: _Measured,
         reason: str,
-        times: Times,
         choice: Choice,
         num_allowed: int,
         expected_s: float | None = None,
     ) -> Decision:
-        self.state.choice, self.state.num_allowed, self.state.since = choice, num_allowed, step + 1
-        known = times if times.is_known else None
+        self.state.choice, self.state.num_allowed, self.state.since = choice, num_allowed, at.step + 1
+        known = at.times if at.times.is_known else None
         decision = Decision(
-            step=step,
+            step=at.step,
             reason=reason,
             step_ms=None if known is None else _ms(known.step),
             exposed_ms=None if known is None else _ms(known.exposed),
+            bytes_per_s=None if known is None else at.bytes_per_s,
             encodings=dict(choice.encodings),
             error=choice.error,
             bytes_per_step=choice.num_bytes,

@@ -11,7 +11,7 @@ from gradwire.recipes import ENCODINGS
 from gradwire.tuning.choices import Choice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.policy import Phase, PolicyState, Trial
+from gradwire.tuning.policy_state import Phase, PolicyState, Trial
 from gradwire.tuning.times import Times
 
 # The most decisions that a checkpoint holds: the latest ones.
@@ -79,7 +79,7 @@ def _decision(found: object) -> Decision:
     fields = dict(_fields(found, Decision))
     figures = {
         name: None if fields[name] is None else _number(fields[name])
-        for name in ("step_ms", "exposed_ms", "error", "expected_ms", "got_ms")
+        for name in ("step_ms", "exposed_ms", "bytes_per_s", "error", "expected_ms", "got_ms")
     }
     if not isinstance(fields["reason"], str):
         raise TypeError("a reason is no text")

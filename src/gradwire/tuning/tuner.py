@@ -14,7 +14,8 @@ from gradwire.recipes import Tuning
 from gradwire.tuning.choices import Choosing
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable, measure_errors
-from gradwire.tuning.policy import Policy, PolicyState, Report, Want, combine_used
+from gradwire.tuning.policy import Policy, combine_used
+from gradwire.tuning.policy_state import PolicyState, Report, Want
 from gradwire.tuning.sampling import Sample
 from gradwire.tuning.saved import write_state
 from gradwire.tuning.times import UNKNOWN, StepTimer, Times, combine
