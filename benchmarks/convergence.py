@@ -5,6 +5,7 @@
     python benchmarks/convergence.py --optimizer sgd              the small setting, in small-sgd.csv
     python benchmarks/convergence.py --table convergence/small.csv
     python benchmarks/convergence.py --plot convergence/small.csv fidelity.svg --link 1gbit
+    python benchmarks/convergence.py --front convergence/small.csv front.svg
 
 The model, the text and the schedule are those of examples/train_lm.py. Workers are virtual ranks. Each
 recipe and seed becomes one row of a CSV file. You may end the command at any time and run it again: it
@@ -30,6 +31,7 @@ from torch import Tensor
 import gradwire
 import local_rows
 from curves import draw, table
+from front import draw_front
 from gradwire.headroom import Machine
 from gradwire.recipes.resolution import require_averaging
 from local_trainer import LocalTrainer
@@ -48,6 +50,9 @@ RECIPES = [
     "fp8",
     "int4",
     "int4:feedback=false",
+    "int2",
+    "int2:bits=1+2",
+    "int2:bits=1+1",
     "sign",
     "sign:feedback=true",
     "powersgd",
@@ -253,6 +258,9 @@ def main(arguments: list[str] | None = None) -> int:
         )
     parser.add_argument("--table", type=Path, metavar="CSV", help="print a table of the rows in a file")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw the rows of a file")
+    parser.add_argument(
+        "--front", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw the bytes and gaps of a file's rows"
+    )
     parser.add_argument("--link", default="1gbit", help="rate of each worker's link, for the plot over time")
     options = parser.parse_args(arguments)
     try:
@@ -261,7 +269,10 @@ def main(arguments: list[str] | None = None) -> int:
         if options.plot:
             source, drawing = options.plot
             drawing.write_text(draw(chosen_runs(source, options.recipes), options.link))
-        if options.table or options.plot:
+        if options.front:
+            source, drawing = options.front
+            drawing.write_text(draw_front(chosen_runs(source, options.recipes)))
+        if options.table or options.plot or options.front:
             return 0
         setting, device = chosen_setting(options), chosen_device(options)
         rows = chosen_rows(options, setting)

@@ -71,14 +71,15 @@ class Worker:
         streaming = streaming_of(row.outer)
         fragments = make_fragments([(p, 0) for p in named.values()], Layouts(model), row.outer)
         turns = make_turns(row.period, streaming.num_fragments)
-        self.loop = OuterLoop(self.averaging, fragments, turns, streaming, rank, self._lr_of)
-        self.backward: Callable[[Tensor], None]
+        self.loop = OuterLoop(self.averaging, fragments, turns, streaming, rank, self._lr_of, lambda: None)
+        self.gradients = [torch.zeros_like(parameter) for parameter in named.values()]
+        for parameter, gradient in zip(named.values(), self.gradients, strict=True):
+            parameter.grad = gradient
 
     def _lr_of(self, param_group: int) -> float:
         return float(self.optimizer.param_groups[param_group]["lr"])
 
-    def inner_step(self, places: Tensor, lr: float) -> None:
-        self.backward(places)
+    def inner_step(self, lr: float) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -124,15 +125,15 @@ class LocalTrainer:
         self.workers = [Worker(model, setting, name, rank) for rank, model in enumerate(models)]
         shape = (setting.steps, setting.workers, setting.batch)
         self.starts = starts(self.text, shape, setting.length, seed)
-        for worker in self.workers:
-            worker.backward = self._backward_of(worker.model, self.text.is_cuda and not eager)
+        self._backward = self._graphed() if self.text.is_cuda and not eager else self._backward_all
         self.num_steps = 0
         self._sent = [0] * setting.workers
 
     def step(self) -> None:
         lr = learning_rate(self.num_steps, self.setting.steps, self._peak)
-        for rank, worker in enumerate(self.workers):
-            worker.inner_step(self.starts[self.num_steps, rank], lr)
+        self._backward(self.starts[self.num_steps])
+        for worker in self.workers:
+            worker.inner_step(lr)
         self.num_steps += 1
         for worker in self.workers:
             worker.loop.begin_due(self.num_steps, 1.0, self.num_steps)
@@ -187,27 +188,36 @@ class LocalTrainer:
             loss: Tensor = model(*pieces(text, places, self.setting.length))
         return loss
 
-    def _backward_of(self, model: nn.Module, graphed: bool) -> Callable[[Tensor], None]:
-        """Return a function that replaces a model's gradients; on CUDA, a graph of its 600 small kernels."""
-        gradients = [torch.zeros_like(parameter) for parameter in model.parameters()]
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+    def _backward_of(self, worker: Worker, places: Tensor) -> None:
+        torch._foreach_zero_(worker.gradients)
+        self._loss(worker.model, self.text, places).backward()
 
-        def backward(places: Tensor) -> None:
-            torch._foreach_zero_(gradients)
-            self._loss(model, self.text, places).backward()
+    def _backward_all(self, places: Tensor) -> None:
+        for worker, own in zip(self.workers, places, strict=True):
+            self._backward_of(worker, own)
 
-        if not graphed:
-            return backward
-        places, side = self.starts[0, 0].clone(), torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                backward(places)
-        torch.cuda.current_stream().wait_stream(side)
+    def _graphed(self) -> Callable[[Tensor], None]:
+        """Record `_backward_all` as a CUDA graph, with a branch for each worker.
+
+        A model has 600 small kernels, none of which fills the GPU: branches run side by side.
+        """
+        places, main = self.starts[0].clone(), torch.cuda.current_stream()
+        branches = [torch.cuda.Stream() for _ in self.workers]
+
+        def run_branches(main: torch.cuda.Stream, num_times: int) -> None:
+            for branch, worker, own in zip(branches, self.workers, places, strict=True):
+                branch.wait_stream(main)
+                with torch.cuda.stream(branch):
+                    for _ in range(num_times):
+                        self._backward_of(worker, own)
+            for branch in branches:
+                main.wait_stream(branch)
+
+        run_branches(main, 3)
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            backward(places)
+            run_branches(torch.cuda.current_stream(), 1)
 
         def replay(new_places: Tensor) -> None:
             places.copy_(new_places)

@@ -79,6 +79,15 @@ def rotated(bits, block):
     return size
 
 
+def largest(keep, block):
+    """Return the size of a scale for each block, and of a place and 4 bits for each value that it sends."""
+
+    def size(n, dtype):
+        return math.ceil(n / block) * (2 + keep * (math.log2(block) + 4) / 8)
+
+    return size
+
+
 # A scale is rounded up to bf16, by at most 2^-7; half a step is 1/254 or 1/14 of the largest value, and in
 # fp8 at most half of 2^-3 of a value.
 ROUNDED_UP = 1 + 2.0**-7
@@ -106,13 +115,19 @@ ROWS = [
     Row("int2", 6 * 0.343, rotated(2, 1024)),
     Row("int2:local_size=2", 6 * 0.343, rotated(2, 1024), world_size=None),
     Row("int2:local_size=2,within=same", 6 * 0.343, rotated(2, 1024), world_size=None),
+    Row("int2:bits=1+2", 6 * 0.756, rotated(2, 1024), world_size=2),
+    Row("int2:bits=1+1", 6 * 0.756, rotated(1, 1024)),
     # The error of a value is at most its distance from the mean magnitude.
     Row("sign", 1.0, packed(1, 512)),
+    # A value that is held back may grow for as many steps as it takes to be among the largest.
+    Row("topk", 1.0, largest(32, 1024), step_tolerance=3.0, world_size=2),
     # Low rank holds back what its factors cannot represent. That is most where biases share one matrix with
     # weights: up to 1.6 times the largest gradient, over twelve seeds. A bucket that is one vector is sent as
     # it is.
     Row("powersgd", 1e-6, own_size, step_tolerance=0.3, world_size=4),
     Row("powersgd:rank=2", 1e-6, own_size, step_tolerance=0.3),
     Row("powersgd:rank=1,whole=true", 1e-6, own_size, step_tolerance=3.0, world_size=3),
+    # It begins in 16 bits, and these tests are over before it decides.
+    Row("auto", 2.0**-7, two_bytes, world_size=None),
     Row("acp:rank=2", 1e-6, own_size, step_tolerance=0.4, world_size=2),
 ]

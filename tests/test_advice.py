@@ -1,5 +1,7 @@
 """Errors that tell a user what to do."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,8 +31,9 @@ def check_models(rank):
         r"replicate\(\)": replicate(nn.Linear(2, 2)),
     }
     for name, model in others.items():
+        refuse = unwrap if "FSDP2" in name else functools.partial(gradwire.attach, recipe="int4")
         with pytest.raises(TypeError, match=f"averaged by {name}.*does not support. Wrap the plain model"):
-            gradwire.attach(model, "int4")
+            refuse(model)
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"not Linear: this is the .module of one; attach to the Distributed"):
         gradwire.attach(ddp.module, "int4")

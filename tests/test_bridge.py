@@ -22,6 +22,7 @@ from gradwire.errors import Place, locate
 from gradwire.testing import run_ranks
 from tests import annotated_hooks
 from tests.models import backward, gradients, small_model
+from tests.torch_versions import needs_gloo_that_frees_the_gil
 
 # --- every form of hook ---
 
@@ -341,6 +342,7 @@ def test_an_error_in_an_exchange_is_raised_on_every_rank_and_can_be_left_behind(
         (UnicodeDecodeError("utf8", b"x", 0, 1, "why"), {"encoding": "utf8", "reason": "why"}),
         (NeedsMore(Record()), {"number": 7}),
         (KeyError("lost"), {}),
+        (MemoryError("none left"), {}),
         (RuntimeError("one", 2), {}),
     ],
     ids=lambda value: type(value).__name__,
@@ -458,5 +460,6 @@ def job_group_ends_with_the_model(rank):
     dist.barrier()
 
 
+@needs_gloo_that_frees_the_gil
 def test_a_group_is_not_ended_by_a_thread_of_its_own():
     run_ranks(job_group_ends_with_the_model, 2, timeout=30)

@@ -17,12 +17,15 @@ from tests.lab_machine import needs_lab
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES_ON_RANKS = [
+    "auto",
     "hooks",
+    "index",
     "local_sgd",
     "loops",
     "mixed_precision",
     "overlap",
     "powersgd",
+    "quickstart",
     "reliability",
     "telemetry",
     "zero",
@@ -50,14 +53,33 @@ def job_example(rank, example, needs_accelerator):
 
 
 def test_every_page_with_python_is_run_here():
-    pages = {path.stem for path in DOCS.glob("*.md") if "```python" in path.read_text()}
-    assert pages == {*PAGES_ON_RANKS, "lab", "testing"}
+    paths = [path for path in DOCS.rglob("*.md") if "```python" in path.read_text()]
+    pages = {str(path.relative_to(DOCS).with_suffix("")) for path in paths}
+    assert pages == {*PAGES_ON_RANKS, "lab", "sharded", "testing"}
 
 
 @pytest.mark.parametrize("page", PAGES_ON_RANKS)
 def test_the_example_of_a_page_runs_and_leaves_ranks_the_same(page):
     example = example_of(page)
     assert run_ranks(job_example, 2, args=(example, "cuda" in example)) == [[True, True]] * 2
+
+
+def job_sharded(rank, example):
+    dist.init_process_group = dist.destroy_process_group = lambda *args: None
+    torch.manual_seed(rank)
+    names = {}
+    exec(compile(example, "example", "exec"), names)
+    parameters = [p.detach().full_tensor().flatten() for p in names["model"].parameters()]
+    mine = torch.cat(parameters)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    assert names["wire"].stats().num_steps == 3
+    return all(torch.equal(mine, other) for other in everyone)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_the_example_of_sharded_models_runs_and_leaves_replicas_the_same(num_ranks):
+    assert run_ranks(job_sharded, num_ranks, args=(example_of("sharded"),)) == [True] * num_ranks
 
 
 def test_the_tests_of_the_page_about_testing_pass(tmp_path, monkeypatch):

@@ -1,11 +1,15 @@
 """Runs that torchrun restarts after a rank has died: they end as if nothing had happened."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from gradwire.lab import Lab
+from tests.lab_machine import needs_lab
 
 SCRIPT = """
 import os, pathlib, signal, sys
@@ -93,3 +97,18 @@ def test_a_run_that_torchrun_starts_again_ends_as_one_that_was_not_disturbed(tmp
     for rank in range(2):
         result = (tmp_path / f"result{rank}").read_text()
         assert result == "True, from step 5, started again 1 times", errors[-4000:]
+
+
+@pytest.mark.full
+@needs_lab
+def test_diloco_goes_on_when_a_worker_is_killed_and_another_joins(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    elastic = importlib.import_module("elastic")
+    said = []
+    with Lab(4, "10mbit") as lab:
+        loss = elastic.train(lab, 120, elastic.disturb(120, said.append), said.append)
+    events = [line for line in said if "worker" in line]
+    assert [line.partition(" ")[0] for line in events] == ["begins", "step", "goes", "step", "goes"], said
+    assert "with 3 workers" in events[2]
+    assert "with 4 workers" in events[4]
+    assert loss < 3.2, "5.5 at the start"

@@ -1,5 +1,6 @@
 """`import gradwire` is quick, and still offers every public name."""
 
+import inspect
 import subprocess
 import sys
 
@@ -44,3 +45,12 @@ def test_public_modules_need_no_import_of_their_own():
 def test_a_wrong_name_is_told():
     with pytest.raises(AttributeError, match="^module 'gradwire' has no attribute 'atach'$"):
         gradwire.atach()
+
+
+def test_every_public_name_has_an_example_that_runs():
+    lacking = [
+        name
+        for name in gradwire.__all__
+        if callable(getattr(gradwire, name)) and ">>> " not in (inspect.getdoc(getattr(gradwire, name)) or "")
+    ]
+    assert not lacking

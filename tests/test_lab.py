@@ -56,6 +56,17 @@ def test_ranks_on_the_hosts_of_a_lab_talk_over_its_links():
     assert all(result[2] > 0.35 for result in results)
 
 
+@needs_lab
+def test_links_change_their_rate_while_a_lab_runs(capfd):
+    with Lab(hosts=2, rate="50mbit") as lab:
+        lab.set_rate("80mbit")
+        assert lab.run(["tc", "qdisc", "show", "dev", "eth0"]) == 0
+        assert str(lab) == "2 hosts, 80mbit"
+        with pytest.raises(ValueError, match="such as 100mbit"):
+            lab.set_rate("fast")
+    assert capfd.readouterr().out.count("rate 80Mbit") == 2
+
+
 def test_delays_are_read_as_people_write_them():
     assert [parse_delay(text) for text in ("20ms", "0.1 s", "500us")] == [0.02, 0.1, 0.0005]
     assert [format_delay(s) for s in (0.02, 0.0005, 1.5)] == ["20ms", "500us", "1.5s"]
@@ -193,9 +204,30 @@ def test_wrong_arguments_are_explained():
     with Lab(hosts=2) as lab:
         with pytest.raises(ValueError, match="there is no host 2; the hosts are 0 to 1"):
             lab.bytes_sent(2)
-        with pytest.raises(ValueError, match="a lab of 2 hosts runs 2 ranks, not 3"):
+        with pytest.raises(ValueError, match="3 ranks cannot be spread evenly over the 2 hosts"):
             run_ranks(sum_and_time, 3, lab=lab)
     with pytest.raises(ValueError, match="this lab is closed"):
         lab.bytes_sent(0)
     with pytest.raises(ValueError, match="1 to 4096 hosts"):
         Lab(hosts=0)
+
+
+def host_and_place(rank):
+    """Return the address of this rank's host, and its place there as torchrun would tell it."""
+    ours = subprocess.run(
+        ["ip", "-4", "-o", "addr", "show", "eth0"], capture_output=True, text=True, check=True
+    )
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    names = "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"
+    return ours.stdout.split()[3], [os.environ[name] for name in names], total.item()
+
+
+@needs_lab
+def test_a_host_can_have_several_ranks():
+    with Lab(hosts=2) as lab:
+        found = run_ranks(host_and_place, 4, lab=lab)
+    addresses, places, totals = zip(*found, strict=True)
+    assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
+    assert list(places) == [["0", "2", "0"], ["1", "2", "0"], ["0", "2", "1"], ["1", "2", "1"]]
+    assert totals == (6.0,) * 4

@@ -27,11 +27,12 @@ from gradwire.planner import (
     step_traffic,
     typical_shapes,
 )
+from gradwire.recipes import placed
 from gradwire.testing import run_ranks
 
 FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0)
 SOME = Costs(1.0, 0.5, 0.2, 0.05, 0.1)
-NAMES = [name for name in gradwire.RECIPES if name != "noop"]
+NAMES = [name for name in gradwire.RECIPES if name not in ("noop", "auto")]
 SPEEDS = Calibration("a machine", "2.13", dict.fromkeys(("allreduce", *NAMES), SOME), num_cores=2)
 SHAPES = typical_shapes(10_000_000)
 
@@ -123,7 +124,8 @@ def test_a_plan_takes_its_bytes_from_the_recipe(num_workers):
     for name in NAMES:
         whole = sent(name, matrix, cluster)
         if name not in ("powersgd", "acp"):
-            of_a_rank = gradwire.recipe(name).wire_bytes(1_000_000, rank=0, world_size=num_workers)
+            recipe = placed(gradwire.recipe(name), 1, num_workers)
+            of_a_rank = recipe.wire_bytes(1_000_000, rank=0, world_size=num_workers)
             assert whole == pytest.approx(of_a_rank, rel=64 * num_workers / 1_000_000)
             assert whole >= of_a_rank
         found = predict(name, SHAPES, 0.1, cluster, SPEEDS)
@@ -292,6 +294,7 @@ def test_the_command_shows_what_it_predicts(tmp_path):
         (["--recipe", "bf61"], "did you mean 'bf16'"),
         (["--recipe", "schedule(0=bf16; 9=int4)"], "is several recipes: plan each of them by itself"),
         (["--compute-ms", "10", "--parameters", "9", "--bucket-mb", "0"], "--bucket-mb must be above 0"),
+        (["--compute-ms", "10", "--parameters", "9", "--fragments", "2"], "give its --period too"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.testing import run_ranks
+from tests.torch_versions import needs_gloo_of_bf16
 
 
 def mean_of(local, group=None):
@@ -107,6 +108,7 @@ def check_mixed_dtypes(rank, recipe):
                 assert error < (1e-6 if is_exact else TOLERANCES[recipe]), name
 
 
+@needs_gloo_of_bf16
 @pytest.mark.parametrize("recipe", TOLERANCES)
 def test_buckets_of_every_dtype_are_averaged_in_their_own(recipe, three_ranks):
     three_ranks.run(check_mixed_dtypes, recipe)

@@ -69,7 +69,7 @@ def test_the_nearest_correct_spelling_is_suggested(spec, meant):
     text = str(caught.value)
     assert f"did you mean {meant!r}" in text
     assert text.endswith(
-        "powersgd, acp; composed of these, schedule(0=fp32; 1000=int8) and route(ndim<2=fp32; *=int4)"
+        "powersgd, acp, auto; composed of these, schedule(0=fp32; 1000=int8) and route(ndim<2=fp32; *=int4)"
     )
 
 

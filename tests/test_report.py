@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire.cli import app
-from gradwire.headroom import give_verdict, write_records
+from gradwire.headroom import Proposal, give_verdict, write_records
 from gradwire.planner import Cluster, Forecast
-from gradwire.report import ReportUnavailable, render_page
+from gradwire.report import render_page
 from tests.records import record
 from tests.report_records import EVIL, measured
 
@@ -91,6 +91,14 @@ def test_gradients_of_two_bytes_make_half_as_many_buckets_of_as_many_values():
     assert len(half_traffic.buckets) == pytest.approx(len(whole_traffic.buckets) / 2, rel=0.2)
 
 
+def test_the_page_has_what_auto_would_send():
+    proposal = Proposal("auto:budget=0.2", 250_000, 0.17, (("int2", 7), ("int8", 12)))
+    page = render_page([dataclasses.replace(record(allreduce=100, int4=60, noop=50), proposal=proposal)])
+    assert "auto:budget=0.2 would send 250,000 bytes a step, 1/4.0 of plain DDP&#x27;s" in page
+    assert "<tr><td>int8</td><td>12</td></tr>" in page
+    assert "would send" not in render_page([record(allreduce=100, int4=60, noop=50)])
+
+
 def test_the_page_needs_nothing_from_elsewhere():
     tags = Page(render_page([measured()])).tags
     assert not [attributes for _, attributes in tags if "src" in attributes or "href" in attributes]
@@ -100,18 +108,20 @@ def test_whatever_users_named_is_shown_and_never_run():
     text = render_page([measured(workload=EVIL), measured(link=None)], ["a.json", EVIL])
     page = Page(text)
     assert not [tag for tag, attributes in page.tags if tag == "img" or "onerror" in attributes]
-    # The scripts are plotly, the figures and the code that draws them. No text looks like a tag to plotly.
-    assert len([tag for tag, _ in page.tags if tag == "script"]) == len(page.figures) + 2
+    # The scripts are the figures and the code that draws them. No text looks like a tag.
+    assert len([tag for tag, _ in page.tags if tag == "script"]) == len(page.figures) + 1
     assert all("<img" not in json.dumps(figure) for figure in page.figures.values())
 
 
-def test_without_plotly_the_hint_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr("gradwire.report.page.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ReportUnavailable, match=r"pip install 'gradwire\[report\]'"):
-        render_page([measured()])
-    result = CliRunner().invoke(app, ["headroom", "--html", str(tmp_path / "page.html")])
-    assert result.exit_code == 2
-    assert "gradwire[report]" in result.stderr
+def test_the_page_is_small_and_its_colors_are_told_apart_by_everybody():
+    many = record(
+        allreduce=100, bf16=80, int8=70, int4=60, fp32=99, fp16=81, fp8=71, int2=50, sign=45, noop=40
+    )
+    text = render_page([many])
+    assert len(text) < 100_000
+    drawn = Page(text).figures["links"]["data"]
+    looks = [(each["line"]["color"], each["line"].get("dash")) for each in drawn if each["mode"] == "lines"]
+    assert len(looks) == len(set(looks)) == 10
 
 
 def test_saved_runs_are_shown_and_compared(tmp_path):

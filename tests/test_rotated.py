@@ -12,6 +12,11 @@ from gradwire.ops import Chunk, RotatedFormat, RotatedRows, Seed
 from gradwire.ops.cpu import rotated as cpu
 from gradwire.ops.reference import rotated as reference
 
+try:
+    from gradwire.ops.cuda import rotated as cuda
+except ImportError:  # no Triton for this platform
+    cuda = None
+
 FORMATS = [
     RotatedFormat(bits, block, unbiased)
     for bits in (1, 2, 3)
@@ -65,19 +70,51 @@ def test_the_kernels_equal_the_reference_bit_for_bit(form, n, seed, poison, magn
     values = draw(n, seed) * magnitude
     if poison is not None:
         values[n // 2] = poison
-    worker = RotatedFormat(worker_bits, form.block, worker_bits == 1)
-    seeds = [Seed(seed, r) for r in range(3)]
+    compare(form, RotatedFormat(worker_bits, form.block, worker_bits == 1), cpu, values, magnitude, seed)
+
+
+@pytest.mark.skipif(cuda is None, reason="there is no Triton for this platform")
+@pytest.mark.parametrize(
+    ("form", "worker"),
+    [
+        (RotatedFormat(2, 1024), RotatedFormat(1, 1024, unbiased=True)),
+        (RotatedFormat(1, 128, unbiased=True), RotatedFormat(3, 128)),
+        (RotatedFormat(3, 512), RotatedFormat(2, 512, unbiased=True)),
+        pytest.param(RotatedFormat(1, 4096), RotatedFormat(2, 4096), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("over", [-1, 1])
+def test_the_cuda_kernels_equal_the_reference_in_tritons_interpreter(form, worker, over):
+    n = form.block + over
+    compare(form, worker, cuda, draw(n, n), 1.0, n)
+
+
+@pytest.mark.skipif(cuda is None, reason="there is no Triton for this platform")
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+def test_the_cuda_kernels_make_a_block_that_is_not_finite_nan(poison):
+    values = draw(1300, 1)
+    values[7] = poison
+    decoded = round_trip(RotatedFormat(2, 1024), values, kernels=cuda)
+    assert decoded[:1024].isnan().all()
+    assert same_values(decoded, round_trip(RotatedFormat(2, 1024), values))
+
+
+def compare(form, worker, kernels, values, magnitude, seed):
+    """Encode, decode and reduce, with the kernels and with the reference."""
+    n, first = values.numel(), Seed(seed, 0x9E3779B9)
     width = -(-worker.row_bytes(n) // 64) * 64
     rows = torch.zeros(3, 64 + width, dtype=torch.uint8)[:, 64:]  # other segments share the message
     for r in (0, 2):
-        reference.encode(worker, Chunk(draw(n, seed + r) * magnitude, rows[r], None, seeds[r]))
+        term = draw(n, seed + r) * magnitude
+        reference.encode(worker, Chunk(term, rows[r], None, first.of_rank(r)))
     results = []
-    for module in (reference, cpu):
+    for module in (reference, kernels):
         row, own_row, decoded = new_row(form, n), new_row(form, n), torch.empty(n)
         module.encode(form, Chunk(values, row, None, SEED))
         module.decode(form, row, decoded, SEED)
         own = values.clone()
-        module.reduce(form, Chunk(own, own_row, None, SEED), RotatedRows(worker, rows, seeds), 1, 1 / 3)
+        module.reduce(form, Chunk(own, own_row, None, SEED), RotatedRows(worker, rows, first), 1, 1 / 3)
         results.append((row, own_row, decoded, own))
     (row_a, own_row_a, *tensors_a), (row_b, own_row_b, *tensors_b) = results
     assert same_rows(form, row_a, row_b, n)
@@ -142,6 +179,28 @@ def test_the_signs_of_all_values_of_a_row_are_independent():
         share = float((signs[lag:] * signs[:-lag]).mean())
         assert abs(share) < 5 / math.sqrt(index.numel() - lag), lag
     assert abs(float(signs.mean())) < 5 / math.sqrt(index.numel())
+
+
+def mean_of(codec, gradients, seed):
+    """Return what an exchange of one chunk would leave: the rows of all ranks but the first, which sums."""
+    n, num_ranks, first = gradients[0].numel(), len(gradients), Seed.of(seed)
+    worker = codec.to_owner
+    rows = torch.zeros(num_ranks, -(-worker.wire_bytes(n) // 64) * 64, dtype=torch.uint8)
+    for r in range(1, num_ranks):
+        worker.encode(Chunk(gradients[r], rows[r][: worker.wire_bytes(n)], None, first.of_rank(r)))
+    own, row = gradients[0].clone(), torch.zeros(codec.wire_bytes(n), dtype=torch.uint8)
+    codec.reduce(Chunk(own, row, None, first.of_rank(0)), rows, 0, 1 / num_ranks, first)
+    return own
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("bits", "part"), [((1, 1), 1.0), ((1, 2), 0.88), ((2, 2), 0.84), ((3, 3), 0.95)])
+def test_a_mean_keeps_its_size(bits, part, num_ranks):
+    gradients = [draw(4000, 10 + r, spread=0.5) for r in range(num_ranks)]
+    exact = sum(gradients) / num_ranks
+    means = [mean_of(Rotated.of(*bits), gradients, seed) for seed in range(20)]
+    found = sum(float((mean * exact).sum() / exact.square().sum()) for mean in means) / 20
+    assert found == pytest.approx(part, abs=0.05)
 
 
 def test_the_codes_are_truly_packed_and_tails_are_padded_to_a_power_of_two():

@@ -1,14 +1,18 @@
 """A DiLoCo that streams: fragments that are averaged in turn, while training goes on."""
 
 import io
+import os
+import signal
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.testing import RanksFailed, run_ranks
 from gradwire.training.partition import divide, layer_of
 from gradwire.training.turns import TurnsBySteps, TurnsByTime
 from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, net
@@ -129,31 +133,32 @@ def make(**options):
     return model, optimizer, gradwire.LocalSGD(model, optimizer, **options)
 
 
-def check_the_papers_loop(rank):
-    for outer in (
-        gradwire.DiLoCo(fragments=3),
-        gradwire.DiLoCo(fragments=2, delay=3, alpha=0.25),
-        gradwire.DiLoCo(fragments=[["4.*"], ["*"]], delay=1),
-        gradwire.DiLoCo(delay=5, alpha=0.0),
-    ):
-        expected = streaming_loop(rank, 20, 6, outer)
-        for recipe, bound in (("fp32", 2e-6), ("int8", 2.0**-6)):
-            model, optimizer, local = make(period=6, outer=outer, recipe=recipe)
-            with local:
-                ended = train(model, optimizer, local, rank, range(20))
-                num_fragments = outer.num_fragments
-                begun = [
-                    s for s in range(1, 21) if s % 6 in {i * 6 // num_fragments for i in range(num_fragments)}
-                ]
-                assert ended == [s + outer.delay for s in begun if s + outer.delay <= 20]
-                error = (flat(model) - expected).abs().max() / expected.abs().max()
-                assert error <= bound, (outer, recipe, error)
-                local.average()
-                assert_same_on_all_ranks(model)
+def check_the_papers_loop(rank, outer, recipe, bound):
+    expected = streaming_loop(rank, 15, 6, outer)
+    model, optimizer, local = make(period=6, outer=outer, recipe=recipe)
+    with local:
+        ended = train(model, optimizer, local, rank, range(15))
+        num = outer.num_fragments
+        begun = [step for step in range(1, 16) if step % 6 in {i * 6 // num for i in range(num)}]
+        assert ended == [step + outer.delay for step in begun if step + outer.delay <= 15]
+        error = (flat(model) - expected).abs().max() / expected.abs().max()
+        assert error <= bound, error
+        local.average()
+        assert_same_on_all_ranks(model)
 
 
-def test_streaming_is_the_papers_loop(two_ranks):
-    two_ranks.run(check_the_papers_loop)
+@pytest.mark.parametrize(
+    ("outer", "recipe", "bound"),
+    [
+        (gradwire.DiLoCo(fragments=3), "fp32", 2e-6),
+        (gradwire.DiLoCo(fragments=2, delay=3, alpha=0.25), "int8", 2.0**-6),
+        (gradwire.DiLoCo(fragments=[["4.*"], ["*"]], delay=1), "fp32", 2e-6),
+        (gradwire.DiLoCo(delay=5, alpha=0.0), "bf16", 2.0**-6),
+    ],
+    ids=["fragments", "fragments and delay", "patterns", "delay"],
+)
+def test_streaming_is_the_papers_loop(outer, recipe, bound, two_ranks):
+    two_ranks.run(check_the_papers_loop, outer, recipe, bound)
 
 
 # --- every ending ---
@@ -174,12 +179,12 @@ def saved_bytes(*states):
 
 
 def check_resumes_in_a_delay(rank):
-    for saved_after in (1, 5, 6, 8, 9):  # in the warm-up, and around the first two averagings
+    for saved_after in (1, 5, 6):  # in the warm-up, in an averaging, after one
         model, optimizer, local = make(**ENDLESS)
         with local:
             train(model, optimizer, local, rank, range(saved_after))
             saved = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
-            assert bool(saved[2]["mean"]) == (saved_after in (5, 8))
+            assert bool(saved[2]["mean"]) == (saved_after == 5)
             train(model, optimizer, local, rank, range(saved_after, 16))
         resumed, resumed_optimizer, local = make(**ENDLESS)
         with local:
@@ -266,3 +271,159 @@ def check_members_change(rank):
 
 def test_those_without_the_newest_state_take_it_from_one_that_has_it(four_ranks):
     four_ranks.run(check_members_change)
+
+
+def job_a_rank_dies(rank):
+    """Rank 2 dies while an averaging is under way: the others raise, and keep what they had."""
+    model, optimizer, local = make(**{**ENDLESS, "warmup_steps": 0})
+    train(model, optimizer, local, rank, range(2))
+    before = local.state_dict()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)  # before its third step, in which an averaging begins
+    with pytest.raises(gradwire.WireError, match="no message from rank 2"):
+        train(model, optimizer, local, rank, range(2, 9))
+    assert 3 < local.num_steps <= 5, "training goes on until the failure is known, or the delay is over"
+    after = local.state_dict()
+    assert not after["mean"]
+    assert all(torch.equal(tensor, before["start"][name]) for name, tensor in after["start"].items())
+    moved = flat(model)
+    with pytest.raises(gradwire.WireError, match="no message from rank 2"):
+        local.step()
+    assert torch.equal(moved, flat(model)), "a failed averaging leaves parameters as they were"
+    local.detach()
+
+    # The rest go on together, each with its own work since the last average.
+    survivors = dist.new_group([0, 1], use_local_synchronization=True)
+    model = DistributedDataParallel(net(), process_group=survivors)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradwire.LocalSGD(model, optimizer, **{**ENDLESS, "warmup_steps": 0}) as local:
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(moved, model.parameters())
+        assert not local.resume(after)
+        local.average()
+        mean = moved.double()
+        dist.all_reduce(mean, group=survivors)
+        expected = mean / 2
+        assert (flat(model) - expected).abs().max() <= 0.3 * (moved - expected).abs().max()
+
+
+def test_a_rank_that_dies_in_a_delay_is_an_error_on_all_others_which_can_go_on():
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(job_a_rank_dies, 3, 60)
+    assert caught.value.errors.keys() == {2}, caught.value
+
+
+# --- ranks of different speeds, and steps that do not count ---
+
+
+def check_periods_in_seconds(rank):
+    """Rank 1 takes a step where rank 0 takes three; they average as often, in the same order."""
+    clock = [0.0]
+    outer = gradwire.DiLoCo(fragments=2, delay=1)
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        gradwire.LocalSGD(
+            model, optimizer, period=timedelta(seconds=12), recipe="int8", outer=outer, weigh=True
+        ) as local,
+    ):
+        patch.setattr(local._loop.turns, "_clock", lambda: clock[0])
+        local._loop.turns.restart(0)
+        while local.num_averages < 5:
+            clock[0] += 3.0 if rank else 1.0
+            optimizer.zero_grad()
+            loss_of(model, rank, local.num_steps).backward()
+            optimizer.step()
+            local.step(work=2.0)
+        assert local.num_steps == (11 if rank else 31)
+        work = local.state_dict()["turn"]["work"]
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert local.num_averages == 7
+        saved = local.state_dict()
+        everyone = [None, None]
+        dist.all_gather_object(everyone, work)
+        assert everyone[0][0] > everyone[1][0] > 0
+        local.load_state_dict(saved)
+        with pytest.raises(ValueError, match="the saved number of averagings is"):
+            local.load_state_dict({**saved, "turn": {**saved["turn"], "num_begun": 8 + rank}})
+
+
+def test_a_period_in_seconds_lets_ranks_take_as_many_steps_as_they_can(two_ranks):
+    two_ranks.run(check_periods_in_seconds)
+
+
+def check_weights(rank):
+    """Rank 0 has done three times as much; a rank whose steps were all skipped hardly counts."""
+    for work, shares in (((3.0, 1.0), (0.75, 0.25)), ((2.0, 0.0), (1.0, 0.0)), ((0.0, 0.0), (0.5, 0.5))):
+        model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+        with torch.no_grad():
+            model.module.weight.fill_(0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with gradwire.LocalSGD(model, optimizer, period=2, weigh=True) as local:
+            for _ in range(2):
+                with torch.no_grad():
+                    model.module.weight += 1.0 + rank
+                ended = local.step(work[rank] / 2)
+            assert ended
+            expected = torch.full((2, 3), 2 * shares[0] + 4 * shares[1])
+            torch.testing.assert_close(model.module.weight.detach(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="cannot take weights: its feedback"):
+        gradwire.LocalSGD(model, optimizer, period=2, weigh=True, recipe="int4")
+
+
+def test_ranks_are_weighed_by_the_work_that_they_have_done(two_ranks):
+    two_ranks.run(check_weights)
+
+
+def check_skipped_steps(rank):
+    """A scaler that skips steps on one rank, in the middle of a delay, keeps ranks in step."""
+    model, optimizer, local = make(period=4, outer=gradwire.DiLoCo(fragments=2, delay=1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with local:
+        for step in range(9):
+            optimizer.zero_grad()
+            factor = float("inf") if rank == 1 and step in (1, 2, 5) else 1.0
+            scaler.scale(loss_of(model, rank, step) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert local.step() == (step + 1 in (3, 5, 7, 9))
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert flat(model).isfinite().all()
+
+
+def test_a_scaler_may_skip_steps_while_an_averaging_is_under_way(two_ranks):
+    two_ranks.run(check_skipped_steps)
+
+
+def check_refusals(rank):
+    model = DistributedDataParallel(nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = timedelta(seconds=1)
+    for options, text in (
+        ({"period": timedelta(0)}, "period must be more than 0 seconds"),
+        ({"period": second}, "make it with broadcast_buffers=False"),
+        ({"period": 4, "outer": gradwire.DiLoCo(delay=4)}, "delay must be less than the period of 4 steps"),
+        ({"period": 1, "outer": gradwire.DiLoCo(fragments=["weight", "bias"])}, "too short for 2 fragments"),
+        ({"period": 9, "outer": gradwire.DiLoCo(fragments=3)}, "2 layers .weight, bias., too few"),
+        ({"period": 9, "outer": gradwire.DiLoCo(delay=1 + rank)}, "outer is DiLoCo"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            gradwire.LocalSGD(model, optimizer, **options)
+    with pytest.raises(TypeError, match="a number of steps or a datetime.timedelta"):
+        gradwire.LocalSGD(model, optimizer, period=1.5)
+    model = DistributedDataParallel(nn.Linear(3, 2), find_unused_parameters=True)
+    with pytest.raises(ValueError, match="make it with find_unused_parameters=False"):
+        gradwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), period=second)
+    for wrong in ({"fragments": 0}, {"delay": -1}, {"alpha": 1.0}, {"order": "random"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            gradwire.DiLoCo(**wrong)
+    for fragments in ("*", [], [["*"], []]):
+        with pytest.raises(TypeError, match="fragment"):
+            gradwire.DiLoCo(fragments=fragments)
+
+
+def test_what_cannot_stream_is_refused(two_ranks):
+    two_ranks.run(check_refusals)

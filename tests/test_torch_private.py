@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.torch_private import PRIVATE_NAMES, backend_of, missing_names
+from gradwire.torch_private import PRIVATE_NAMES, backend_of, fsdp, missing_names
 
 ROOT = Path(gradwire.__file__).parent
 PRIVATE = re.compile(r"_[a-zA-Z]")
@@ -79,13 +80,16 @@ def look(rank):
     group = dist.group.WORLD
     options = backend_of(group, torch.device("cpu")).options
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
-    missing = missing_names(group=group, options=options, ddp=model, zero=zero)
+    (param_group,) = fsdp.param_groups(fully_shard(torch.nn.Linear(2, 2)))
+    more = {"param_group": param_group, "fsdp_param": param_group.fsdp_params[0]}
+    missing = missing_names(group=group, options=options, ddp=model, zero=zero, **more)
     assert not missing, f"torch {torch.__version__} lacks {[private.path for private in missing]}"
 
 
 def test_the_installed_torch_has_every_private_name(two_ranks):
     two_ranks.run(look)
-    objects = dict.fromkeys(("group", "options", "ddp", "zero"), object())
+    kinds = "group", "options", "ddp", "zero", "param_group", "fsdp_param"
+    objects = dict.fromkeys(kinds, object())
     assert {private.path.partition(":")[0] for private in missing_names(**objects)} == objects.keys()
 
 

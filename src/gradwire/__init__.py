@@ -11,18 +11,21 @@ from gradwire.version import __version__
 
 if TYPE_CHECKING:
     from gradwire.averaging import merge_state_dicts
-    from gradwire.ddp import Wire, attach
+    from gradwire.ddp import Wire
     from gradwire.errors import PeerError, WireError
     from gradwire.loops import Averager, AveragingHandle
     from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
+    from gradwire.sharded import attach
     from gradwire.telemetry import BucketStats, ParameterStats, StepStats, Telemetry, WireStats
     from gradwire.training import DiLoCo, LocalSGD, OverlappedOptimizer, SlowMo, overlap_optimizer
+    from gradwire.tuning import Decision
 
 __all__ = [
     "RECIPES",
     "Averager",
     "AveragingHandle",
     "BucketStats",
+    "Decision",
     "DiLoCo",
     "LocalSGD",
     "OverlappedOptimizer",
@@ -51,12 +54,14 @@ __all__ = [
 # Imported when first used, so that `import gradwire` takes a millisecond.
 _HOMES = {
     "averaging": ["merge_state_dicts"],
-    "ddp": ["Wire", "attach"],
+    "ddp": ["Wire"],
     "errors": ["PeerError", "WireError"],
     "loops": ["Averager", "AveragingHandle"],
     "recipes": ["RECIPES", "Recipe", "bf16", "fp16", "fp32", "noop", "recipe", "route", "schedule"],
+    "sharded": ["attach"],
     "telemetry": ["BucketStats", "ParameterStats", "StepStats", "Telemetry", "WireStats"],
     "training": ["DiLoCo", "LocalSGD", "OverlappedOptimizer", "SlowMo", "overlap_optimizer"],
+    "tuning": ["Decision"],
 }
 _PUBLIC_MODULES = ("ddp_comm_hooks", "lab", "testing")
 

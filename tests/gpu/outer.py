@@ -50,7 +50,7 @@ def train(rank, group, num_steps, **options):
             optimizer.step()
             local.step()
         trained = flat(model)
-        saved = {name: tensor.cpu() for name, tensor in local.state_dict()["start"].items()}
+        saved = {name: tensor.cpu().clone() for name, tensor in local.state_dict()["start"].items()}
         local.average()
         assert_same_on_all_ranks(model)
     return trained, saved

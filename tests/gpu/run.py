@@ -24,7 +24,7 @@ from gradwire.ops import BlockFormat, Chunk, Seed
 from gradwire.ops.cuda import blocks as cuda_blocks
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.testing import cases, check_hook, run_ranks
-from tests.gpu import averager, face, faults, lowrank, outer, resume, telemetry, trust
+from tests.gpu import auto, averager, face, faults, lowrank, outer, resume, rotated, sharded, telemetry, trust
 from tests.rows import ROWS
 
 
@@ -214,6 +214,7 @@ def main():
             torch_hooks.allreduce_hook, tolerance=1e-6, device="cuda", via="attach"
         ),
         "kernels": check_kernels,
+        **rotated.CHECKS,
         "streams": lambda: run_ranks(job_streams, 2, timeout=120),
         "errors": lambda: run_ranks(job_errors, 2, timeout=120),
         "sparse and raw hooks": lambda: run_ranks(job_sparse_and_raw, 2, timeout=120),
@@ -226,6 +227,8 @@ def main():
         **faults.CHECKS,
         **averager.CHECKS,
         **outer.CHECKS,
+        **sharded.CHECKS,
+        **auto.CHECKS,
     }
     for name, check in checks.items():
         if only and not name.startswith(only):

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from gradwire.averaging.state_fields import (
     KEYS,
+    OPTIONAL_KEYS,
     VERSION,
+    Fields,
     States,
     check_fields,
     read_layouts,
@@ -28,6 +30,7 @@ from gradwire.buckets import dtype_named
 from gradwire.recipes import Reduction
 
 __all__ = [
+    "Fields",
     "Saved",
     "States",
     "check_fields",
@@ -52,6 +55,10 @@ class Saved:
     memory: States
     loss_scale: float | None
     """The loss scale that residuals include; None if it was not known."""
+    world_size: int = 1
+    """The number of ranks that saved it."""
+    tuning: str | None = None
+    """The state of recipe ``auto``; None for other recipes."""
 
 
 def write(
@@ -89,18 +96,19 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises ValueError for states of different runs or steps, and for a rank that occurs twice.
 
-    Example::
+    Load the states of all ranks that saved, such as ``torch.load(f"wire{rank}.pt") for rank in range(8)``:
 
-        state = gradwire.merge_state_dicts(torch.load(f"wire{rank}.pt") for rank in range(8))
-        wire.load_state_dict(state)
+    >>> wire = gradwire.attach(model, "int4")
+    >>> states = [wire.state_dict()]
+    >>> wire.load_state_dict(gradwire.merge_state_dicts(states))
     """
     merged: dict[str, Any] = {}
     for state in states:
         check_fields(state)
         if not merged:
             merged = {**state, "memory": {}}
-        for key in KEYS[:-1]:
-            if state[key] != merged[key]:
+        for key in (*KEYS[:-1], *OPTIONAL_KEYS):
+            if state.get(key) != merged.get(key):
                 raise ValueError(
                     f"these states do not belong together: they differ in {key!r}; "
                     "merge the states that all ranks saved at one step of one run"
@@ -132,7 +140,7 @@ def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) 
         if len(owners) != world_size or owner == f"rank{rank}":
             tensors = memory.setdefault(owner, {}).setdefault(state, {})
             tensors[parameter] = torch.zeros(entry.size, dtype=entry.properties.dtype)
-    blank = {**dict.fromkeys(KEYS[:-1], 0), "recipe": "", "layouts": [], "entries": []}
+    blank = {**dict.fromkeys(KEYS[:-1], 0), "recipe": "", "layouts": [], "entries": [], "tuning": ""}
     # Only keys that were saved: for others torch raises, before the version of the state can be checked.
     return {**{each: value for each, value in blank.items() if f"{key}.{each}" in metadata}, "memory": memory}
 
@@ -165,7 +173,9 @@ def read(
         _require_states(fields.memory, owner, fields.entries, saved_size, world_size)
         memories.append(fields.memory.get(owner, {}))
     own = memories[0] if saved_size == world_size else _redistribute(memories, world_size, reduction)
-    return Saved(fields.recipe, fields.step, fields.layouts, own, fields.loss_scale)
+    return Saved(
+        fields.recipe, fields.step, fields.layouts, own, fields.loss_scale, saved_size, fields.tuning
+    )
 
 
 def _require_realness(dtype: str, name: str, parameter: Tensor) -> None:

@@ -35,7 +35,7 @@ class Coalescer:
         A job that cannot share messages, or with ``may_wait=False``, is a batch of its own.
         """
         if not (may_wait and self._enough_bytes and job.shared_bytes):
-            return [*(self._release() if job.is_last else []), [job]]
+            return [*(self.release() if job.is_last else []), [job]]
         batches = []
         self._pending.add(job)
         if len({each.flat.device for each in self._pending}) > 1:
@@ -43,13 +43,14 @@ class Coalescer:
             batches.append(earlier)
             self._pending.add(job)
         if job.is_last or sum(each.shared_bytes for each in self._pending) >= self._enough_bytes:
-            batches += self._release()
+            batches += self.release()
         return batches
 
     def give_up(self) -> None:
         """Complete the waiting jobs with their values as they are."""
         self._pending.give_up()
 
-    def _release(self) -> list[list[Job]]:
+    def release(self) -> list[list[Job]]:
+        """Return the waiting jobs as a batch, if there are any."""
         jobs = self._pending.take()
         return [jobs] if jobs else []

@@ -120,6 +120,11 @@ class Engine:
         """
         self._start_collective(work, place, device).wait()
 
+    def flush(self) -> None:
+        """Submit the waiting buckets; for a caller that does not know which bucket of a step is the last."""
+        for batch in self.coalescer.release():
+            self._submit(batch)
+
     def fail(self, error: WireError) -> None:
         """Fail with ``error``, on every rank."""
         if self._lane is not None:

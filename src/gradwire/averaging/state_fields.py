@@ -21,6 +21,8 @@ from gradwire.buckets import dtype_named
 
 VERSION = 2
 KEYS = ("version", "recipe", "world_size", "step", "loss_scale", "layouts", "entries", "memory")
+OPTIONAL_KEYS = ("tuning",)
+"""Keys that only the states of some recipes have."""
 
 States = Mapping[str, Mapping[str, Tensor]]
 """Tensors by state and by parameter, as `Memory.state_dict` returns them."""
@@ -42,6 +44,8 @@ class Fields:
     """The shape of each tensor, by state and parameter."""
     memory: dict[int, States]
     """The tensors of each rank that is there."""
+    tuning: str | None = None
+    """The state of recipe ``auto``, as text; None for other recipes."""
 
 
 def check_fields(state: object) -> Fields:
@@ -54,6 +58,9 @@ def check_fields(state: object) -> Fields:
     world_size = require_count("world_size", state["world_size"], least=1)
     if not isinstance(state["recipe"], str):
         raise _wrong("recipe", "text", state["recipe"])
+    tuning = state.get("tuning")
+    if not isinstance(tuning, str | None):
+        raise _wrong("tuning", "text", tuning)
     return Fields(
         state["recipe"],
         world_size,
@@ -62,6 +69,7 @@ def check_fields(state: object) -> Fields:
         read_layouts(state["layouts"]),
         _entries(state["entries"]),
         _memory(state["memory"], world_size),
+        tuning,
     )
 
 
@@ -194,5 +202,5 @@ def _require_keys(state: Mapping[str, Any]) -> None:
         if key not in state:
             raise ValueError(f"this is no state of a wire: it has no {key!r}")
     for key in state:
-        if key not in KEYS:
+        if key not in (*KEYS, *OPTIONAL_KEYS):
             raise ValueError(f"this is no state of a wire: it has an unknown {key!r:.80}")

@@ -29,7 +29,6 @@ from gradwire.headroom import (
 from gradwire.lab import Lab, LabUnavailable
 from gradwire.processes import under_torchrun
 from gradwire.ranks import RanksFailed
-from gradwire.report import ReportUnavailable
 from gradwire.scripts import Script
 
 
@@ -62,7 +61,7 @@ def headroom(options: HeadroomOptions) -> None:
     clean_up_when_terminated()
     try:
         _measure_and_show(options)
-    except (ValueError, ReportUnavailable) as error:
+    except ValueError as error:
         stop("headroom", str(error), WRONG_ARGUMENTS)
     except RanksFailed as error:
         stop("headroom", f"the measurement failed {describe_failures(error)}", FAILED)

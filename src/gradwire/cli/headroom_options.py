@@ -111,6 +111,14 @@ class HeadroomOptions:
             show_default=False,
         ),
     ] = None
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="ERROR",
+            help="Also say what `auto` would send with this budget, a relative error such as 0.15.",
+            show_default=False,
+        ),
+    ] = None
     json_file: Annotated[
         str | None,
         typer.Option(
@@ -142,6 +150,11 @@ class HeadroomOptions:
         """Return the script or the benchmark to measure. Raises ValueError if there is none."""
         if not self.script_words:
             return self._benchmark()
+        if self.budget is not None:
+            raise ValueError(
+                "--budget needs gradients that are not averaged yet: leave it out, and run the script by "
+                "`gradwire run --recipe auto`, which ends with what it chose"
+            )
         if self.model or self.bucket_mb or self.device:
             raise ValueError(
                 "a script makes its own models, on its own devices: leave out --model, --bucket-mb and "
@@ -170,6 +183,7 @@ class HeadroomOptions:
             self.bucket_mb,
             small_bucket_mb=_SMALL_BUCKET_MB if self.bucket_mb is None else None,
             device=self.device or usual_device,
+            budget=self.budget,
         )
 
     def _workload(self) -> ModelFactory | Workload:

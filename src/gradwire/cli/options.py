@@ -15,7 +15,7 @@ import gradwire
 
 Options = TypeVar("Options")
 
-ALL_RECIPES = tuple(name for name in gradwire.RECIPES if name != "noop")
+ALL_RECIPES = tuple(name for name in gradwire.RECIPES if name not in ("noop", "auto"))
 
 Recipes = Annotated[
     list[str] | None,
@@ -38,10 +38,7 @@ Model = Annotated[
 ]
 Html = Annotated[
     Path | None,
-    # A backslash before a bracket that is no markup.
-    typer.Option(
-        metavar="FILE", help=r"Also write a page with charts; needs gradwire\[report].", show_default=False
-    ),
+    typer.Option(metavar="FILE", help="Also write a page with charts.", show_default=False),
 ]
 
 

@@ -9,8 +9,8 @@ import typer
 
 from gradwire.cli.consoles import open_console
 from gradwire.cli.options import check_writable
-from gradwire.headroom import Record, give_verdict, step_table, write_records
-from gradwire.report import check_plotly, render_page
+from gradwire.headroom import Record, describe_proposal, give_verdict, step_table, write_records
+from gradwire.report import render_page
 
 
 class RecordOutput:
@@ -31,17 +31,17 @@ class RecordOutput:
         self._quiet = quiet
 
     def check(self) -> None:
-        """Raise ValueError or ReportUnavailable now if something could not be written later."""
+        """Raise ValueError now if something could not be written later."""
         check_writable("--json", self._json_path)
         check_writable("--html", self._html_path)
-        if self._html_path is not None:
-            check_plotly()
 
     def show(self, record: Record) -> None:
         """Print a record's table and its verdict."""
         if not self._quiet:
             self._console.print(step_table(record), "")
         self._console.print(give_verdict(record), markup=False)
+        if proposal := describe_proposal(record):
+            self._console.print(proposal, markup=False)
 
     def write(self, records: Sequence[Record]) -> None:
         """Write all records to the files that were asked for."""

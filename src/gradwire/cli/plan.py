@@ -20,10 +20,26 @@ from gradwire.cli.ending import (
 )
 from gradwire.cli.options import takes_options
 from gradwire.cli.plan_options import PlanOptions
-from gradwire.cli.plan_tables import PlannedRow, comparison_json, comparison_table, plan_json, plan_table
+from gradwire.cli.plan_tables import (
+    OUTER_NOTE,
+    PlannedRow,
+    comparison_json,
+    comparison_table,
+    outer_table,
+    plan_json,
+    plan_table,
+)
 from gradwire.headroom import ALLREDUCE, format_count
 from gradwire.lab import LabUnavailable, format_rate, parse_rate
-from gradwire.planner import predict, shapes_of, validate
+from gradwire.planner import (
+    Cluster,
+    OuterPrediction,
+    Prediction,
+    predict,
+    predict_outer,
+    shapes_of,
+    validate,
+)
 from gradwire.ranks import RanksFailed
 
 # Predictions that are farther off fail --validate.
@@ -46,6 +62,12 @@ def plan(options: PlanOptions) -> None:
 
         gradwire plan --model mymodels.gpt:make --compute-ms 85 --link 1gbit
 
+    With --period, predicts an outer loop instead, which averages parameters
+    every few steps (gradwire.LocalSGD with DiLoCo): bytes in the mean and of
+    a turn, the delay that hides a turn, and the shortest period for the link:
+
+        gradwire plan --parameters 350e6 --compute-ms 400 --link 100mbit --period 100 --fragments 8
+
     Exit codes: 0 predicted; 1 the calibration failed, or --validate found a
     prediction that is more than 15 % off; 2 wrong arguments; 130 interrupted.
     """
@@ -65,6 +87,11 @@ def plan(options: PlanOptions) -> None:
         stop("plan", "interrupted", INTERRUPTED)
     if options.json:
         typer.echo(plan_json(predicted.rows))
+    elif options.period is not None:
+        console = open_console()
+        title = f"{_title(options, predicted.num_parameters)}; averaged every {options.period} steps"
+        console.print(outer_table(title, predicted.rows))
+        console.print(OUTER_NOTE, markup=False)
     else:
         console = open_console()
         console.print(plan_table(_title(options, predicted.num_parameters), predicted.rows))
@@ -86,11 +113,23 @@ def _predict(options: PlanOptions) -> _Predicted:
     options.check()
     compute_s, subject, clusters = options.compute_s(), options.subject(), options.clusters()
     speeds = load_calibration(options.calibration, recipes, open_console(stderr=True))
-    rows = [
-        PlannedRow(cluster, name, predict(name, subject, compute_s, cluster, speeds, options.bucket_mb))
-        for cluster in clusters
-        for name in (ALLREDUCE, *recipes)
-    ]
+
+    def predicted(name: str, cluster: Cluster) -> Prediction | OuterPrediction:
+        if options.period is None:
+            return predict(name, subject, compute_s, cluster, speeds, options.bucket_mb)
+        return predict_outer(
+            name,
+            subject,
+            compute_s,
+            cluster,
+            speeds,
+            period=options.period,
+            fragments=options.fragments,
+            delay=options.delay,
+        )
+
+    names = recipes if options.period is not None else [ALLREDUCE, *recipes]
+    rows = [PlannedRow(cluster, name, predicted(name, cluster)) for cluster in clusters for name in names]
     shapes = shapes_of(subject) if isinstance(subject, nn.Module) else subject
     return _Predicted(rows, sum(map(math.prod, shapes)), speeds.machine)
 

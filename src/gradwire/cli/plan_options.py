@@ -59,6 +59,27 @@ class PlanOptions:
     bucket_mb: Annotated[
         float | None, typer.Option(metavar="MB", help="DDP's bucket_cap_mb.", show_default="25")
     ] = None
+    period: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Plan an outer loop, gradwire.LocalSGD: parameters are averaged every N steps.",
+            show_default=False,
+        ),
+    ] = None
+    fragments: Annotated[
+        int, typer.Option(min=1, metavar="N", help="With --period: fragments, averaged in turn.")
+    ] = 1
+    delay: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="With --period: steps from the start of an averaging to its end.",
+            show_default="as many as hide it",
+        ),
+    ] = None
     recipe: Recipes = None
     calibration: Annotated[
         Path | None,
@@ -79,6 +100,8 @@ class PlanOptions:
     def check(self) -> None:
         """Raise ValueError for sizes and files that cannot be used."""
         check_positive("--bucket-mb", self.bucket_mb)
+        if self.period is None and (self.fragments > 1 or self.delay is not None):
+            raise ValueError("--fragments and --delay are those of an outer loop: give its --period too")
         if self.calibration is not None and not self.calibration.exists():
             check_writable("--calibration", self.calibration)
 

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from gradwire.planner import Cluster, Comparison, Prediction
+from gradwire.planner import Cluster, Comparison, OuterPrediction, Prediction
 
 
 class PlannedRow(NamedTuple):
@@ -19,7 +19,13 @@ class PlannedRow(NamedTuple):
 
     cluster: Cluster
     recipe: str
-    prediction: Prediction
+    prediction: Prediction | OuterPrediction
+
+
+OUTER_NOTE = (
+    "Delay: steps from the start of a turn to its end, in which training goes on. Least period: it leaves a "
+    "fifth of the time free. For what it does to the loss, see docs/local_sgd.md."
+)
 
 
 def plan_json(rows: Sequence[PlannedRow]) -> str:
@@ -32,11 +38,45 @@ def plan_json(rows: Sequence[PlannedRow]) -> str:
             "step_ms": 1e3 * prediction.step_s,
             "efficiency": prediction.efficiency,
             "bytes_per_step": prediction.bytes_per_step,
-            "num_messages": prediction.num_messages,
+            **_more(prediction),
         }
         for cluster, recipe, prediction in rows
     ]
     return json.dumps(fields, indent=2)
+
+
+def _more(prediction: Prediction | OuterPrediction) -> dict[str, float]:
+    if isinstance(prediction, Prediction):
+        return {"num_messages": prediction.num_messages}
+    return {
+        "bytes_per_turn": prediction.turn_bytes,
+        "peak_over_average": prediction.peak,
+        "turn_ms": 1e3 * prediction.turn_s,
+        "delay": prediction.delay,
+        "least_period": prediction.least_period,
+    }
+
+
+def outer_table(title: str, rows: Sequence[PlannedRow]) -> Table:
+    """Return predictions of an outer loop as a table, with a section for each cluster."""
+    columns = ("workers", "recipe", "step ms", "efficiency", "bytes a step", "of a turn", "turn ms", "delay")
+    table = _table(title, (*columns, "least period"))
+    last_recipe = rows[-1].recipe
+    for cluster, recipe, prediction in rows:
+        assert isinstance(prediction, OuterPrediction)
+        table.add_row(
+            str(cluster.num_workers),
+            escape(recipe),
+            f"{1e3 * prediction.step_s:.1f}",
+            f"{prediction.efficiency:.0%}",
+            decimal(prediction.bytes_per_step),
+            decimal(prediction.turn_bytes),
+            f"{1e3 * prediction.turn_s:.1f}",
+            str(prediction.delay),
+            str(prediction.least_period),
+            end_section=recipe == last_recipe,
+        )
+    return table
 
 
 def plan_table(title: str, rows: Sequence[PlannedRow]) -> Table:
@@ -44,6 +84,7 @@ def plan_table(title: str, rows: Sequence[PlannedRow]) -> Table:
     table = _table(title, ("workers", "recipe", "step ms", "efficiency", "a node sends", "messages"))
     last_recipe = rows[-1].recipe
     for cluster, recipe, prediction in rows:
+        assert isinstance(prediction, Prediction)
         table.add_row(
             str(cluster.num_workers),
             escape(recipe),

@@ -15,7 +15,7 @@ from gradwire.cli.consoles import open_console
 from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
 from gradwire.cli.options import Html
 from gradwire.headroom import Record, give_verdict, printable, read_records, step_table
-from gradwire.report import ReportUnavailable, render_page
+from gradwire.report import render_page
 
 _NamedRecord = tuple[str, Record]
 
@@ -33,8 +33,8 @@ def report(
 
         gradwire report before.json after.json --html change.html
 
-    Exit codes: 0 shown; 1 the page cannot be written, or plotly is not
-    installed; 2 a file is no record, or an argument is wrong.
+    Exit codes: 0 shown; 1 the page cannot be written; 2 a file is no
+    record, or an argument is wrong.
     """
     named = _read(files)
     console = open_console()
@@ -48,7 +48,7 @@ def report(
         try:
             page = render_page([record for _, record in named], [name for name, _ in named])
             html.write_text(page, encoding="utf-8")
-        except (OSError, ReportUnavailable) as error:
+        except OSError as error:
             stop("report", f"--html: {error}", FAILED)
 
 

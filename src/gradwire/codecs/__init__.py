@@ -5,7 +5,6 @@ Arithmetic over many values belongs in `ops`, and whatever sends a message in `e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -16,9 +15,10 @@ from gradwire.codecs.blocks import Blocks
 from gradwire.codecs.cast import Cast
 from gradwire.codecs.raw import Raw
 from gradwire.codecs.rotated import Rotated
+from gradwire.codecs.top import Top
 from gradwire.ops import NO_SEED, Chunk, Family, Scale, Seed
 
-__all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw", "Rotated"]
+__all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw", "Rotated", "Top"]
 
 
 class Codec(Protocol):
@@ -32,6 +32,11 @@ class Codec(Protocol):
     @property
     def works_in(self) -> torch.dtype | None:
         """The only dtype that it encodes; None if it encodes any."""
+        ...
+
+    @property
+    def widens_on_cuda(self) -> bool:
+        """True if on CUDA it also encodes and sums 16-bit values, in fp32 and without a copy."""
         ...
 
     @property
@@ -81,16 +86,16 @@ class Codec(Protocol):
         """Decode ``row``, which was encoded with ``seed``, to ``values``."""
         ...
 
-    def reduce(self, chunk: Chunk, rows: Tensor, rank: int, scale: Scale, seeds: Sequence[Seed] = ()) -> None:
+    def reduce(self, chunk: Chunk, rows: Tensor, rank: int, scale: Scale, seed: Seed = NO_SEED) -> None:
         """Sum ``values[r] * scale`` over ranks r in order, and encode the sum to the chunk's row.
 
         ``values[rank]`` are the chunk's values, plus its residual if there is one. Those of another rank are
         encoded by `to_owner` in its row of ``rows``, a matrix of bytes whose rows may be longer than what
-        they hold, with its seed of ``seeds``. The chunk's values become what its row decodes to; the residual
+        they hold, with ``seed.of_rank(r)``. The chunk's values become what its row decodes to; the residual
         becomes what the row leaves out of the sum, divided by ``scale``.
         """
         ...
 
-    def sum(self, values: Tensor, rows: Tensor, rank: int, scale: Scale, seeds: Sequence[Seed] = ()) -> None:
+    def sum(self, values: Tensor, rows: Tensor, rank: int, scale: Scale, seed: Seed = NO_SEED) -> None:
         """Sum as `reduce` does, and leave the sum in ``values``, without encoding it."""
         ...

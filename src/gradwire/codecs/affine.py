@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +27,7 @@ class Affine:
 
     in_place = False
     works_in = torch.float32
+    widens_on_cuda = False
     keeps_residual = False
     max_error = 1 / 255  # half a step; 255 steps span at most twice the largest magnitude
     stochastic = False
@@ -55,14 +55,14 @@ class Affine:
         affine.decode(codes, ranges, self.block or values.numel(), values)
 
     def reduce(
-        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         self.sum(chunk.values, rows, rank, scale)
         self._encode(chunk.values, chunk.row)
         self.decode(chunk.row, chunk.values)
 
     def sum(
-        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         term, total = torch.empty_like(values), torch.zeros_like(values)
         for r in range(len(rows)):

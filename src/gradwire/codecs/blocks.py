@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -30,6 +29,7 @@ class Blocks:
 
     in_place = False
     works_in = torch.float32
+    widens_on_cuda = True
     keeps_residual = True
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"blocks"})
 
@@ -62,11 +62,11 @@ class Blocks:
         ops.decode_blocks(self.format, row, values)
 
     def reduce(
-        self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         ops.reduce_blocks(self.format, chunk, rows, rank, scale)
 
     def sum(
-        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         ops.sum_blocks(self.format, values, rows, rank, scale)

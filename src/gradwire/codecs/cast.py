@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +31,7 @@ class Cast:
 
     in_place = False
     works_in = None
+    widens_on_cuda = False
     keeps_residual = False
     stochastic = False
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"casts"})
@@ -67,7 +67,7 @@ class Cast:
         ops.cast_scaled(halves, 1.0 if header is None else header, values)
 
     def reduce(
-        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         header, encoded = self._split(chunk.row)
         scales: list[ops.Scale] = [scale] * len(rows)
@@ -87,7 +87,7 @@ class Cast:
         ops.reduce_rows(ops.Terms(chunk.values, rank, rows, scales, self._header_bytes), encoded, up, down)
 
     def sum(
-        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         headers = [None if r == rank else self._split(rows[r])[0] for r in range(len(rows))]
         scales = [scale if header is None else header * scale for header in headers]

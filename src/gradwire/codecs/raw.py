@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +19,7 @@ class Raw:
 
     in_place = True
     works_in = None
+    widens_on_cuda = False
     keeps_residual = False
     max_error = 0.0
     stochastic = False
@@ -45,14 +45,14 @@ class Raw:
             values.copy_(self._values(row))
 
     def reduce(
-        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, chunk: ops.Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         own = chunk.values
         ops.reduce_rows(ops.Terms(own, rank, rows, [scale] * len(rows)), encoded=own, up=1.0, down=1.0)
         self.encode(chunk)
 
     def sum(
-        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         assert self.dtype is not None, "resolve the codec for a bucket's dtype first"
         ops.sum_rows(ops.Terms(values, rank, rows, [scale] * len(rows)), self.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -40,9 +39,19 @@ class Rotated:
 
     in_place = False
     works_in = torch.float32
+    widens_on_cuda = False
     keeps_residual = False
     stochastic = True
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"rotated"})
+
+    @classmethod
+    def of(cls, worker_bits: int, owner_bits: int, block: int = 1024) -> Rotated:
+        """Return the codec for rows of ``worker_bits`` and sums of ``owner_bits``.
+
+        With 1 bit, a scale of the smallest error would make a value smaller by a third, so it is unbiased.
+        """
+        same = worker_bits == owner_bits != 1
+        return cls(owner_bits, block, None if same else worker_bits, unbiased=owner_bits == 1)
 
     def __post_init__(self) -> None:
         # Each raises if the options are not valid.
@@ -77,17 +86,17 @@ class Rotated:
         ops.decode_rotated(self.format, row, values, seed)
 
     def reduce(
-        self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
-        terms = RotatedRows(self.to_owner.format, rows, seeds or [ops.NO_SEED] * len(rows))
+        terms = RotatedRows(self.to_owner.format, rows, seed)
         ops.reduce_rotated(self.format, chunk, terms, rank, scale)
 
     def sum(
-        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seeds: Sequence[ops.Seed] = ()
+        self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         term, total = torch.empty_like(values), torch.zeros_like(values)
         for r in range(len(rows)):
             if r != rank:
-                self.to_owner.decode(rows[r], term, seeds[r])
+                self.to_owner.decode(rows[r], term, seed.of_rank(r))
             total.add_(values * scale if r == rank else term.mul_(scale))
         values.copy_(total)

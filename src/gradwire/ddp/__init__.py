@@ -3,40 +3,56 @@
 The averaging itself belongs to `averaging`; no other package but `ddp_comm_hooks` and adapters knows DDP.
 """
 
-from gradwire.ddp.attach_to_all import AttachedModel, Attachments, attach_to_all
+from gradwire.ddp.attach_to_all import AfterAttach, AttachedModel, Attachments, attach_to_all
+from gradwire.ddp.attached import Attached
 from gradwire.ddp.attaching import attach
-from gradwire.ddp.bridge import Bridge
+from gradwire.ddp.bridge import Bridge, queue_after_ddp
+from gradwire.ddp.bucket_order import BucketOrder, Position
+from gradwire.ddp.choice import Choice
 from gradwire.ddp.ddp_bucket import DDPBucket
-from gradwire.ddp.hook_info import HookInfo, hook_name, register_hook_info
+from gradwire.ddp.hook_info import Hook, HookInfo, hook_name, register_hook_info
 from gradwire.ddp.hook_slot import HookTaken
 from gradwire.ddp.models import (
     bucketed_parameters,
     claim_of,
     device_of,
     is_ddp,
+    num_bucketed,
     num_transient,
     resolve_for_model,
+    shared_parameters,
     trained_parameters,
     unwrap,
     wrap,
 )
 from gradwire.ddp.nonfinite import OnNonfinite
+from gradwire.ddp.options import Options
 from gradwire.ddp.raw_hooks import hook_with_bridge, open_raw_engine, open_raw_lane
 from gradwire.ddp.runner import Runner
+from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
 from gradwire.ddp.user_hooks import HookRunner, check_result, require_future
+from gradwire.ddp.verification import hash_of_parameters
 from gradwire.ddp.wire import Wire, attachment_of
 
 __all__ = [
+    "AfterAttach",
+    "Attached",
     "AttachedModel",
     "Attachments",
     "Bridge",
+    "BucketOrder",
+    "Choice",
     "DDPBucket",
+    "Hook",
     "HookInfo",
     "HookRunner",
     "HookTaken",
     "OnNonfinite",
+    "Options",
+    "Position",
     "Runner",
+    "StepChecks",
     "SteppingRunner",
     "Wire",
     "attach",
@@ -46,15 +62,19 @@ __all__ = [
     "check_result",
     "claim_of",
     "device_of",
+    "hash_of_parameters",
     "hook_name",
     "hook_with_bridge",
     "is_ddp",
+    "num_bucketed",
     "num_transient",
     "open_raw_engine",
     "open_raw_lane",
+    "queue_after_ddp",
     "register_hook_info",
     "require_future",
     "resolve_for_model",
+    "shared_parameters",
     "step_parameters",
     "trained_parameters",
     "unwrap",

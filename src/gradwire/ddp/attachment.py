@@ -1,29 +1,42 @@
-"""The parts behind a `Wire`: the model's slot, the bridge in it, and the choice of recipe or hook."""
+"""The parts behind a `Wire` on a DDP model: its slot, the bridge in it, and the choice of recipe or hook."""
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.averaging import Engine, RunState, gather_states
-from gradwire.buckets import Layouts
+from gradwire.averaging import checkpoint
+from gradwire.buckets import BucketLayout, Layouts
+from gradwire.ddp.attached import Attached
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.hook_slot import HookSlot
+from gradwire.ddp.models import (
+    bucketed_parameters,
+    claim_of,
+    device_of,
+    resolve_for_model,
+    trained_parameters,
+)
 from gradwire.ddp.runner import Runner
-from gradwire.peers import CollectiveCall
-from gradwire.torch_private import backward_pass
+from gradwire.ddp.tuned import Tuned
+from gradwire.recipes import Recipe, WirePlan, make_plan
+from gradwire.torch_private import is_joining
+from gradwire.tuning import Decision
 
 
-class Attachment:
-    """The parts that one `attach` has put together; internal to gradwire.
+class Attachment(Attached):
+    """The parts that one `attach` to a DDP model has put together; internal to gradwire.
 
-    With ``GRADWIRE_DISABLE`` the bridge is not in the slot, and its engine averages nothing.
+    With ``GRADWIRE_DISABLE`` the bridge is not in the slot.
     """
 
     def __init__(
@@ -40,72 +53,76 @@ class Attachment:
         # A wire may outlive its model. The group is kept weakly: torch keeps it until it is destroyed.
         group: dist.ProcessGroup = slot.model.process_group
         self._group = weakref.ref(group)
-        self.rank, self.world_size = group.rank(), group.size()
-        self.bridge = bridge
-        self.choice = choice
+        self._bridge = bridge
         self.layouts = layouts
-        self.is_disabled = is_disabled
-        # Kept here, since `wrap_runner` may put another runner around it.
-        self.engine = bridge.runner if isinstance(bridge.runner, Engine) else None
-        self._timeout = timeout
+        super().__init__(bridge, choice, group.rank(), group.size(), timeout, is_disabled=is_disabled)
+        if choice.recipe is not None:
+            self.use_tuner_of(choice.recipe)
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The model whose gradients are averaged."""
         return self.slot.model
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The model's process group; RuntimeError if it exists no more."""
         group = self._group()
         return self.model.process_group if group is None else group
 
     @property
-    def state(self) -> RunState:
-        """The state that a checkpoint holds; empty for a hook, which keeps its own."""
-        return RunState() if self.engine is None else self.engine.state
+    def device(self) -> torch.device:
+        return device_of(self.model)
 
     @property
     def is_attached(self) -> bool:
-        """True while this attachment averages the model's gradients."""
-        return self.slot.bridge is self.bridge
+        return self.slot.bridge is self._bridge
+
+    def resolve(self, recipe: Recipe) -> Recipe:
+        return resolve_for_model(recipe, self.model)
+
+    def claim(self, chosen: dict[str, str]) -> dict[str, str]:
+        return claim_of(self.model, chosen)
+
+    def seen_layouts(self) -> tuple[BucketLayout, ...]:
+        return self.layouts.current()
+
+    def plan(self, recipe: Recipe, step: int | None) -> WirePlan:
+        trained: list[Tensor] = list(trained_parameters(self.model).values())
+        buckets = self.layouts.current() or self.layouts.one_per_dtype(trained)
+        return make_plan(recipe, buckets, self.group.rank(), self.group.size(), step)
 
     @property
-    def checks_nonfinite(self) -> bool:
-        """True if ``on_nonfinite`` is ``"skip"`` or ``"raise"``."""
-        return self.bridge.checks.policy is not None
+    def tuned(self) -> Tuned | None:
+        return self._bridge.tuned
 
-    def call(self, method: str) -> CollectiveCall:
-        """Return a collective call of ``method`` over the model's group; RuntimeError after `detach`."""
-        if not (self.is_attached or self.is_disabled):
-            what = method.rpartition(".")[2]
-            raise RuntimeError(
-                f"rank {self.rank}: this wire is detached, and {what} would have no effect; "
-                "call it on the wire that gradwire.attach returned last"
-            )
-        return CollectiveCall(self.group, self._timeout, method)
+    def use_tuner_of(self, recipe: Recipe) -> None:
+        self._bridge.tuned = None
+        if recipe.tuning is None or self.engine is None or self.is_disabled:
+            return
+        model = weakref.ref(self.slot.model)  # weakly: the model's hook holds this
 
-    def save(self, *, gather: bool = False) -> dict[str, Any]:
-        """Return the state of this rank, or of all ranks; RuntimeError inside ``backward()``."""
-        if backward_pass() != -1:
-            raise RuntimeError(
-                f"rank {self.rank}: Wire.state_dict was called inside backward(), where some residuals are "
-                "those of this step and some are older; call it after backward() has returned"
-            )
-        state = self.state.save(self.choice.name, self.bridge.num_steps, self.rank, self.world_size)
-        return gather_states(state, self.group, self._timeout, "Wire.state_dict") if gather else state
+        def may_look() -> bool:
+            ddp = model()
+            # In join(), DDP then exchanges the used parameters on some ranks before this, on others after.
+            return ddp is not None and not (ddp.find_unused_parameters and is_joining(ddp))
 
-    def record_event(self, event: str, **details: str) -> None:
-        """Record an event at the current step."""
-        self.bridge.checks.record_event(event, self.bridge.num_steps, **details)
+        tuned = Tuned(recipe.tuning, self.engine, self.rank, self.world_size, may_look, self._record_decision)
+        tuned.load(None, self.bridge.num_steps, look_soon=False)
+        self._bridge.tuned = tuned
 
-    def detach(self) -> None:
-        """Leave the slot, and close the runner."""
-        if not self.is_disabled:
-            self.slot.leave(self.bridge)
-            self.bridge.runner.close()
-            self.record_event("detach")
-            self.bridge.checks.close()
+    def _record_decision(self, decision: Decision) -> None:
+        fields = {**dataclasses.asdict(decision), "event": "decision"}
+        self.bridge.checks.record_event(**fields)
+
+    def read(self, state: Mapping[str, Any]) -> checkpoint.Saved:
+        recipe = self.choice.recipe
+        seen = {slot.name for layout in self.layouts.current() for slot in layout.slots}
+        may_be = {n: p for n, p in bucketed_parameters(self.model).items() if not seen or n in seen}
+        must_be = seen or trained_parameters(self.model).keys()
+        reduction = "mean" if recipe is None else recipe.reduction
+        return checkpoint.read(state, may_be, must_be, self.group.rank(), self.group.size(), reduction)
+
+    def leave(self) -> None:
+        self.slot.leave(self._bridge)
 
     def is_on(self, model: DistributedDataParallel) -> bool:
         """Return True if this is the model's attachment."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import typing
-import weakref
+from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
-from gradwire.ddp.models import trained_parameters
+from gradwire.ddp.gradients import ModelGradients, local_gradient
 from gradwire.torch_private import largest_magnitudes
 
 OnNonfinite = Literal["propagate", "skip", "raise"]
@@ -25,13 +24,20 @@ def check_mode(mode: str) -> None:
 class NonfinitePolicy:
     """Check a model's averaged gradients after each backward pass.
 
-    Averaged gradients are the same on every rank, so each rank decides alone, and all decide alike.
+    Where averaged gradients are the same on every rank, each rank decides alone, and all decide alike.
+    Otherwise ranks ``agree``: that takes a flag for each parameter, and returns which are True on all ranks.
     """
 
-    def __init__(self, mode: OnNonfinite, ddp: DistributedDataParallel) -> None:
+    def __init__(
+        self,
+        mode: OnNonfinite,
+        gradients: ModelGradients,
+        agree: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.num_skipped = 0
         self._mode = mode
-        self._ddp = weakref.ref(ddp)  # weakly: the model's hook holds this
+        self._gradients = gradients
+        self._agree = agree
         self._pending: tuple[int, list[str], Tensor, torch.cuda.Event] | None = None
 
     def look(self, step: int) -> None:
@@ -40,25 +46,20 @@ class NonfinitePolicy:
         On CUDA, skipping waits for the device, since the decision is needed at once. Raising does not wait:
         the error comes after the next backward pass.
         """
-        ddp = self._ddp()
-        assert ddp is not None, "the model is gone"
-        # Parameters that DDP ignores differ between ranks, and would make ranks decide differently.
-        averaged = {
-            name: _values(p.grad) for name, p in trained_parameters(ddp).items() if p.grad is not None
-        }
-        named = {name: values for name, values in averaged.items() if values.numel()}
-        if not named:
+        trained = self._gradients.trained()
+        names, is_finite = self._finite(trained)
+        if self._agree is not None:
+            found = dict(zip(names, is_finite.unbind(), strict=True))
+            fine = torch.ones((), dtype=torch.bool, device=next(iter(trained.values())).device)
+            names, is_finite = list(trained), torch.stack([found.get(name, fine) for name in trained])
+            is_finite = self._agree(is_finite)
+        if not names:
             return
-        # The largest magnitude takes one pass over memory, and is NaN if any value is.
-        largest = largest_magnitudes(list(named.values()))
-        is_finite = torch.stack(largest).isfinite()  # stack promotes to the widest dtype
         if self._mode == "skip":
             if not bool(is_finite.all()):
                 self.num_skipped += 1
-                for parameter in ddp.module.parameters():
-                    parameter.grad = None
+                self._gradients.clear()
             return
-        names = list(named)
         if not is_finite.is_cuda:
             _raise_unless_finite(step, names, is_finite)
             return
@@ -68,6 +69,17 @@ class NonfinitePolicy:
         if before is not None:
             before[-1].synchronize()  # no wait in practice: a whole step lies between
             _raise_unless_finite(*before[:-1])
+
+    def _finite(self, trained: dict[str, nn.Parameter]) -> tuple[list[str], Tensor]:
+        """Return the parameters that have gradients, and which of these are finite."""
+        local = {name: local_gradient(parameter) for name, parameter in trained.items()}
+        averaged = {name: _values(grad) for name, grad in local.items() if grad is not None}
+        named = {name: values for name, values in averaged.items() if values.numel()}
+        if not named:
+            return [], torch.ones(0, dtype=torch.bool)
+        # The largest magnitude takes one pass over memory, and is NaN if any value is.
+        largest = largest_magnitudes(list(named.values()))
+        return list(named), torch.stack(largest).isfinite()  # stack promotes to the widest dtype
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.buckets import Layouts, LossScale
+from gradwire.buckets import LossScale
+from gradwire.ddp.gradients import ModelGradients
 from gradwire.ddp.nonfinite import NonfinitePolicy, OnNonfinite, check_mode
 from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.verification import Verification, check_interval
 from gradwire.recipes import Recipe, require_averaging
-from gradwire.telemetry import Meter, Recorder, Telemetry
+from gradwire.telemetry import HasLayouts, Meter, Recorder, Telemetry
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,26 @@ class Options:
         if self.telemetry is not None:
             self.telemetry.check_file(rank)
 
-    def checks(self, ddp: DistributedDataParallel, layouts: Layouts, meter: Meter | None) -> StepChecks:
-        """Return the checks and records of each backward pass; opens this rank's telemetry file."""
-        policy = None if self.on_nonfinite == "propagate" else NonfinitePolicy(self.on_nonfinite, ddp)
-        verification = Verification(self.verify_every, ddp) if self.verify_every else None
-        rank, recorder = ddp.process_group.rank(), None
+    def checks(
+        self,
+        gradients: ModelGradients,
+        rank: int,
+        layouts: HasLayouts,
+        meter: Meter | None,
+        *,
+        may_compare: Callable[[], bool] = lambda: True,
+        agree: Callable[[Tensor], Tensor] | None = None,
+    ) -> StepChecks:
+        """Return the checks and records of each backward pass; opens this rank's telemetry file.
+
+        ``agree`` combines flags over ranks whose gradients differ, as for `NonfinitePolicy`; gradients are
+        only verified when they ``may_compare``.
+        """
+        policy = verification = recorder = None
+        if self.on_nonfinite != "propagate":
+            policy = NonfinitePolicy(self.on_nonfinite, gradients, agree)
+        if self.verify_every:
+            verification = Verification(self.verify_every, gradients, may_compare)
         if self.telemetry is not None:
             recorder = Recorder(self.telemetry, rank, layouts, meter)
         return StepChecks(policy, verification, recorder)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
 from gradwire.ddp.nonfinite import NonfinitePolicy
 from gradwire.ddp.runner import Runner
-from gradwire.ddp.verification import Verification, compare
+from gradwire.ddp.verification import Verification
 from gradwire.errors import Place, WireError
 from gradwire.peers import Group
 from gradwire.telemetry import ParameterStats, Recorder
+
+log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,16 @@ class StepChecks:
         """The errors of the last step that telemetry measured, parameter by parameter."""
         return () if self.recorder is None else self.recorder.parameters
 
-    def finish_step(self, runner: Runner, place: Place, device: torch.device) -> None:
-        """Check the gradients that a backward pass has averaged, and record the step."""
+    def finish_step(
+        self, runner: Runner, place: Place, device: torch.device, *, is_verified: bool = False
+    ) -> None:
+        """Check the gradients that a backward pass has averaged, and record the step.
+
+        With ``is_verified``, `verify` has been called before.
+        """
         try:
-            self.verify(runner, place, device, shadow=False)
+            if not is_verified:
+                self.verify(runner, place, device, shadow=False)
             if self.policy is not None:
                 self.policy.look(place.step)
         except (FloatingPointError, WireError) as error:
@@ -44,20 +53,32 @@ class StepChecks:
         if self.recorder is not None:
             self.recorder.end_step(place.step, runner.stats, self.num_skipped)
 
+    def verifies(self, step: int) -> bool:
+        """Return True if gradients are compared with other ranks' after this step."""
+        return self.verification is not None and self.verification.is_due(step)
+
     def verify(self, runner: Runner, place: Place, device: torch.device, *, shadow: bool) -> None:
-        """Compare the gradients with the other ranks', if this step is due."""
-        if self.verification is None or not self.verification.is_due(place.step):
+        """Compare gradients and parameters with the other ranks', if this step is due."""
+        verification = self.verification
+        if verification is None:
             return
-        own, everyone = self.verification.hashes(shadow=shadow), []
+        verification.conclude()
+        if not verification.is_due(place.step):
+            return
+        own, found = verification.hashes(shadow=shadow), []
 
         def work(group: Group, device: torch.device) -> None:
-            everyone.extend(compare(own, group, device))
+            try:
+                verification.compare(own, place.step, place.rank, group, device)
+            except WireError as error:
+                found.append(error)  # no failure of the wire, which goes on
 
         runner.run_collective(work, place, device)
         if runner.failure is not None:
             self.record_failure(place.step, runner.failure)
             raise runner.failure.with_traceback(None)
-        self.verification.conclude(place.step, place.rank, everyone)
+        if found:
+            raise found[0]
 
     def record_event(self, event: str, step: int, **details: object) -> None:
         """Record an event."""
@@ -70,6 +91,11 @@ class StepChecks:
             self.recorder.write_failure(step, error)
 
     def close(self) -> None:
-        """Close the recorder's file."""
+        """Close the recorder's file; log a difference that the last step may have left to find."""
+        try:
+            if self.verification is not None:
+                self.verification.conclude()
+        except WireError as error:
+            log.error("%s", error)
         if self.recorder is not None:
             self.recorder.close()

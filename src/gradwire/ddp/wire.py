@@ -6,38 +6,34 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
+from torch import nn
 
 from gradwire.averaging import checkpoint
 from gradwire.buckets import BucketLayout
+from gradwire.ddp.attached import Attached
 from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.hook_info import Hook
-from gradwire.ddp.models import (
-    bucketed_parameters,
-    claim_of,
-    device_of,
-    resolve_for_model,
-    trained_parameters,
-)
 from gradwire.errors import WireError
 from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
-from gradwire.recipes import (
-    Recipe,
-    WirePlan,
-    agree_on_nodes,
-    kernels_of,
-    make_plan,
-    require_averaging,
-)
+from gradwire.recipes import Recipe, WirePlan, agree_on_nodes, kernels_of, require_averaging
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.telemetry import WireStats
+from gradwire.tuning import Decision, decision_table, read_state
 
 
 class Wire:
-    """The attachment of a recipe or hook to a model: read it with `stats`, end it with `detach`."""
+    """The attachment of a recipe or hook to a model: read it with `stats`, end it with `detach`.
 
-    def __init__(self, attachment: Attachment) -> None:
+    >>> wire = gradwire.attach(model, "int8")
+    >>> wire.swap("int4")
+    >>> wire.recipe.name, wire.attached
+    ('int4', True)
+    >>> wire.detach()
+    """
+
+    def __init__(self, attachment: Attached) -> None:
         self._attachment = attachment
         self._first_step = 0  # the bridge counts all steps of the run, this wire only its own
 
@@ -47,9 +43,14 @@ class Wire:
         return self._attachment.choice.recipe_or_hook
 
     @property
-    def model(self) -> DistributedDataParallel:
+    def model(self) -> nn.Module:
         """The model whose gradients this wire averages."""
         return self._attachment.model
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that exchange by the recipe."""
+        return self._attachment.group
 
     @property
     def attached(self) -> bool:
@@ -59,7 +60,7 @@ class Wire:
     @property
     def failure(self) -> WireError | None:
         """The first error of any rank, if there was one."""
-        return self._attachment.bridge.runner.failure
+        return self._attachment.failure
 
     def stats(self) -> WireStats:
         """Return bytes, messages, and times of waiting and working: in total, per step and per bucket."""
@@ -83,24 +84,30 @@ class Wire:
 
         Raises TypeError for a hook, whose messages cannot be known.
         """
-        recipe, group = self._attachment.choice.recipe, self._attachment.group
+        recipe = self._attachment.current_recipe
         if recipe is None:
             raise TypeError(
                 f"the hook {self._attachment.choice.name} has no plan, since what it sends cannot be known; "
                 "attach a recipe"
             )
-        layouts = self._attachment.layouts
-        buckets = layouts.current() or layouts.one_per_dtype(list(trained_parameters(self.model).values()))
-        plan = make_plan(recipe, buckets, group.rank(), group.size(), step)
+        plan = self._attachment.plan(recipe, step)
         if not self._attachment.is_disabled:
             return plan
         return replace(
             plan, note="GRADWIRE_DISABLE is set: DDP averages by itself, and nothing of this is sent"
         )
 
+    def decisions(self) -> tuple[Decision, ...]:
+        """Return the decisions of recipe ``auto`` so far, the same on every rank; ``print(wire)`` shows them.
+
+        Empty for other recipes.
+        """
+        tuned = self._attachment.tuned
+        return () if tuned is None else tuned.decisions
+
     def layout(self) -> tuple[BucketLayout, ...]:
         """Return the layouts of the buckets seen so far."""
-        return self._attachment.layouts.current()
+        return self._attachment.seen_layouts()
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return what this rank needs to resume bit for bit: residuals, the step count, the layouts in use.
@@ -143,16 +150,21 @@ class Wire:
         """
         own = self._attachment
         with own.call("Wire.load_state_dict") as call:
-            saved = self._read(state)
+            saved = own.read(state)
             claim = {"the saved step": str(saved.step), "the saved layout": str(saved.timeline)}
             claim["the saved loss scale"] = str(saved.loss_scale)
-            call.agree({**claim, **claim_of(self.model, own.choice.fingerprint)})
+            policy = None if own.tuned is None or not saved.tuning else read_state(saved.tuning)
+            claim["the saved tuning"] = saved.tuning or "none"
+            call.agree({**claim, **own.claim(own.choice.fingerprint)})
         if own.is_disabled:
             return
         self._first_step += saved.step - own.bridge.num_steps
         own.bridge.num_steps = saved.step
         if own.engine is not None:
-            own.engine.state.load(saved, device_of(self.model))
+            own.engine.state.load(saved, own.device)
+        if own.tuned is not None:
+            changed = saved.world_size != own.world_size
+            own.tuned.load(policy, saved.step, look_soon=changed)
         own.record_event("load", saved_by=saved.recipe)
 
     def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:
@@ -172,8 +184,8 @@ class Wire:
             dcp.load(saved, checkpoint_id=path)
             wire.load_state_dict(saved["wire"])
         """
-        group = self._attachment.group
-        return checkpoint.template(metadata.state_dict_metadata, key, group.rank(), group.size())
+        own = self._attachment
+        return checkpoint.template(metadata.state_dict_metadata, key, own.rank, own.world_size)
 
     def swap(self, recipe: str | Recipe) -> None:
         """Average by another recipe from the next step on; collective, between steps.
@@ -194,18 +206,19 @@ class Wire:
         if own.choice.recipe is None:
             raise TypeError(f"this wire runs a hook, {own.choice.name}; detach it, and attach the recipe")
         with own.call("Wire.swap") as call:
-            chosen = resolve_for_model(parse_recipe(recipe), self.model)
+            chosen = own.resolve(parse_recipe(recipe))
             if own.bridge.checks.policy or own.bridge.checks.verification:
                 require_averaging(chosen, "on_nonfinite= and verify_every= do not work with it")
-            warm_up(device_of(self.model), kernels_of(chosen, own.group))
+            warm_up(own.device, kernels_of(chosen, own.group))
             choice = own.choice.with_recipe(chosen)
-            claim = {"the step": str(own.bridge.num_steps), **claim_of(self.model, choice.fingerprint)}
+            claim = {"the step": str(own.bridge.num_steps), **own.claim(choice.fingerprint)}
             chosen = agree_on_nodes(chosen, call, claim)
         if own.engine is not None and not own.is_disabled:
-            group, device = own.group, device_of(self.model)
+            group, device = own.group, own.device
             own.engine.swap(chosen, lambda: open_lane(group, device, call.rendezvous))
         own.record_event("swap", recipe=str(chosen), before=own.choice.name)
         own.choice = own.choice.with_recipe(chosen)
+        own.use_tuner_of(chosen)
 
     def detach(self) -> None:
         """Return the model to plain averaging, and end the lane.
@@ -221,19 +234,15 @@ class Wire:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
+    def __str__(self) -> str:
+        decisions = self.decisions()
+        return f"{self!r}\n{decision_table(decisions)}" if decisions else repr(self)
+
     def __repr__(self) -> str:
         return f"<Wire {self._attachment.choice.name}, {'attached' if self.attached else 'detached'}>"
 
-    def _read(self, state: Mapping[str, Any]) -> checkpoint.Saved:
-        """Check a state against the model and return it; ValueError says what does not fit."""
-        recipe, group = self._attachment.choice.recipe, self._attachment.group
-        seen = {slot.name for layout in self.layout() for slot in layout.slots}
-        may_be = {n: p for n, p in bucketed_parameters(self.model).items() if not seen or n in seen}
-        must_be = seen or trained_parameters(self.model).keys()
-        reduction = "mean" if recipe is None else recipe.reduction
-        return checkpoint.read(state, may_be, must_be, group.rank(), group.size(), reduction)
-
 
 def attachment_of(wire: Wire) -> Attachment:
-    """Return the attachment behind a wire; internal to gradwire."""
+    """Return the attachment behind a wire on a DDP model; internal to gradwire."""
+    assert isinstance(wire._attachment, Attachment), "this wire is not on a DDP model"
     return wire._attachment

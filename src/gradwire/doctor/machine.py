@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import resource
@@ -147,9 +146,6 @@ def _tools() -> Iterator[Finding]:
         yield Finding("tools", "note", "not root: slow networks cannot be simulated", advice)
     else:
         yield Finding("tools", "ok", "iproute2 and root: `gradwire lab` can simulate slow networks")
-    if importlib.util.find_spec("plotly") is None:
-        advice = "pip install 'gradwire[report]'"
-        yield Finding("tools", "note", "no plotly: reports have no HTML page", advice)
 
 
 def _limits() -> Iterator[Finding]:

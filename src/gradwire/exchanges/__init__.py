@@ -8,6 +8,7 @@ from gradwire.exchanges.exchange import Exchange, average
 from gradwire.exchanges.hierarchical import Hierarchical
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.low_rank import LowRank
+from gradwire.exchanges.mixed import Mixed
 from gradwire.exchanges.noop import Noop
 from gradwire.exchanges.rounds import Rounds, run_rounds
 from gradwire.exchanges.route import Route
@@ -26,6 +27,7 @@ __all__ = [
     "Hierarchical",
     "Links",
     "LowRank",
+    "Mixed",
     "Noop",
     "Rounds",
     "Route",

@@ -88,7 +88,9 @@ class Hierarchical:
         wide = self._node_dtype(dtype)
         codec, parts = self.codec.resolve(wide), bounds_of(numel, self.local_size)
         within = two_shot_bytes(Raw(wide), numel, self.local_size)
-        if self.encodes_within and not codec.in_place:
+        if self.encodes_within and num_nodes == 1:
+            within = two_shot_bytes(codec, numel, self.local_size)
+        elif self.encodes_within and not codec.in_place:
             within = _encoded_bytes(codec, [end - start for start, end in parts], num_nodes)
         across = [two_shot_bytes(codec, end - start, num_nodes) for start, end in parts]
         ranks = [divmod(rank, self.local_size) for rank in range(world_size)]
@@ -102,6 +104,9 @@ class Hierarchical:
         node, index = divmod(group.rank, self.local_size)
         within = Subgroup(group, range(node * self.local_size, (node + 1) * self.local_size))
         across = Subgroup(group, range(index, group.size, self.local_size))
+        if self.encodes_within and across.size == 1:
+            self.between.average(values, residual, replace(context, group=within))
+            return
         if self.encodes_within and not self.codec.resolve(values.dtype).in_place:
             sum_over_grid(self.between.sum_of(values, residual, context), context, within, across)
             return

@@ -36,6 +36,18 @@ def run_rounds(rounds: Iterable[Rounds], context: Context) -> None:
             each.close()  # runs its finally blocks, which restore residuals
 
 
+def side_by_side(rounds: Iterable[Rounds]) -> Rounds:
+    """Advance several exchanges of one bucket together; each round has the sums of all of them."""
+    running = list(rounds)
+    try:
+        while asked := [(each, round_) for each in running if (round_ := next(each, None)) is not None]:
+            running = [each for each, _ in asked]
+            yield tuple(each for _, round_ in asked for each in round_)
+    finally:
+        for each in running:
+            each.close()
+
+
 def _sum_round(sums: list[Sum], context: Context) -> None:
     """Take the sums of one round: encoded ones in one message, exact ones in one message per dtype."""
     encoded = [each for each in sums if each.codec is not None]

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.scratch import Scratch
-from gradwire.ops import Chunk, Seed
+from gradwire.ops import NO_SEED, Chunk, Seed
 from gradwire.peers import Group
 
 # Chunks start at multiples of this many values, rows and segments at multiples of this many bytes, so that
@@ -35,7 +35,11 @@ class Seeds:
 
     def of(self, rank: int, chunk: int) -> Seed:
         """Return the seed of the row in which ``rank`` encodes a chunk."""
-        return Seed.of(self.seed, rank, self.step, self.index, chunk)
+        return self.of_chunk(chunk).of_rank(rank)
+
+    def of_chunk(self, chunk: int) -> Seed:
+        """Return the seed that those of all ranks follow from."""
+        return Seed.of(self.seed, self.step, self.index, chunk)
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,12 @@ class Scatter:
             messages.send(peer, self._rows[peer])
         messages.finish()
 
-    def terms(self, number: int) -> tuple[Tensor, Sequence[Seed]]:
-        """Return the rows that have arrived for one of the sums, and the seeds of their senders."""
-        segment, group = self._segments[number], self._group
+    def terms(self, number: int) -> tuple[Tensor, Seed]:
+        """Return the rows that have arrived for one of the sums, and the seed that theirs follow from."""
+        segment = self._segments[number]
         begin, end = segment.place
         rows = self._arriving[:, begin : begin + aligned(end - begin)]
-        if segment.seeds is None:
-            return rows, ()
-        return rows, [segment.seeds.of(rank, group.rank) for rank in range(group.size)]
+        return rows, NO_SEED if segment.seeds is None else segment.seeds.of_chunk(self._group.rank)
 
 
 def sum_scattered(sums: Sequence[Sum], context: Context) -> None:
@@ -119,8 +121,8 @@ def sum_scattered(sums: Sequence[Sum], context: Context) -> None:
     for number, each in enumerate(sums):
         start, end = each.bounds(context.group.size)[rank]
         if start < end:
-            rows, seeds = scatter.terms(number)
-            each.used_codec.sum(each.values[start:end], rows, rank, context.scale, seeds)
+            rows, seed = scatter.terms(number)
+            each.used_codec.sum(each.values[start:end], rows, rank, context.scale, seed)
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,11 @@ def row_layouts(sums: Sequence[Sum], codecs: Sequence[Codec], num_ranks: int) ->
         (codec, each.values.numel(), each.is_scattered) for each, codec in zip(sums, codecs, strict=True)
     )
     return _row_layouts(tuple(shapes), num_ranks)
+
+
+def layouts_of(shapes: Sequence[tuple[Codec, int]], num_ranks: int) -> Layouts:
+    """Return the layouts of rows with a segment for each codec and number of values."""
+    return _row_layouts(tuple((codec, numel, False) for codec, numel in shapes), num_ranks)
 
 
 @functools.lru_cache(_NUM_KEPT)

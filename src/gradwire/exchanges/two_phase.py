@@ -16,6 +16,7 @@ from gradwire.exchanges.scatter import (
     aligned_rows,
     bounds_of,
     chunks_of,
+    layouts_of,
     peers_of,
     row_layouts,
     row_sizes,
@@ -64,8 +65,8 @@ class TwoPhaseReduce:
         """Leave the sum of every chunk r on rank r: in its chunk r, and encoded in its row r."""
         self._scatter.run()
         for number, share in enumerate(self._shares):
-            rows, seeds = self._scatter.terms(number)
-            share.reduce(rows, self._group.rank, self._scale, seeds)
+            rows, seed = self._scatter.terms(number)
+            share.reduce(rows, self._group.rank, self._scale, seed)
 
     def gather(self) -> None:
         """Send every rank the encoded sums of all others, and decode them."""
@@ -88,12 +89,12 @@ class _Share:
     chunks: Sequence[Chunk]
     seeds: Seeds | None
 
-    def reduce(self, rows: Tensor, rank: int, scale: Scale, seeds: Sequence[Seed]) -> None:
+    def reduce(self, rows: Tensor, rank: int, scale: Scale, seed: Seed) -> None:
         """Sum this rank's chunk, of which the others' parts have arrived."""
         chunk = self.chunks[rank]
         if chunk.row.numel():
             seeded = chunk if self.seeds is None else replace(chunk, seed=self._seed(rank))
-            self.codec.reduce(seeded, rows, rank, scale, seeds)
+            self.codec.reduce(seeded, rows, rank, scale, seed)
 
     def decode(self, peer: int) -> None:
         chunk = self.chunks[peer]
@@ -122,6 +123,25 @@ def two_shot_bytes(codec: Codec, numel: int, world_size: int) -> list[int]:
     bounds = bounds_of(numel, world_size)
     sent, summed = (
         [each.wire_bytes(end - start) for start, end in bounds] for each in (codec.to_owner, codec)
+    )
+    total = sum(sent)
+    return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]
+
+
+def shared_two_shot_bytes(shapes: Sequence[tuple[Codec, int]], world_size: int) -> list[int]:
+    """Return the exact bytes that each rank sends for sums that share their messages.
+
+    ``shapes`` holds the codec and the number of values of each sum.
+    """
+    if not shapes or world_size == 1:
+        return [0] * world_size
+    sent, summed = (
+        row_sizes(
+            layouts_of(
+                [(codec.to_owner if to_owner else codec, numel) for codec, numel in shapes], world_size
+            )
+        )
+        for to_owner in (True, False)
     )
     total = sum(sent)
     return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]

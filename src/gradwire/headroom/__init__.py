@@ -21,11 +21,11 @@ from gradwire.headroom.json_fields import (
 )
 from gradwire.headroom.measure import measure_here, measure_steps, measure_under_torchrun
 from gradwire.headroom.record_json import read_records, write_records
-from gradwire.headroom.records import ALLREDUCE, NOOP, Machine, Record, Row
+from gradwire.headroom.records import ALLREDUCE, NOOP, Machine, Proposal, Record, Row
 from gradwire.headroom.script_launchers import ScriptFailed
 from gradwire.headroom.scripts import measure_script
 from gradwire.headroom.tables import COLUMNS, record_notes, row_cells, step_table
-from gradwire.headroom.verdict import give_verdict, recommend
+from gradwire.headroom.verdict import describe_proposal, give_verdict, recommend
 from gradwire.headroom.workloads import ModelFactory, Workload, format_count
 
 __all__ = [
@@ -35,10 +35,12 @@ __all__ = [
     "Benchmark",
     "Machine",
     "ModelFactory",
+    "Proposal",
     "Record",
     "Row",
     "ScriptFailed",
     "Workload",
+    "describe_proposal",
     "format_count",
     "give_verdict",
     "measure_here",

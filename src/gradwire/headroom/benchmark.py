@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 import gradwire
+from gradwire.headroom.records import Proposal
 from gradwire.headroom.workloads import Buildable, Workload
 
 OnProgress = Callable[[int, int], None]
@@ -43,6 +44,8 @@ class Benchmark:
     """Bucket size to try with plain DDP and the best recipe as well; None to try no other."""
     device: str = "cpu"
     """``"cuda"`` runs the ranks on the machine's GPUs, over NCCL; ranks may share a GPU."""
+    budget: float | None = None
+    """The budget of recipe ``auto``, to say what it would send; None to leave that out."""
 
     def __post_init__(self) -> None:
         if self.num_steps is not None and self.num_steps < 1:
@@ -55,6 +58,8 @@ class Benchmark:
             raise ValueError(f"the device must be cpu or cuda, not {self.device!r}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("torch sees no CUDA device here: use the device cpu")
+        if self.budget is not None:
+            gradwire.recipe(f"auto:budget={self.budget:g}")  # raises ValueError for what is no budget
         object.__setattr__(self, "recipes", tuple(map(gradwire.recipe, self.recipes)))
 
     @property
@@ -102,3 +107,5 @@ class RankResult:
     device: str
     num_parameters: int
     gradient_bytes: int
+    proposal: Proposal | None = None
+    """The choice of recipe ``auto``; None if it was not asked for."""

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import gradwire
 from gradwire.headroom.benchmark import Benchmark, OnProgress, RankResult, Variant
 from gradwire.headroom.devices import largest_of_ranks
-from gradwire.headroom.records import ring_bytes
+from gradwire.headroom.proposals import propose_encodings
+from gradwire.headroom.records import Proposal, ring_bytes
 from gradwire.headroom.timed_models import TimedModel, TimedModelFactory, gradient_bytes, relative_error
 from gradwire.headroom.verdict import best_of, keeps_gradients
 from gradwire.ranks import time_limit
@@ -131,7 +132,7 @@ class _BenchmarkRun:
 
     def _finish(self) -> RankResult:
         device = self._factory.device
-        parameters = self._plain.model.parameters()
+        parameters, proposal = self._plain.model.parameters(), self._propose()
         return RankResult(
             measurements=tuple(model.finish() for model in self._models),
             num_threads=torch.get_num_threads(),
@@ -139,4 +140,13 @@ class _BenchmarkRun:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             num_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             gradient_bytes=gradient_bytes(self._plain.model),
+            proposal=proposal,
         )
+
+    def _propose(self) -> Proposal | None:
+        """Return what ``auto`` would send, from gradients that are not averaged: those of noop."""
+        budget = self._benchmark.budget
+        (idle,) = (model for model in self._models if model.variant.recipe == gradwire.noop())
+        if budget is None or dist.get_world_size() == 1 or idle.wire is None:
+            return None
+        return propose_encodings(idle.wire, self._factory.group, budget)

@@ -125,6 +125,7 @@ def _to_record(
         num_parameters=first.num_parameters,
         gradient_bytes=first.gradient_bytes,
         rows=tuple(noop_last),
+        proposal=first.proposal,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire.headroom.json_fields import parse_json, read_field, read_number, read_text, read_whole
-from gradwire.headroom.records import Machine, Record, Row
+from gradwire.headroom.records import Machine, Proposal, Record, Row
 from gradwire.headroom.verdict import give_verdict, recommend
 
 SCHEMA_VERSION = 2
@@ -99,6 +99,24 @@ def _read_record(data: object) -> Record:
         gradient_bytes=read_whole(data, "gradient_bytes", 1, _MAX_BYTES),
         rows=tuple(map(_read_row, rows)),
         delay=read_text(data, "delay", None),
+        proposal=_read_proposal(data),
+    )
+
+
+def _read_proposal(data: object) -> Proposal | None:
+    """Return what ``auto`` would send; None if the record does not say."""
+    if not isinstance(data, dict) or data.get("proposal") is None:
+        return None
+    found = read_field(data, "proposal", dict)
+    counts = read_field(found, "counts", list)
+    for pair in counts:
+        if not (isinstance(pair, list) and [type(each) for each in pair] == [str, int]):
+            raise ValueError("'counts' must be a list of encodings and numbers of parameters")
+    return Proposal(
+        read_text(found, "recipe"),
+        read_whole(found, "bytes_per_step", 0, _MAX_BYTES),
+        read_number(found, "error", 0, _MAX_ERROR, None),
+        tuple((read_text({"encoding": name}, "encoding"), count) for name, count in counts),
     )
 
 

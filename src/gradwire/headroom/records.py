@@ -104,6 +104,20 @@ def _cpu_name() -> str:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """The encodings that recipe ``auto`` would choose, on a link where only bytes count."""
+
+    recipe: str
+    """``auto`` with its options."""
+    bytes_per_step: int
+    """Bytes that the busiest rank would send in a step."""
+    error: float | None
+    """Relative error of the averaged gradient; None if the gradient is zero."""
+    counts: tuple[tuple[str, int], ...]
+    """The number of parameters of each encoding."""
+
+
+@dataclass(frozen=True)
 class Record:
     """One measurement. Raises ValueError if its rows do not belong together or a baseline is missing."""
 
@@ -132,6 +146,8 @@ class Record:
     rows: tuple[Row, ...]
     delay: str | None = None
     """The time from host to host in the lab; None for the network as it is."""
+    proposal: Proposal | None = None
+    """The choice of recipe ``auto``; None if nobody asked for it."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

@@ -41,8 +41,8 @@ class TimedModel:
         self.times_s: list[float] = []
         """Times of the measured steps on this rank."""
         self.model = wrap(built.model, bucket_cap_mb=variant.bucket_mb, process_group=group)
-        self._wire = None if variant.recipe is None else gradwire.attach(self.model, variant.recipe)
-        if self._wire is not None and not self._wire.attached:
+        self.wire = None if variant.recipe is None else gradwire.attach(self.model, variant.recipe)
+        if self.wire is not None and not self.wire.attached:
             raise RuntimeError(
                 f"{variant.recipe} was not attached, so it cannot be measured: unset GRADWIRE_DISABLE"
             )
@@ -72,22 +72,22 @@ class TimedModel:
         """Detach the recipe and return everything that was measured."""
         num_bytes, num_messages = self._sent_per_step()
         wait_ms = work_ms = None
-        if self._wire is not None:
+        if self.wire is not None:
             # DDP makes its final buckets in the first two steps.
-            steps = self._wire.stats().steps[2:]
+            steps = self.wire.stats().steps[2:]
             wait_ms = _median([_total([bucket.wait_ms for bucket in step.buckets]) for step in steps])
             work_ms = _median([_total([bucket.work_ms for bucket in step.buckets]) for step in steps])
-            self._wire.detach()
+            self.wire.detach()
         return Measurement(
             self.variant, tuple(self.times_s), num_bytes, num_messages, wait_ms, work_ms, self.gradient_error
         )
 
     def _sent_per_step(self) -> tuple[int | None, int | None]:
         """Return the bytes and the messages that this rank sends in a step; None if unknown."""
-        if self._wire is None:
+        if self.wire is None:
             return None, None
         # The mean of two steps: a recipe may send one thing in even steps and another in odd ones.
-        last = self._wire.stats().steps[-2:]
+        last = self.wire.stats().steps[-2:]
         buckets = [bucket for step in last for bucket in step.buckets]
         totals = _total([b.bytes_sent for b in buckets]), _total([b.num_messages for b in buckets])
         num_bytes, num_messages = (None if total is None else total // len(last) for total in totals)

@@ -20,6 +20,10 @@ _MAX_PAIRS = 100
 # Four bits have an error of 0.1, send an eighth, and train as fp32 does. One bit and low rank do not always
 # (docs/fidelity.md), however close they come to the gradients of one batch.
 _MAX_ERROR = 0.2
+# If a step with the best recipe takes four times as long as one without communication, the verdict names the
+# outer loop. Its period is such that averaging adds at most a tenth.
+_MUCH_WAITING = 3.0
+_LITTLE_WAITING = 0.1
 _MIN_BYTES = 0.1
 
 
@@ -31,6 +35,20 @@ def recommend(record: Record) -> Row | None:
     shown = not _may_be_chance(record, record.noop) and not _may_be_chance(record, best)
     shown = shown and _beyond_possible(record) is None
     return best if shown and record.gain(best) >= _WORTHWHILE_GAIN else None
+
+
+def describe_proposal(record: Record) -> str:
+    """Say what recipe ``auto`` would send; an empty text if the record does not know."""
+    found = record.proposal
+    if found is None:
+        return ""
+    chosen = ", ".join(f"{encoding} for {count}" for encoding, count in found.counts)
+    plain = record.allreduce.bytes_per_step
+    share = f", 1/{plain / found.bytes_per_step:.1f} of plain DDP's" if plain and found.bytes_per_step else ""
+    error = "" if found.error is None else f", with an error of {found.error:.2g}"
+    return (
+        f"{found.recipe} would send {found.bytes_per_step:,} bytes a step{share}{error}: {chosen} parameters."
+    )
 
 
 def give_verdict(record: Record) -> str:
@@ -63,7 +81,8 @@ def give_verdict(record: Record) -> str:
         )
     opening += f"; without it a step would be {most:.2f}x as fast, which is the most any recipe could gain."
     best = _best(record)
-    said = [opening, _judge(record, best), _judge_buckets(record, best), _judge_coarser(record, best)]
+    said = [opening, _judge(record, best), _judge_buckets(record, best)]
+    said += [_judge_outer_loop(record, best), _judge_coarser(record, best)]
     return " ".join(filter(None, said))
 
 
@@ -143,6 +162,20 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
     gain = f"{record.gain(fastest):.2f}x"
     how = f"makes it {gain} as fast" if best is None else f"is faster still, {gain}"
     return f"{_describe(record, fastest)} {how}, but coarse{off}: check first that your model learns with it."
+
+
+def _judge_outer_loop(record: Record, best: Row | None) -> str:
+    """Name the outer loop, and the period at which it hardly costs time, if even the best recipe waits."""
+    used = best if best is not None and record.gain(best) > 1 else record.allreduce
+    waiting_ms = used.step_ms - record.noop.step_ms
+    if waiting_ms <= _MUCH_WAITING * record.noop.step_ms:
+        return ""
+    period = math.ceil(waiting_ms / (_LITTLE_WAITING * record.noop.step_ms))
+    return (
+        f"Even so, a step takes {used.step_ms / record.noop.step_ms:.1f}x as long as without communication: "
+        f"averaging parameters every {period} steps instead, with gradwire.LocalSGD, would take at most "
+        f"{1 + _LITTLE_WAITING:.1f}x. See docs/local_sgd.md for what that does to the loss."
+    )
 
 
 def _beyond_possible(record: Record) -> Row | None:

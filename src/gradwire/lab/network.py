@@ -90,18 +90,23 @@ class Lab:
         with self._hosts[host].inside():
             yield
 
-    def environment(self, host: int) -> dict[str, str]:
-        """Return the variables that torchrun would set on a host, with one rank per host."""
+    def environment(self, host: int, local_rank: int = 0, ranks_per_host: int = 1) -> dict[str, str]:
+        """Return the variables that torchrun would set for a rank on a host."""
         self._check(host)
-        here, size, address = str(host), str(self.num_hosts), self.address(0)
+        rank, size = host * ranks_per_host + local_rank, self.num_hosts * ranks_per_host
         return {
             **rank_environment(
-                host, self.num_hosts, local_rank=0, local_world_size=1, address=address, port=MASTER_PORT
+                rank,
+                size,
+                local_rank=local_rank,
+                local_world_size=ranks_per_host,
+                address=self.address(0),
+                port=MASTER_PORT,
             ),
-            "GROUP_RANK": here,
-            "GROUP_WORLD_SIZE": size,
-            "ROLE_RANK": here,
-            "ROLE_WORLD_SIZE": size,
+            "GROUP_RANK": str(host),
+            "GROUP_WORLD_SIZE": str(self.num_hosts),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(size),
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
@@ -142,6 +147,15 @@ class Lab:
         finally:
             terminate_all(processes, _GRACE_S)
         return 0 if failure is None else failure.shell_code
+
+    def set_rate(self, rate: str) -> None:
+        """Change the rate of every link, also while commands run.
+
+        Raises ValueError for a wrong rate, and for a lab that has ended.
+        """
+        bits_per_s = parse_rate(rate)
+        self._limit(bits_per_s, Path(_find_tools()).with_name("tc"))
+        self.bits_per_s = bits_per_s
 
     def bytes_sent(self, host: int) -> int:
         """Return the bytes that a host's interface has sent, with headers and acknowledgements."""
@@ -203,12 +217,15 @@ class Lab:
             address = [f"address add {self.address(host)}/16 dev {INTERFACE}"]
             _batch(ip, [*address, f"link set {INTERFACE} up", "link set lo up"], namespace)
         if self.bits_per_s is not None:
-            burst = max(_MIN_BURST_BYTES, int(_BURST_S * self.bits_per_s / 8))
-            shape = f"root tbf rate {self.bits_per_s:.0f}bit burst {burst} latency {_QUEUE_S * 1e3:.0f}ms"
-            tc = str(Path(ip).with_name("tc"))
-            _batch(tc, [f"qdisc add dev port{i} {shape}" for i in range(self.num_hosts)], switch)
-            for namespace in self._hosts:
-                _batch(tc, [f"qdisc add dev {INTERFACE} {shape}"], namespace)
+            self._limit(self.bits_per_s, Path(ip).with_name("tc"))
+
+    def _limit(self, bits_per_s: float, tc: Path) -> None:
+        burst = max(_MIN_BURST_BYTES, int(_BURST_S * bits_per_s / 8))
+        shape = f"root tbf rate {bits_per_s:.0f}bit burst {burst} latency {_QUEUE_S * 1e3:.0f}ms"
+        ports = [f"qdisc replace dev port{i} {shape}" for i in range(self.num_hosts)]
+        _batch(str(tc), ports, self._namespaces[0])
+        for namespace in self._hosts:
+            _batch(str(tc), [f"qdisc replace dev {INTERFACE} {shape}"], namespace)
 
     def _connect_by_relay(self, delay_s: float) -> None:
         """Make both ends of every link, and start a program that passes frames between them."""

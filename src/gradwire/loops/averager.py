@@ -68,13 +68,9 @@ class Averager:
     from call to call belongs to a tensor's name; tensors without names are numbered. With
     ``GRADWIRE_DISABLE=1`` in the environment, torch's own ``all_reduce`` averages.
 
-    Example::
-
-        averager = gradwire.Averager("int4")
-        for batch in batches:
-            loss_of(model, batch).backward()
-            averager.average_({name: p.grad for name, p in model.named_parameters()})
-            optimizer.step()
+    >>> averager = gradwire.Averager("int4")
+    >>> model.module(inputs).sum().backward()
+    >>> averager.average_({name: p.grad for name, p in model.named_parameters()})
     """
 
     def __init__(
@@ -172,7 +168,8 @@ class Averager:
 
         Args:
             flat: a flat tensor of floating values, of the same length on every rank. It is cut into as many
-                chunks as there are ranks. If its length is not a multiple of that, sizes differ by one.
+                chunks as there are ranks. If its length is not a multiple of that, sizes differ by one. This
+                rank's chunk of it is overwritten.
 
         Sends half of what `average_` does. Chunks are summed in fp32 and in rank order, and sums are not
         encoded again. There are no residuals: ``int4`` goes without its own. Raises ValueError for low rank
@@ -188,12 +185,8 @@ class Averager:
             own = require_flat(flat, self._device_types)
             if self._is_disabled:
                 return scatter_plainly(own, self._group, is_sum=self._recipe.reduction == "sum")
-            chunk = chunk_of(own, self._group)
-            before = chunk.clone()  # the only part of ``flat`` that is written
             self._run_half("reduce_scatter", recipe, own, place)
-            shard = chunk.clone()
-            chunk.copy_(before)
-        return shard
+        return chunk_of(own, self._group).clone()
 
     def all_gather(self, shard: Tensor, numel: int | None = None) -> Tensor:
         """Return all ranks' shards, one after the other; collective.
@@ -343,7 +336,8 @@ class Averager:
     def _run_half(self, what: str, recipe: Recipe, flat: Tensor, place: Place) -> None:
         """Run a reduce-scatter or an all-gather in place, and wait for it."""
         claim = claim_of(what, flat.numel(), flat.dtype)
-        if self._device_types == ("cuda",) and claim not in self._compared:
+        is_new = claim not in self._compared and recipe.exchange.communicates
+        if is_new and self._device_types == ("cuda",):
             self._compared.add(claim)
             self._compare(claim, place)
         bucket = Bucket(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gradwire.exchanges import LowRank
 from gradwire.peers import backend_name
-from gradwire.recipes import Recipe
+from gradwire.recipes import Recipe, require_fixed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.torch_private import device_types
 
@@ -43,6 +43,7 @@ def choose_device(group: dist.ProcessGroup, device: torch.device | str | None) -
 def choose_recipe(recipe: str | Recipe, world_size: int) -> Recipe:
     """Return the recipe; ValueError if the ranks cannot be divided into its nodes."""
     chosen = parse_recipe(recipe)
+    require_fixed(chosen, "an Averager")
     for each in chosen.leaves():
         if world_size % (each.local_size or 1):
             raise ValueError(f"recipe {each}: {world_size} ranks cannot be nodes of {each.local_size}")

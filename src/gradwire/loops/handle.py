@@ -9,7 +9,14 @@ from torch.futures import Future
 
 
 class AveragingHandle:
-    """An averaging under way; `wait` for it before you read or change its tensors."""
+    """An averaging under way; `wait` for it before you read or change its tensors.
+
+    >>> averager = gradwire.Averager("bf16")
+    >>> handle = averager.start([p.detach() for p in model.parameters()])
+    >>> handle.wait()  # after other work
+    >>> handle.done()
+    True
+    """
 
     def __init__(
         self, futures: Sequence[Future[Tensor]], names: frozenset[str], end: Callable[[list[Tensor]], None]

@@ -3,7 +3,7 @@
 Whatever knows ranks, buckets or messages does not belong here.
 
 `reference` defines the results. The kernels equal it bit for bit, with two exceptions: a NaN may have another
-payload, and Triton adds up the mean of a block in its own order.
+payload, and Triton adds up the mean magnitude of a block of `sign` in its own order.
 """
 
 from __future__ import annotations
@@ -92,8 +92,13 @@ def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
 
     Sums are as in `reduce_rows`, and are not encoded again.
     """
-    fast = _is_fast(terms.own) and dtype in (torch.float32, *_HALVES)
-    (_cpu_casts() if fast else reference_casts).sum_rows(terms, dtype)
+    dtypes = (torch.float32, *_HALVES)
+    kernels: ModuleType = reference_casts
+    if _is_fast(terms.own) and dtype in dtypes:
+        kernels = _cpu_casts()
+    elif terms.own.is_cuda and _has_triton() and {dtype, terms.own.dtype} <= set(dtypes):
+        kernels = _cuda_casts()
+    kernels.sum_rows(terms, dtype)
 
 
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
@@ -213,7 +218,9 @@ def _blocks(values: Tensor) -> ModuleType:
 
 
 def _rotated(values: Tensor) -> ModuleType:
-    return _cpu_rotated() if _is_fast(values) else reference_rotated
+    if _is_fast(values):
+        return _cpu_rotated()
+    return _cuda_rotated() if values.is_cuda and _has_triton() else reference_rotated
 
 
 # Imported on first use: importing numba takes 0.2 s, which a program that never trains need not spend.
@@ -249,10 +256,22 @@ def _cuda_low_rank() -> ModuleType:
     return low_rank
 
 
+def _cuda_casts() -> ModuleType:
+    from gradwire.ops.cuda import casts
+
+    return casts
+
+
 def _cuda_blocks() -> ModuleType:
     from gradwire.ops.cuda import blocks
 
     return blocks
+
+
+def _cuda_rotated() -> ModuleType:
+    from gradwire.ops.cuda import rotated
+
+    return rotated
 
 
 @functools.cache

@@ -88,7 +88,15 @@ GAUSSIAN_LEVELS = {1: (1.0,), 2: (0.4528, 1.510), 3: (0.2451, 0.7560, 1.344, 2.1
 GAUSSIAN_BOUNDS = {1: (), 2: (0.9816,), 3: (0.5006, 1.050, 1.748)}
 _GAUSSIAN_ERRORS = {1: 0.603, 2: 0.343, 3: 0.186}
 _UNBIASED_ERRORS = {1: 0.756, 2: 0.366, 3: 0.190}
-# A tail is padded to at least this many values: a plane of bits is then 16 bytes, which is one line.
+# Rotated values are rounded to integers, in this part of their deviation, before they are compared and added
+# up: sums of integers do not depend on the order, and those of 4096 values fit into 32 bits.
+PART = 2.0**-16
+INTEGER_BOUNDS = {
+    bits: tuple(int(bound / PART) for bound in bounds) for bits, bounds in GAUSSIAN_BOUNDS.items()
+}
+# So are sums of squares over every 32nd value: values are at most 2 when they are squared.
+SQUARE_UNITS = 2.0**40
+# A tail is padded to at least this many values: the lines that a kernel has in registers at once.
 _SMALLEST_TAIL = 128
 # Errors of decoded values are nearly normal. One in 5e8 is beyond this many deviations.
 _NUM_DEVIATIONS = 6
@@ -100,15 +108,15 @@ class RotatedFormat:
 
     A block is multiplied by random signs and by a Hadamard matrix. That makes its values nearly normal, and
     they are rounded to the levels that suit such values best. Signs come from the sender's seed, so nothing
-    is sent for them. Value v of a row has the sign of bit ``(v >> 4) & 31`` of the hash of ``(v >> 9) * 16 +
-    (v & 15)``: one hash serves 32 values.
+    is sent for them. Value v of a row has the sign of bit ``(v >> 5) & 31`` of the hash of ``(v >> 10) * 32 +
+    (v & 31)``: one hash serves 32 values.
 
     The last block may be shorter. It is padded with zeros to a power of two, at least 128, and sent so: a
     rotation mixes all of its values.
 
-    A block of m values has ``bits`` planes of h = m / 8 bytes: signs, then the bits of the level's number,
-    the highest first. Byte j of a plane holds the bits of the values j, j + h, j + 2h and so on, the first in
-    its lowest bit. The scale of a block with a value that is not finite is NaN.
+    A block of m values has ``bits`` planes of m / 8 bytes: signs, then the bits of the level's number, the
+    highest first. A plane has one bit for each value, in their order, the first in the lowest bit of the
+    first byte. The scale of a block with a value that is not finite is NaN.
     """
 
     bits: int
@@ -154,6 +162,10 @@ class RotatedFormat:
         return row[:offset], scales.view(torch.bfloat16)
 
 
+RANK_STEP = 0x9E3779B9
+"""Difference between the seeds of two ranks: odd, so that all are different."""
+
+
 @dataclass(frozen=True)
 class Seed:
     """Seed of stochastic rounding and of rotations: what is random comes from ``hash(i, low, high)``."""
@@ -166,3 +178,7 @@ class Seed:
         """Return a seed made of all the numbers."""
         digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
+
+    def of_rank(self, rank: int) -> Seed:
+        """Return a seed of the rank's own, in a way that a kernel can follow."""
+        return Seed(self.low, (self.high + rank * RANK_STEP) & 0xFFFFFFFF)

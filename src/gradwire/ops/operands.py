@@ -43,10 +43,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class RotatedRows:
-    """The terms of a sum over ranks as rotated rows, with the seeds that they were rotated by."""
+    """The terms of a sum over ranks as rotated rows."""
 
     form: RotatedFormat
     rows: Tensor
     """A matrix of bytes, one row per rank; rows may be longer than what they hold."""
-    seeds: Sequence[Seed]
-    """The seed of each row's sender."""
+    seed: Seed
+    """Row r was rotated by ``seed.of_rank(r)``."""

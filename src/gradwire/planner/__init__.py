@@ -6,6 +6,7 @@ Measuring steps does not belong here, except to validate predictions.
 from gradwire.planner.calibration import Calibration, calibrate
 from gradwire.planner.cost import BucketTraffic, Cluster, Costs, Prediction, StepTraffic, predict_step
 from gradwire.planner.forecasts import Forecast, cores_per_worker, link_bits_per_s
+from gradwire.planner.outer import OuterPrediction, predict_outer
 from gradwire.planner.predictions import can_be_planned, predict, shapes_of, step_traffic
 from gradwire.planner.shapes import Shape, typical_shapes
 from gradwire.planner.validation import LAB_CASES, Comparison, LabCase, validate
@@ -19,6 +20,7 @@ __all__ = [
     "Costs",
     "Forecast",
     "LabCase",
+    "OuterPrediction",
     "Prediction",
     "Shape",
     "StepTraffic",
@@ -27,6 +29,7 @@ __all__ = [
     "cores_per_worker",
     "link_bits_per_s",
     "predict",
+    "predict_outer",
     "predict_step",
     "shapes_of",
     "step_traffic",

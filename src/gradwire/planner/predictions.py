@@ -17,7 +17,7 @@ from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffic, predict_step
 from gradwire.planner.models import bucket_layouts, trained_parameters
 from gradwire.planner.shapes import Shape, ddp_buckets
-from gradwire.recipes import placed, resolve_for_module
+from gradwire.recipes import placed, require_fixed, resolve_for_module
 
 Model = Sequence[Shape] | nn.Module
 """A model to plan: a module, or the shapes of its fp32 parameters."""
@@ -73,6 +73,7 @@ def step_traffic(
     if recipe == ALLREDUCE:
         return StepTraffic(tuple(_ring_traffic(layout, cluster) for layout in layouts))
     chosen = gradwire.recipe(recipe)
+    require_fixed(chosen, "a plan")
     if isinstance(model, nn.Module):
         chosen = resolve_for_module(chosen, model, trained_parameters(model), num_workers)
     # As `attach` does, average within a node first if nodes have several workers.
@@ -93,8 +94,8 @@ def step_traffic(
 
 
 def can_be_planned(recipe: gradwire.Recipe) -> bool:
-    """Return True if a recipe is neither a schedule nor a route."""
-    return not recipe.parts
+    """Return True if a recipe is neither a schedule nor a route, nor one that changes while it runs."""
+    return not recipe.parts and recipe.tuning is None
 
 
 def shapes_of(model: nn.Module) -> list[Shape]:
@@ -126,7 +127,7 @@ def _exchange_traffic(
     n, num_local = cluster.num_workers, cluster.workers_per_node
     # Part of the bytes between the exchange's nodes may stay within one of the cluster's, and part of those
     # within a row of a grid may leave it.
-    leaving = num_local * (n - num_local) / max(1, n - node_size)
+    leaving = num_local * (n - max(num_local, node_size)) / max(1, n - node_size)
     leaving_row = num_local * max(0, node_size - num_local) / max(1, node_size - 1)
     figures, first = [], exchange.starts[-1]
     for step in (first, first + 1):  # the mean of both, because low rank alternates between two sides

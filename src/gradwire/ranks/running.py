@@ -60,7 +60,8 @@ def run_ranks(
         timeout: seconds after which every rank is ended.
         args: further arguments of ``fn``.
         on_message: called in this process with ``(rank, message)`` for each `send_message` of a rank.
-        lab: the lab to run in, one rank on each host; by default this machine and its loopback.
+        lab: the lab to run in, with as many ranks on each host, one host after the other; by default this
+            machine and its loopback.
 
     Returns every rank's result, in rank order. Raises `RanksFailed` if a rank raises, crashes (also while
     it exits) or still runs at the timeout; the text then has the stack of each rank. Raises ValueError
@@ -71,8 +72,11 @@ def run_ranks(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
-    if lab is not None and world_size != lab.num_hosts:
-        raise ValueError(f"a lab of {lab.num_hosts} hosts runs {lab.num_hosts} ranks, not {world_size}")
+    if lab is not None and world_size % lab.num_hosts:
+        raise ValueError(
+            f"{world_size} ranks cannot be spread evenly over the {lab.num_hosts} hosts of a lab"
+        )
+    per_host = 1 if lab is None else world_size // lab.num_hosts
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")
     context = _fork_context()
@@ -85,7 +89,9 @@ def run_ranks(
             for rank in range(world_size):
                 job = RankJob(fn, tuple(args), rank, world_size, timeout, address, store.port, folder)
                 if lab is not None:
-                    job = replace(job, namespace=lab.path(rank), environment=lab.environment(rank))
+                    host, local_rank = divmod(rank, per_host)
+                    environment = lab.environment(host, local_rank, per_host)
+                    job = replace(job, namespace=lab.path(host), environment=environment)
                 ranks.append(RankProcess.start(context, job))
             wait_for_ranks(ranks, time.monotonic() + timeout, on_message)
         finally:

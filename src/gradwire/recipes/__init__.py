@@ -12,6 +12,7 @@ from gradwire.recipes.registry import (
     Recipe,
     Reduction,
     acp,
+    auto,
     bf16,
     fp8,
     fp16,
@@ -22,17 +23,30 @@ from gradwire.recipes.registry import (
     noop,
     powersgd,
     sign,
+    topk,
 )
-from gradwire.recipes.resolution import agree_on_nodes, kernels_of, require_averaging, resolve_for_module
+from gradwire.recipes.resolution import (
+    agree_on_nodes,
+    kernels_of,
+    require_averaging,
+    require_fixed,
+    resolve_for_module,
+    route_module_tables,
+)
 from gradwire.recipes.spelling import is_factory
+from gradwire.recipes.tuning import ENCODINGS, Encoding, Tuning
 
 __all__ = [
+    "ENCODINGS",
     "RECIPES",
+    "Encoding",
     "Recipe",
     "Reduction",
+    "Tuning",
     "WirePlan",
     "acp",
     "agree_on_nodes",
+    "auto",
     "bf16",
     "fingerprint",
     "fp8",
@@ -50,11 +64,14 @@ __all__ = [
     "powersgd",
     "recipe",
     "require_averaging",
+    "require_fixed",
     "resolve_for_module",
     "route",
+    "route_module_tables",
     "route_tables",
     "scattered",
     "schedule",
     "sign",
+    "topk",
     "with_node_size",
 ]

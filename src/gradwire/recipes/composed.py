@@ -139,6 +139,8 @@ def route_tables(whole: Recipe, names: Iterable[str]) -> Recipe:
 def _compose(kind: type[Schedule] | type[Route], chosen: Mapping[Any, Recipe]) -> Recipe:
     """Return the recipe of a schedule or a route, from its recipes by step or selector."""
     name, parts = kind.__name__.lower(), tuple(chosen.items())
+    if any(each.tuning is not None for _, each in parts):
+        raise ValueError(f"auto chooses by step and by parameter itself, so a {name} cannot contain it")
     if len(reductions := {each.reduction for _, each in parts}) > 1:
         raise ValueError(f"the recipes of a {name} must reduce alike, but some of these average and some sum")
     text = f"{name}({'; '.join(f'{key}={each}' for key, each in parts)})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,10 @@ from typing import Any, Literal
 import torch
 
 from gradwire.buckets import BucketLayout, Slot
-from gradwire.codecs import Blocks, Cast, Codec, Raw, Rotated
+from gradwire.codecs import Blocks, Cast, Codec, Raw, Rotated, Top
 from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Noop, Selector, TwoShot
 from gradwire.recipes.option_text import format_spec, parse_options
+from gradwire.recipes.tuning import DEFAULT_BUDGET, Encoding, Tuning, between
 
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
@@ -20,6 +22,7 @@ Rounding = Literal["nearest", "stochastic"]
 Factors = Literal["fp32", "int8", "int4"]
 Within = Literal["fp32", "same"]
 Tables = Literal["same", "fp32", "bf16", "int8", "int4"]
+Bits = Literal["1+1", "1+2", "2+2", "3+3"]
 
 # The default rank and the codec of low-rank factors. Each of these ranks sends the bytes of rank 4 in fp32.
 _FACTORS: dict[str, tuple[int, Codec | None]] = {
@@ -50,6 +53,8 @@ class Recipe:
     """The recipe for embedding tables, whose gradients this one would lose; "same" for this one."""
     parts: tuple[tuple[int | Selector, Recipe], ...] = field(default=(), repr=False)
     """The recipes of a schedule by first step, or of a route by selector; empty for any other recipe."""
+    tuning: Tuning | None = field(default=None, repr=False)
+    """The options of ``auto``, which changes its exchange while it runs; None for a recipe that does not."""
 
     def __post_init__(self) -> None:
         if self.reduction not in typing.get_args(Reduction):
@@ -66,23 +71,31 @@ class Recipe:
 
         Returns the recipe itself if its node size is given, or if its exchange cannot have two levels.
         """
-        return self._in_two_levels(local_size)
+        return self._in_two_levels(local_size=local_size)
 
     def over_grid(self, num_columns: int) -> Recipe:
         """Return this recipe, which has no parts, for ranks in rows of ``num_columns``.
 
         Messages along rows are encoded too. Returns the recipe itself where `with_node_size` does.
         """
-        return self._in_two_levels(num_columns, within="same")
-
-    def _in_two_levels(self, local_size: int, **options: str) -> Recipe:
-        if self.local_size is not None or local_size == 1 or not isinstance(self.exchange, TwoShot):
+        factory = RECIPES.get(self.name.partition(":")[0])
+        if factory is not None and "within" not in inspect.signature(factory).parameters:
             return self
-        name = self._name_with(local_size=local_size, **options)
-        if (base := name.partition(":")[0]) in RECIPES:
-            return RECIPES[base](**parse_options(RECIPES[base], name.partition(":")[2]))
-        exchange = Hierarchical(self.exchange, local_size, options.get("within") == "same")
-        return replace(self, name=name, exchange=exchange, local_size=local_size)
+        return self._in_two_levels(local_size=num_columns, within="same")
+
+    def _in_two_levels(self, **options: Any) -> Recipe:
+        if self.local_size is not None or options["local_size"] == 1:
+            return self
+        if not isinstance(self.exchange, TwoShot) and self.tuning is None:
+            return self
+        name, _, given = (text := self._name_with(**options)).partition(":")
+        if name not in RECIPES:
+            exchange = Hierarchical(self.exchange, options["local_size"], "within" in options)  # type: ignore[arg-type]
+            return replace(self, name=text, exchange=exchange, local_size=options["local_size"])
+        made = RECIPES[name](**parse_options(RECIPES[name], given))
+        if made.tuning is None or self.tuning is None:
+            return made
+        return replace(made, tuning=replace(made.tuning, tables=self.tuning.tables))
 
     def leaves(self) -> Iterator[Recipe]:
         """Yield the recipes that this one is composed of; if it has no parts, yield itself."""
@@ -150,22 +163,38 @@ class Recipe:
 
 
 def noop() -> Recipe:
-    """Send nothing: every rank keeps its own gradients. For measurements only."""
+    """Send nothing: every rank keeps its own gradients. For measurements only.
+
+    >>> noop().wire_bytes(1000, world_size=2)
+    0
+    """
     return Recipe("noop", Noop())
 
 
 def fp32(reduction: Reduction = "mean", local_size: int | None = 1) -> Recipe:
-    """Average without compression: gradients travel in their own dtype."""
+    """Average without compression: gradients travel in their own dtype.
+
+    >>> fp32().wire_bytes(1000, world_size=2)
+    4000
+    """
     return _two_shot(fp32, locals(), Raw())
 
 
 def fp16(reduction: Reduction = "mean", local_size: int | None = None, within: Within = "fp32") -> Recipe:
-    """Send fp16, each message with its own power-of-two scale; sum in fp32."""
+    """Send fp16, each message with its own power-of-two scale; sum in fp32.
+
+    >>> fp16(reduction="sum").name
+    'fp16:reduction=sum'
+    """
     return _two_shot(fp16, locals(), Cast(torch.float16))
 
 
 def bf16(reduction: Reduction = "mean", local_size: int | None = None, within: Within = "fp32") -> Recipe:
-    """Send bf16; sum in fp32."""
+    """Send bf16; sum in fp32.
+
+    >>> bf16().wire_bytes(1000, world_size=2)
+    2000
+    """
     return _two_shot(bf16, locals(), Cast(torch.bfloat16))
 
 
@@ -218,9 +247,16 @@ def int2(
     local_size: int | None = None,
     within: Within = "fp32",
     tables: Tables = "int4",
+    bits: Bits = "2+2",
 ) -> Recipe:
-    """Rotate blocks at random, and send 2 bits per value; send tables by recipe ``tables``."""
-    return _two_shot(int2, locals(), Rotated(2, block))
+    """Rotate blocks at random, and send 2 bits per value; send tables by recipe ``tables``.
+
+    ``bits`` is how many a value takes on its way to the rank that sums it, and how many the sum takes.
+    """
+    if bits not in typing.get_args(Bits):
+        raise ValueError(f"bits must be one of {', '.join(map(repr, typing.get_args(Bits)))}, not {bits!r}")
+    worker, owner = map(int, bits.split("+"))
+    return _two_shot(int2, locals(), Rotated.of(worker, owner, block))
 
 
 def sign(
@@ -237,6 +273,22 @@ def sign(
     With ``feedback``, the rest is sent later; that did not train better: see docs/fidelity.md.
     """
     return _two_shot(sign, locals(), Blocks("sign", block))
+
+
+def topk(
+    keep: int = 32,
+    block: int = 1024,
+    feedback: bool = True,
+    residual: Residual = "fp32",
+    reduction: Reduction = "mean",
+    local_size: int | None = None,
+    tables: Tables = "int4",
+) -> Recipe:
+    """Send the largest values of each block, in 4 bits with their places; feedback sends the others later.
+
+    For SGD and for outer optimizers. With AdamW it trains badly. Send tables by recipe ``tables``.
+    """
+    return _two_shot(topk, locals(), Top(keep, block))
 
 
 def powersgd(
@@ -279,9 +331,36 @@ def acp(
     return Recipe(format_spec(acp, locals()), exchange, reduction, tables=tables)
 
 
+def auto(
+    budget: float = DEFAULT_BUDGET,
+    bytes: float | None = None,  # noqa: A002  # what users write
+    every: int = 500,
+    floor: Encoding = "int2",
+    ceiling: Encoding = "bf16",
+    feedback: bool = False,
+    log: bool = True,
+    reduction: Reduction = "mean",
+    local_size: int | None = None,
+) -> Recipe:
+    """Measure, and choose each parameter's encoding: as few bytes as keep the error within ``budget``.
+
+    Looks again every so many steps. ``bytes`` is the most that a rank may send in a step, instead of a
+    budget. ``ceiling`` is the finest encoding it may use, ``floor`` the coarsest. With ``feedback``, what
+    int4 leaves out is sent later.
+    """
+    text = format_spec(auto, locals())
+    shared: dict[str, Any] = {"reduction": reduction, "local_size": local_size}
+    extra: dict[str, dict[str, Any]] = {"int4": {"feedback": feedback}, "int2": {"tables": "same"}}
+    encodings = tuple(
+        (name, RECIPES[name](**shared, **extra.get(name, {})).exchange) for name in between(ceiling, floor)
+    )
+    tuning = Tuning(budget, bytes, every, log, encodings)
+    return Recipe(text, tuning.exchange(), reduction, local_size, tuning=tuning)
+
+
 RECIPES: dict[str, Callable[..., Recipe]] = {
     factory.__name__: factory
-    for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int2, sign, powersgd, acp)
+    for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int2, sign, topk, powersgd, acp, auto)
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -47,6 +48,8 @@ def route_module_tables(recipe: Recipe, module: nn.Module, trained: Collection[s
     A module whose ``trained`` parameters are all tables keeps ``recipe`` as it is.
     """
     tables = [name for name in table_names(module) if name in trained]
+    if recipe.tuning is not None:
+        return replace(recipe, tuning=replace(recipe.tuning, tables=tuple(tables)))
     return route_tables(recipe, tables) if len(tables) < len(trained) else recipe
 
 
@@ -62,6 +65,15 @@ def table_names(module: nn.Module) -> list[str]:
     tables = [m for m in module.modules() if isinstance(m, kinds) and not m.sparse]
     chosen = {id(p) for m in (*tables, *_heads(module, tables)) for p in m.parameters()}
     return [canonical_name(name) for name, p in module.named_parameters() if id(p) in chosen]
+
+
+def require_fixed(recipe: Recipe, what: str) -> None:
+    """Raise ValueError if the recipe chooses encodings while it runs, which ``what`` does not let it do."""
+    if recipe.tuning is not None:
+        raise ValueError(
+            f"{recipe} chooses by the gradients of a DistributedDataParallel, and does not work with {what}: "
+            "attach it to a model, or give another recipe here, such as 'int8'"
+        )
 
 
 def require_averaging(recipe: Recipe, why: str) -> None:

@@ -3,6 +3,6 @@
 Output to the terminal does not belong here.
 """
 
-from gradwire.report.page import ReportUnavailable, check_plotly, render_page
+from gradwire.report.page import render_page
 
-__all__ = ["ReportUnavailable", "check_plotly", "render_page"]
+__all__ = ["render_page"]

@@ -1,6 +1,7 @@
-"""The charts of the page, as values for plotly.
+"""The charts of the page, as the traces and layouts that ``draw.js`` draws.
 
-Plotly takes tags in texts for markup, so every name from a user goes through `plain`.
+They are a part of what plotly reads, so that other programs can draw them too. Plotly takes tags in texts for
+markup: every name from a user goes through `plain`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from gradwire.planner import Cluster, Forecast, cores_per_worker, link_bits_per_
 
 Chart = dict[str, Any]
 
-_COMPUTE, _EXPOSED, _OVERHEAD = "#8da9c4", "#e07a5f", "#f2cc8f"
+# The colors of Okabe and Ito, which colour-blind people can tell apart. Beyond eight recipes, dashes tell.
+_COMPUTE, _EXPOSED, _OVERHEAD = "#56b4e9", "#d55e00", "#e69f00"
 _INK, _GRID = "#24292f", "#e6e9ec"
 # One color per recipe, the same in all charts.
-_LINES = (
-    *("#24292f", "#1b6ca8", "#2a9d8f", "#e07a5f", "#8f5fbf", "#d4a017"),
-    *("#c2185b", "#5b8c2a", "#7f6a5d", "#00a3c4", "#9aa5b1"),
-)
+_LINES = ("#24292f", "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#999999")
+_DASHES = ("solid", "dash", "dashdot")
 _RATES = [10.0**exponent for exponent in (7, 7.5, 8, 8.5, 9, 9.5, 10, 10.5, 11)]
 _NO_LIMIT = 10.0**11.5
 """Place of links without a limit on the axis of rates."""
@@ -31,7 +31,7 @@ _DECADES = {"dtick": 1, "minor": {"dtick": "D1", "showgrid": True, "gridcolor": 
 
 
 def plain(text: str) -> str:
-    """Return the text such that plotly shows it as it is."""
+    """Return the text such that it is shown as it is."""
     return escape(text, quote=False)
 
 
@@ -172,9 +172,10 @@ def comparison_chart(named: Sequence[tuple[str, Record]]) -> Chart:
             "name": plain(name),
             "x": [plain(record.label(row)) for row in record.rows],
             "y": [round(row.step_ms, 2) for row in record.rows],
+            "marker": {"color": _LINES[(number + 1) % len(_LINES)]},
             "hovertemplate": f"{plain(name)}, %{{x}}: %{{y:.1f}} ms<extra></extra>",
         }
-        for name, record in named
+        for number, (name, record) in enumerate(named)
     ]
     return {"data": bars, "layout": _layout("Step time, file by file", None, "ms")}
 
@@ -182,6 +183,11 @@ def comparison_chart(named: Sequence[tuple[str, Record]]) -> Chart:
 def _colors(record: Record) -> dict[str, str]:
     names = dict.fromkeys(row.recipe for row in record.rows)
     return {name: _LINES[index % len(_LINES)] for index, name in enumerate(names)}
+
+
+def _dash(record: Record, recipe: str) -> str:
+    names = list(dict.fromkeys(row.recipe for row in record.rows))
+    return _DASHES[names.index(recipe) // len(_LINES) % len(_DASHES)]
 
 
 def _cluster(record: Record, num_workers: int, rate: float | None) -> Cluster:
@@ -199,7 +205,7 @@ def _predictions(record: Record, clusters: Sequence[tuple[float, Cluster]]) -> l
             "legendgroup": plain(row.recipe),
             "x": [x for x, _ in clusters],
             "y": [round(forecast.step_ms(row, cluster), 3) for _, cluster in clusters],
-            "line": {"color": colors[row.recipe], "width": 2},
+            "line": {"color": colors[row.recipe], "width": 2, "dash": _dash(record, row.recipe)},
             "hovertemplate": f"{plain(row.recipe)}, predicted: %{{y:.1f}} ms<extra></extra>",
         }
         for row in forecast.recipes

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
-from gradwire.headroom import COLUMNS, Record, give_verdict, recommend, record_notes, row_cells
+from gradwire.headroom import (
+    COLUMNS,
+    Record,
+    describe_proposal,
+    give_verdict,
+    recommend,
+    record_notes,
+    row_cells,
+)
 from gradwire.report.charts import Chart, comparison_chart, error_chart, link_chart, step_chart, worker_chart
 
 _STYLE = """
 body { font-family: system-ui, sans-serif; line-height: 1.45; color: #24292f }
 body { max-width: 1000px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem } h2 { font-size: 1.25rem; margin-top: 2.5rem }
-.verdict { background: #f6f8fa; border-left: 5px solid #e07a5f; padding: .9rem 1.1rem; font-size: 1.1rem }
+.verdict { background: #f6f8fa; border-left: 5px solid #d55e00; padding: .9rem 1.1rem; font-size: 1.1rem }
 .verdict b { display: block; font-size: .95rem; margin-bottom: .3rem }
-.chart { margin: 1.5rem 0 }
+.chart { margin: 1.5rem 0 } h3 { font-size: 1.05rem; font-weight: 500; margin: .5rem 0 }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
 td, th { padding: .3rem .9rem; text-align: right } th { font-weight: 600 }
 td:first-child, th:first-child { text-align: left } tr { border-bottom: 1px solid #d0d7de }
-tr.recommended { background: #fdf3ef; font-weight: 600 }
+tr.recommended { background: #fdf0e6; font-weight: 600 }
 .conditions, .notes { color: #57606a; font-size: .92rem }
+.legend button { border: 0; background: none; font: inherit; cursor: pointer; padding: .15rem .5rem }
+select { font: inherit; margin: .3rem 0 }
+.wide { overflow-x: auto }
 """
 _SPLIT = (
     "Compute: a step without communication. The rest is split in proportion to the time that buckets wait "
@@ -32,34 +43,14 @@ _FORECAST = (
     "The cost model of <code>gradwire plan</code> carries the measurement above to other links and numbers "
     "of workers, with one worker on each node. Click on a recipe to hide it."
 )
-_DRAW = """
-const options = {responsive: true, displayModeBar: false};
-for (const source of document.querySelectorAll("script.figure")) {
-  const figure = JSON.parse(source.textContent);
-  Plotly.newPlot(source.dataset.target, figure.data, figure.layout, options);
-}
-"""
-
-
-class ReportUnavailable(RuntimeError):
-    """Raised if plotly, which draws the charts, is not installed."""
-
-
-def check_plotly() -> None:
-    """Raise `ReportUnavailable` if plotly is not installed."""
-    if importlib.util.find_spec("plotly") is None:
-        raise ReportUnavailable("the page's charts need plotly: pip install 'gradwire[report]'")
 
 
 def render_page(records: Sequence[Record], names: Sequence[str] = ()) -> str:
     """Return one HTML page about the records of one measurement, or of several files with these names.
 
-    Names from users (models, scripts, files) are shown as text and never run. Raises `ReportUnavailable`
-    without plotly.
+    Names from users (models, scripts, files) are shown as text and never run.
     """
-    check_plotly()
-    from plotly.offline import get_plotlyjs
-
+    code = (Path(__file__).parent / "draw.js").read_text(encoding="utf-8")
     named = list(zip(names or [record.network for record in records], records, strict=True))
     body = [line for index, (name, record) in enumerate(named) for line in _verdict(index, name, record)]
     if len(names) > 1:
@@ -77,10 +68,10 @@ def render_page(records: Sequence[Record], names: Sequence[str] = ()) -> str:
             '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>gradwire headroom: {escape(records[0].workload)}</title>",
-            f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
+            f"<style>{_STYLE}</style></head><body>",
             "<h1>Is communication the bottleneck?</h1>",
             *body,
-            f"<script>{_DRAW}</script></body></html>\n",
+            f"<script>{code}</script></body></html>\n",
         ]
     )
 
@@ -98,9 +89,23 @@ def _section(index: int, name: str, record: Record) -> list[str]:
         *_figure(f"steps-{index}", step_chart(record)),
         f'<p class="notes">{_SPLIT}</p>',
         *_table(record),
+        *_proposal(record),
     ]
     errors = error_chart(record)
     return lines + (_figure(f"errors-{index}", errors) if errors is not None else [])
+
+
+def _proposal(record: Record) -> list[str]:
+    """Return a panel about what recipe ``auto`` would send; nothing if the record does not know."""
+    if record.proposal is None:
+        return []
+    rows = "".join(
+        f"<tr><td>{escape(encoding)}</td><td>{count}</td></tr>" for encoding, count in record.proposal.counts
+    )
+    return [
+        f'<div class="verdict"><b>auto</b><span>{escape(describe_proposal(record))}</span></div>',
+        f"<table><tr><th>encoding</th><th>parameters</th></tr>{rows}</table>",
+    ]
 
 
 def _conditions(record: Record) -> str:
@@ -112,13 +117,17 @@ def _conditions(record: Record) -> str:
 
 
 def _table(record: Record) -> list[str]:
-    lines = ["<table><tr>" + "".join(f"<th>{title}</th>" for title in COLUMNS) + "</tr>"]
+    lines = ['<div class="wide"><table><tr>' + "".join(f"<th>{title}</th>" for title in COLUMNS) + "</tr>"]
     use = recommend(record)
     for row in record.rows:
         kind = ' class="recommended"' if row == use else ""
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in row_cells(record, row))
         lines.append(f"<tr{kind}>{cells}</tr>")
-    return [*lines, "</table>", f'<p class="notes">{"<br>".join(map(escape, record_notes(record)))}</p>']
+    return [
+        *lines,
+        "</table></div>",
+        f'<p class="notes">{"<br>".join(map(escape, record_notes(record)))}</p>',
+    ]
 
 
 def _figure(name: str, chart: Chart) -> list[str]:

@@ -4,11 +4,12 @@ Code that changes what is averaged does not belong here.
 """
 
 from gradwire.telemetry.meter import Meter, ScaleOf
-from gradwire.telemetry.recorder import Recorder, Telemetry
+from gradwire.telemetry.recorder import HasLayouts, Recorder, Telemetry, combine
 from gradwire.telemetry.stats import BucketStats, ParameterStats, StatsCollector, StepStats, WireStats
 
 __all__ = [
     "BucketStats",
+    "HasLayouts",
     "Meter",
     "ParameterStats",
     "Recorder",
@@ -17,4 +18,5 @@ __all__ = [
     "StepStats",
     "Telemetry",
     "WireStats",
+    "combine",
 ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from gradwire.buckets import BucketLayout, Layouts
+from gradwire.buckets import BucketLayout
 from gradwire.errors import describe
 from gradwire.telemetry.meter import Meter
 from gradwire.telemetry.stats import ParameterStats, StatsCollector
@@ -26,6 +26,14 @@ class ScalarWriter(Protocol):
     """The part of a TensorBoard ``SummaryWriter`` that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
+
+
+class HasLayouts(Protocol):
+    """The buckets of a wire."""
+
+    def current(self) -> tuple[BucketLayout, ...]:
+        """Return the layouts of the most recent step, in bucket order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class Telemetry:
 class Recorder:
     """Writes the events and figures of one rank's wire."""
 
-    def __init__(self, telemetry: Telemetry, rank: int, layouts: Layouts, meter: Meter | None) -> None:
+    def __init__(self, telemetry: Telemetry, rank: int, layouts: HasLayouts, meter: Meter | None) -> None:
         """Open this rank's file; take the figures of parameters from ``meter``, if there is one."""
         self.parameters: tuple[ParameterStats, ...] = ()
         """The figures of the last step that was compared."""
@@ -144,7 +152,7 @@ class Recorder:
         parameters: dict[str, dict[str, float | None]] = {}
         if self._meter is not None and (compared := self._meter.read()):
             self.parameters = compared
-            figures |= _combine(self.parameters)
+            figures |= combine(self.parameters)
             parameters = {
                 each.name: {figure: getattr(each, figure) for figure in _PER_PARAMETER}
                 for each in self.parameters
@@ -166,7 +174,7 @@ class Recorder:
             self._writer = None
 
 
-def _combine(parameters: Sequence[ParameterStats]) -> dict[str, float | None]:
+def combine(parameters: Sequence[ParameterStats]) -> dict[str, float | None]:
     """Return the figures of all parameters taken as one vector, without those that are not known."""
     known = [each for each in parameters if each.gradient_norm and each.relative_error is not None]
     exact = math.hypot(*(each.gradient_norm or 0.0 for each in known))

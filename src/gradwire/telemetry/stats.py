@@ -18,7 +18,13 @@ _NUM_STEPS_UNDER_WAY = 8
 
 @dataclass(frozen=True)
 class BucketStats:
-    """The figures of one bucket in one step; None for a figure that is not known."""
+    """The figures of one bucket in one step; None for a figure that is not known.
+
+    >>> wire = gradwire.attach(model, "int8")
+    >>> model(inputs).sum().backward()
+    >>> wire.stats().steps[-1].buckets[0].bucket
+    0
+    """
 
     bucket: int
     bytes_sent: int | None
@@ -32,7 +38,13 @@ class BucketStats:
 
 @dataclass(frozen=True)
 class StepStats:
-    """The figures of all buckets of one step."""
+    """The figures of all buckets of one step.
+
+    >>> wire = gradwire.attach(model, "int8")
+    >>> model(inputs).sum().backward()
+    >>> wire.stats().steps[-1].step
+    0
+    """
 
     step: int
     buckets: tuple[BucketStats, ...]
@@ -44,6 +56,11 @@ class ParameterStats:
 
     A figure is None if it is not known or not finite. Norms are Euclidean. With a ``GradScaler``, they are
     those of gradients of the scaled loss.
+
+    >>> wire = gradwire.attach(model, "fp32", telemetry=gradwire.Telemetry(every=1))
+    >>> model(inputs).sum().backward()
+    >>> [(each.name, each.relative_error) for each in wire.stats().parameters]
+    [('weight', 0.0), ('bias', 0.0)]
     """
 
     name: str
@@ -62,6 +79,11 @@ class WireStats:
     """Totals since `attach`, and the figures of the most recent steps, bucket by bucket.
 
     A total is None if the figure of one of its buckets is None.
+
+    >>> wire = gradwire.attach(model, "int8")
+    >>> model(inputs).sum().backward()
+    >>> wire.stats().num_steps, wire.stats().bytes_sent
+    (1, 0)
     """
 
     num_steps: int

@@ -22,6 +22,7 @@ Example, as a pytest test::
 from gradwire.ranks import RanksFailed, run_ranks, send_message
 from gradwire.testing.averagers import AveragerCase, check_averager
 from gradwire.testing.matrix import Case, CaseResult, Report, cases, check_hook
+from gradwire.testing.sharded import ShardedCase, check_sharded
 from gradwire.testing.virtual import VirtualRanks
 from gradwire.testing.virtual_group import run_virtual_ranks
 
@@ -31,10 +32,12 @@ __all__ = [
     "CaseResult",
     "RanksFailed",
     "Report",
+    "ShardedCase",
     "VirtualRanks",
     "cases",
     "check_averager",
     "check_hook",
+    "check_sharded",
     "run_ranks",
     "run_virtual_ranks",
     "send_message",

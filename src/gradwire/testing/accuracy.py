@@ -7,6 +7,10 @@ times their mean magnitude. It is near 1 if errors are small. It must lie in the
 sqrt(2). So of h, h/2 and 2h at most one passes, and 0 and -h never do. The relative error is then below 1,
 since ``|h - x|^2 = |x|^2 - (2 * factor - 1) * |h|^2``. On 2 to 4 ranks, recipes have factors of 0.92 to 1.24.
 
+A recipe whose errors are zero on average adds noise to x, so its h is longer than x, and the factor smaller.
+For it, the factor is ``<h, x> / <x, x>``, which noise does not change on average. Of h, h/2 and 2h again at
+most one passes, and 0 and -h never do.
+
 Note [Nothing is lost]: with feedback, a step sends what it does not hold back. What ranks held back before it
 and the mean of its gradients are, together, its result and what ranks hold back after it. This holds up to
 rounding, however little of a gradient a recipe sends.
@@ -61,6 +65,8 @@ class Bounds:
     """
     keeps_size: bool
     """True if results are held to Note [An octave for the size]."""
+    unbiased: bool = False
+    """True if errors are zero on average, however large they are."""
 
 
 class Accuracy:
@@ -97,7 +103,8 @@ class Accuracy:
             _add(self._sent, result)
         if self._bounds.keeps_size and (held is not None or self._knows_missing):
             before = missing if held is None else held[0].values
-            _check_size(where, result, {name: _sum(mean[name], before.get(name)) for name in mean})
+            target = {name: _sum(mean[name], before.get(name)) for name in mean}
+            _check_size(where, result, target, self._bounds.unbiased)
         if held is not None and self._bounds.residual_unit is not None:
             self._check_nothing_is_lost(where, result, exact, held, self._bounds.residual_unit)
         if self._bounds.feedback:
@@ -153,15 +160,18 @@ class Accuracy:
             )
 
 
-def _check_size(where: str, result: Values, target: Values) -> None:
+def _check_size(where: str, result: Values, target: Values, is_unbiased: bool) -> None:
     """Check Note [An octave for the size] for all parameters together."""
-    square = sum(float(value.square().sum()) for value in result.values())
+    square = sum(float(value.square().sum()) for value in (target if is_unbiased else result).values())
     product = sum(float((result[name] * value).sum()) for name, value in target.items())
     factor = product / square if square else math.inf
+    meaning = (
+        "the part of the exact ones in them is" if is_unbiased else "the factor to be closest to exact is"
+    )
     require(
         _LEAST_FACTOR < factor < _LARGEST_FACTOR,
-        f"{where}: gradients are of the wrong size or direction: times {factor:.3g} they would be closest to "
-        f"the exact ones, allowed {_LEAST_FACTOR:.3g} to {_LARGEST_FACTOR:.3g}",
+        f"{where}: gradients are of the wrong size or direction: {meaning} {factor:.3g}, "
+        f"allowed {_LEAST_FACTOR:.3g} to {_LARGEST_FACTOR:.3g}",
     )
 
 

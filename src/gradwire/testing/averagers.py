@@ -5,19 +5,18 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.loops import Averager
-from gradwire.ranks import RanksFailed, run_ranks, send_message, time_limit
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require
+from gradwire.testing.case_runs import run_cases
 from gradwire.testing.expectations import expectation_of
 from gradwire.testing.invariants import (
     average_residuals,
@@ -26,7 +25,7 @@ from gradwire.testing.invariants import (
     require_identical,
     residuals_of,
 )
-from gradwire.testing.matrix import CaseResult, Report, require_choice
+from gradwire.testing.matrix import Report, require_choice
 
 _SHAPES = {"conv": (8, 3, 3, 3), "weight": (37, 41), "bias": (37,), "gain": (), "empty": (0, 37)}
 _NUM_STEPS = 6
@@ -106,48 +105,12 @@ def check_averager(
         feedback=own.feedback,
         num_roundings=1,
         residual_unit=own.residual_unit,
+        unbiased=own.unbiased,
         keeps_size=True,
     )
-    results: list[CaseResult] = []
-    while len(results) < len(_CASES):
-        todo = _CASES[len(results) :]
-        results += _run_until_broken(todo, world_size, case_timeout, (kind, chosen, bounds, device))
-    return Report(f"{kind.__name__}({str(chosen)!r})", world_size, tuple(results))
-
-
-def _run_until_broken(
-    todo: Sequence[AveragerCase], world_size: int, case_timeout: float, args: tuple[Any, ...]
-) -> list[CaseResult]:
-    """Run cases on one set of ranks, up to and including the first that breaks."""
-    heard: dict[int, list[float]] = {}
-    crash = ""
-    try:
-        run_ranks(
-            _check_all,
-            world_size,
-            case_timeout * len(todo),
-            args=(todo, case_timeout, *args),
-            on_message=lambda rank, message: heard.setdefault(message[0], []).append(message[1]),
-        )
-    except RanksFailed as error:
-        crash = str(error)
-    whole = [max(deviations) for _, deviations in sorted(heard.items()) if len(deviations) == world_size]
-    results = [CaseResult(case, None, worst) for case, worst in zip(todo, whole, strict=False)]
-    return [*results, CaseResult(todo[len(whole)], crash, None)] if crash else results
-
-
-def _check_all(
-    rank: int,
-    todo: Sequence[AveragerCase],
-    case_timeout: float,
-    kind: type[Averager],
-    recipe: Recipe,
-    bounds: Bounds,
-    device_type: str,
-) -> None:
-    for number, case in enumerate(todo):
-        with time_limit(case_timeout):
-            send_message((number, _check(rank, case, kind, recipe, bounds, device_type)))
+    args = kind, chosen, bounds, device
+    results = run_cases(_check, _CASES, world_size, case_timeout, args)
+    return Report(f"{kind.__name__}({str(chosen)!r})", world_size, results)
 
 
 def _check(

@@ -28,6 +28,8 @@ class Expectation:
     expect: Expect = "mean"
     residual_unit: float | None = None
     """The relative error of rounding to the residuals' dtype; None if something is left out for good."""
+    unbiased: bool = False
+    """True if rows are larger than what they encode, so that they are right on average."""
 
     def tolerance_or(self, given: float | None, name: str) -> float:
         """Return the ``given`` tolerance, by default that of the recipe ``name``; ValueError without one."""
@@ -58,6 +60,7 @@ def expectation_of(recipe: Recipe, world_size: int) -> Expectation:
         feedback=True in has_feedback,
         expect=recipe.reduction if recipe.exchange.communicates else "local",
         residual_unit=max(map(_residual_unit, lossy)) if has_feedback == {True} else None,
+        unbiased=any(_is_unbiased(exchange) for exchange in lossy),
     )
 
 
@@ -88,6 +91,11 @@ def _max_error(exchange: Exchange) -> float | None:
 def _codec(exchange: Exchange) -> Codec | None:
     """Return the codec of the whole bucket; None if it has no single one."""
     return getattr(exchange, "codec", None)
+
+
+def _is_unbiased(exchange: Exchange) -> bool:
+    codec = _codec(exchange)
+    return codec is not None and getattr(codec.to_owner, "unbiased", False)
 
 
 def _has_feedback(exchange: Exchange) -> bool:

@@ -190,6 +190,7 @@ def check_hook(
         feedback=feedback,
         num_roundings=num_roundings,
         residual_unit=own.residual_unit,
+        unbiased=own.unbiased,
         keeps_size=feedback or isinstance(hook, Recipe),
     )
     subject = Subject(hook, state_factory, expect, via, device, bounds)

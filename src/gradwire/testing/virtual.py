@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from gradwire.recipes import Recipe, require_averaging, resolve_for_module
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.testing.ddp_buckets import DDPBuckets
 from gradwire.testing.virtual_group import run_virtual_ranks
+from gradwire.tuning import Decision, Tuner, read_state
 
 
 class VirtualRanks:
@@ -84,6 +86,10 @@ class VirtualRanks:
         """The bytes and messages that each rank has sent."""
         self.num_steps = 0
         self._scratches = [Scratch() for _ in range(world_size)]
+        self._tuners: list[Tuner] = []
+        if self.recipe.tuning is not None:
+            tuning = self.recipe.tuning
+            self._tuners = [Tuner(tuning, rank, world_size, is_timed=False) for rank in range(world_size)]
         self._ready: set[int] = set()
         self._used: set[str] = set()
         self._lay_out(self._arriving)
@@ -118,6 +124,7 @@ class VirtualRanks:
         if missing:
             raise ValueError(f"rank(s) {', '.join(map(str, missing))} have no gradients in this step")
         traffic = run_virtual_ranks(self._average, self.world_size)
+        self._use_choice()
         for total, sent in zip(self.traffic, traffic, strict=True):
             total.bytes_sent += sent.bytes_sent
             total.num_messages += sent.num_messages
@@ -128,6 +135,10 @@ class VirtualRanks:
         self._ready.clear()
         for name, parameter in self._parameters.items():
             parameter.grad = self._views[0][name] if name in self._used else None
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Return the decisions of recipe ``auto`` so far; virtual ranks decide as if only bytes counted."""
+        return self._tuners[0].decisions if self._tuners else ()
 
     def gradients(self, rank: int) -> dict[str, Tensor]:
         """Return the gradients of ``rank`` by parameter, as views; after `average`, the mean."""
@@ -141,7 +152,12 @@ class VirtualRanks:
         """
         recipe, timeline = str(self.recipe), self._timeline.save(self.num_steps)
         return checkpoint.merge_state_dicts(
-            checkpoint.write(recipe, self.num_steps, timeline, memory.state_dict(), rank, self.world_size)
+            {
+                **checkpoint.write(
+                    recipe, self.num_steps, timeline, memory.state_dict(), rank, self.world_size
+                ),
+                **({"tuning": self._tuners[rank].save()} if self._tuners else {}),
+            }
             for rank, memory in enumerate(self.memories)
         )
 
@@ -155,20 +171,40 @@ class VirtualRanks:
             checkpoint.read(state, parameters, parameters, rank, self.world_size, self.recipe.reduction)
             for rank in range(self.world_size)
         ]
+        policies = [read_state(each.tuning) if each.tuning and self._tuners else None for each in saved]
         device = self._buckets[0][0].device
         for memory, own in zip(self.memories, saved, strict=True):
             memory.load_state_dict(own.memory, device)
         self._timeline.load(saved[0].step, saved[0].timeline)
         self.num_steps = saved[0].step
         self._ready.clear()
+        changed = saved[0].world_size != self.world_size
+        for tuner, policy in zip(self._tuners, policies, strict=False):
+            tuner.load(policy, self.num_steps, look_soon=changed)
+        self._use_choice()
 
     def _average(self, group: Group) -> Traffic:
         scale = 1.0 if self.recipe.reduction == "sum" else 1 / group.size
         scratch, memory = self._scratches[group.rank], self.memories[group.rank]
+        tuner = self._tuners[group.rank] if self._tuners else None
         for layout, bucket in zip(self.layouts, self._buckets[group.rank], strict=True):
+            if tuner is not None:
+                tuner.arrive(layout, bucket, self.num_steps, is_last=layout is self.layouts[-1])
             context = Context(group, scratch, scale, layout, memory, self.num_steps, self._finds_unused)
             average(bucket, self.recipe.exchange, context)
-        return group.traffic
+        traffic = group.traffic.copy()  # without that of the tuner, as in the statistics of a wire
+        device = self._buckets[0][0].device
+        if tuner is not None and tuner.end_step(self.num_steps, device):
+            tuner.work(group, device)
+            tuner.conclude(device)
+        return traffic
+
+    def _use_choice(self) -> None:
+        """Average by the encodings that ``auto`` has chosen by now, from the next step on."""
+        if self._tuners and self.recipe.tuning is not None:
+            choice = self._tuners[0].policy.state.choice
+            exchange = self.recipe.tuning.exchange({} if choice is None else choice.encodings)
+            self.recipe = replace(self.recipe, exchange=exchange)
 
     @torch.no_grad()
     def _collect(self, rank: int) -> None:

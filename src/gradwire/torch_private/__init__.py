@@ -27,6 +27,8 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only as tree_map_only
 
+from gradwire.torch_private.fsdp import FSDP_NAMES
+
 AnyFuture = torch._C.Future
 FIRST_BUCKET_BYTES = _distributed_c10d._DEFAULT_FIRST_BUCKET_BYTES
 compute_bucket_assignment = _distributed_c10d._compute_bucket_assignment_by_size
@@ -56,6 +58,7 @@ PRIVATE_NAMES = tuple(
         ("torch._C:Future", "what every hook returns", "torch.futures.Future"),
         # Autograd and tensors.
         ("torch._C:_current_graph_task_id", "tells a backward pass from join()", "a flag of our own hooks"),
+        ("torch._C:_current_autograd_node", "tells a pass from the callbacks after it", "count all buckets"),
         ("torch._C._autograd:_profiler_enabled", "records ranges only if read", "record them always"),
         (
             "torch.profiler:record_function._call_end_callbacks_on_future",
@@ -126,6 +129,7 @@ PRIVATE_NAMES = tuple(
             "steps inside a hook",
             "refuse ZeRO steps in hooks",
         ),
+        *FSDP_NAMES,
     )
 )
 
@@ -134,8 +138,9 @@ def missing_names(**objects: Any) -> list[PrivateName]:
     """Return the private names that the installed torch lacks.
 
     Args:
-        objects: a ``group``, its backend's ``options``, a ``ddp`` model and a ``zero`` optimizer, to look for
-            the names that objects have. Names of objects that are not given are left out.
+        objects: a ``group``, its backend's ``options``, a ``ddp`` model, a ``zero`` optimizer, a
+            ``param_group`` and an ``fsdp_param`` of a sharded model, to look for the names that objects have.
+            Names of objects that are not given are left out.
     """
 
     def lacks(private: PrivateName) -> bool:
@@ -165,6 +170,11 @@ def backward_pass() -> int:
     """Return the number of the backward pass that this thread is in; -1 outside of one."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def is_in_node() -> bool:
+    """Return True if a node of the autograd graph calls this, and not a callback after the backward pass."""
+    return torch._C._current_autograd_node() is not None
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -221,7 +231,7 @@ def has_tcp_store(store: Any) -> bool:
 def own_connection(store: Any, group_name: str) -> Any:
     """Return a group's ``store`` with a connection of its own, if it has connections.
 
-    Versions before 2.6 cannot clone a store. There, the keys of this one are apart from the group's.
+    torch 2.6 cannot clone a store, 2.8 can. Without that, the keys of this one are apart from the group's.
     """
     if hasattr(store, "clone"):
         return store.clone()

@@ -103,6 +103,16 @@ def buckets_of(fragments: Iterable[Fragment]) -> list[ParameterBucket]:
     return [bucket for fragment in fragments for bucket in fragment.buckets]
 
 
+def require_same_parameters(fragments: Iterable[Fragment], parameters: Iterable[Numbered]) -> None:
+    """Raise ValueError if the fragments do not have exactly these parameters."""
+    own = {id(parameter) for bucket in buckets_of(fragments) for parameter in bucket.parameters}
+    if own != {id(parameter) for parameter, _ in parameters}:
+        raise ValueError(
+            "the optimizer's parameters have changed since local SGD began; make a new LocalSGD after "
+            "add_param_group or a change of requires_grad"
+        )
+
+
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
     """Replace ``tensor`` by that of rank ``source`` of the group, by way of ``device``; collective."""
     there = tensor.to(device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gradwire.recipes import Recipe
+from gradwire.recipes import Recipe, require_fixed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.training.outer import DiLoCo, Outer
 
@@ -50,9 +50,13 @@ def check_steps_may_differ(ddp: Any) -> None:
         )
 
 
-def parse_averaging(recipe: str | Recipe) -> Recipe:
-    """Return the recipe; ValueError if it does not average."""
+def parse_averaging(recipe: str | Recipe | None, streams: bool, weigh: bool) -> Recipe:
+    """Return the recipe for parameters, or the default; ValueError if it does not average."""
+    if recipe is None:
+        # In 4 bits the loss is that of fp32 (docs/fidelity.md).
+        recipe = ("int4:feedback=false" if weigh else "int4") if streams else "fp32"
     chosen = parse_recipe(recipe)
+    require_fixed(chosen, "local SGD")
     if not chosen.exchange.communicates or chosen.reduction != "mean":
         raise ValueError(f"local SGD needs a recipe that averages, and {chosen} does not: choose another")
     return chosen

@@ -35,6 +35,7 @@ from gradwire.training.fragments import (
     divided,
     load_tensors,
     make_fragments,
+    require_same_parameters,
     tensors_of,
 )
 from gradwire.training.gradient_wire import GradientWire
@@ -48,7 +49,7 @@ from gradwire.training.local_choices import (
 from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
 from gradwire.training.outer import Outer
 from gradwire.training.outer_loop import OuterLoop
-from gradwire.training.parameter_buckets import Numbered, averaged_parameters
+from gradwire.training.parameter_buckets import averaged_parameters
 from gradwire.training.turns import TurnsByTime, make_turns
 
 
@@ -65,7 +66,7 @@ class LocalSGD:
         period: the number of steps between averagings; or their time, as a ``timedelta``, and then each rank
             takes as many steps as it can.
         warmup_steps: the number of first steps that average gradients, as without local SGD.
-        recipe: the recipe for parameters.
+        recipe: the recipe for parameters; by default ``"fp32"``, and ``"int4"`` if a `DiLoCo` streams.
         gradient_recipe: the recipe for gradients during warm-up; by default ``recipe``.
         outer: the outer optimizer, `SlowMo` or `DiLoCo`; None to continue from the mean.
         weigh: True to weigh each rank in the mean by the ``work`` that it gave to `step`.
@@ -75,15 +76,16 @@ class LocalSGD:
     Raises ValueError or TypeError for arguments that do not fit, or that differ between ranks.
 
     The constructor is collective, and so is every method except `state_dict` and `stats`. Call `step` after
-    each step of the optimizer, also after one that a ``GradScaler`` has skipped::
+    each step of the optimizer, also after one that a ``GradScaler`` has skipped.
 
-        local = gradwire.LocalSGD(model, optimizer, period=16, recipe="bf16", outer=gradwire.DiLoCo())
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss_of(model(inputs), targets).backward()
-            optimizer.step()
-            local.step()
-        local.average()  # whatever the period has left over
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> local = gradwire.LocalSGD(model, optimizer, period=16, recipe="bf16", outer=gradwire.DiLoCo())
+    >>> for _ in range(20):
+    ...     optimizer.zero_grad()
+    ...     model(inputs).square().mean().backward()
+    ...     optimizer.step()
+    ...     has_averaged = local.step()
+    >>> local.average()  # whatever the period has left over
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class LocalSGD:
         *,
         period: int | timedelta,
         warmup_steps: int = 0,
-        recipe: str | Recipe = "fp32",
+        recipe: str | Recipe | None = None,
         gradient_recipe: str | Recipe | None = None,
         outer: Outer | None = None,
         weigh: bool = False,
@@ -114,7 +116,7 @@ class LocalSGD:
             if self._is_timed:
                 check_steps_may_differ(ddp)
             make_turns(period, streaming.num_fragments)
-            chosen = resolve_for_model(parse_averaging(recipe), ddp)
+            chosen = resolve_for_model(parse_averaging(recipe, streaming.streams, weigh), ddp)
             if weigh:
                 check_weight(1.0, chosen)
             for_gradients = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
@@ -172,7 +174,6 @@ class LocalSGD:
             self._begin()
         if num_local <= 0 or self._loop is None:
             return False
-        self._check_parameters()
         self._loop.begin_due(num_local, work, self._position)
         return self._loop.end_due()
 
@@ -184,9 +185,7 @@ class LocalSGD:
         """
         if self._loop is None:
             return
-        self._check_parameters()
-        if isinstance(self._loop.turns, TurnsByTime):
-            self._catch_up(self._loop, self._loop.turns)
+        self._catch_up()
         self._loop.begin_all(self._position)
         self._loop.end_all()
 
@@ -238,6 +237,7 @@ class LocalSGD:
                 claim["the wire's saved layout"] = str(of_wire.timeline)
                 claim["the wire's saved step"] = str(of_wire.step)
             call.agree({**claim, **claim_of(self._ddp, fingerprint.of_recipe(self.recipe))})
+        self._settle()
         self._gradients.use_for(num_steps)
         if not (self._is_timed and loop is not None):
             self._wire.load_state_dict(state["wire"])
@@ -278,6 +278,7 @@ class LocalSGD:
             found = newest(call.agree(claim, note), self._group.rank())
         if found is None or self._gradients.is_disabled:
             return False
+        self._settle()
         self._num_steps = found.position.num_steps
         self._gradients.use_for(self._num_steps)
         if not found.is_current:
@@ -314,12 +315,21 @@ class LocalSGD:
         is_timed = self._is_timed and self._loop is not None
         return self._loop.num_begun if is_timed and self._loop is not None else self._num_steps
 
-    def _catch_up(self, loop: OuterLoop, turns: TurnsByTime) -> None:
+    def _catch_up(self) -> None:
         """Begin the averagings that other ranks have begun, by clocks that are ahead of this one."""
+        loop = self._loop
+        if loop is None or not isinstance(loop.turns, TurnsByTime):
+            return
         most = torch.tensor(loop.num_begun, device=device_of(self._ddp))
         dist.all_reduce(most, dist.ReduceOp.MAX, self._group)
         while loop.num_begun < int(most):
-            loop.begin(loop.fragments[turns.take()], self._position, self._streaming.delay)
+            loop.begin(loop.fragments[loop.turns.take()], self._position, self._streaming.delay)
+
+    def _settle(self) -> None:
+        """Wait for the averagings under way: the lane still changes residuals."""
+        self._catch_up()
+        for fragment in [] if self._loop is None else self._loop.fragments:
+            fragment.wait()
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
@@ -338,22 +348,14 @@ class LocalSGD:
         def lr_of(param_group: int) -> float:
             return float(optimizer.param_groups[param_group].get("lr", 1.0))
 
-        optimizer, streaming = self._optimizer, self._streaming
-        fragments = make_fragments(self._parameters(), self._layouts, self.outer, self._offload)
-        turns = make_turns(self.period, streaming.num_fragments)
-        return OuterLoop(self._engine, fragments, turns, streaming, self._group.rank(), lr_of, self._weigh)
+        def check() -> None:
+            require_same_parameters(fragments, averaged_parameters(module, optimizer))
 
-    def _parameters(self) -> list[Numbered]:
-        return averaged_parameters(self._ddp.module, self._optimizer)
-
-    def _check_parameters(self) -> None:
-        now = {id(parameter) for parameter, _ in self._parameters()}
-        buckets = buckets_of([] if self._loop is None else self._loop.fragments)
-        if now != {id(parameter) for bucket in buckets for parameter in bucket.parameters}:
-            raise ValueError(
-                "the optimizer's parameters have changed since local SGD began; make a new LocalSGD after "
-                "add_param_group or a change of requires_grad"
-            )
+        module, optimizer, streaming = self._ddp.module, self._optimizer, self._streaming
+        parameters = averaged_parameters(module, optimizer)
+        fragments = make_fragments(parameters, self._layouts, self.outer, self._offload)
+        turns, rank = make_turns(self.period, streaming.num_fragments), self._group.rank()
+        return OuterLoop(self._engine, fragments, turns, streaming, rank, lr_of, check, self._weigh)
 
     def _read(self, state: dict[str, Any]) -> tuple[int, OuterLoop | None]:
         """Return the step and the outer loop of a state; ValueError or TypeError if it does not fit."""

@@ -46,6 +46,8 @@ class OuterLoop:
     rank: int
     lr_of: Callable[[int], float]
     """The inner learning rate by number of the param group."""
+    check: Callable[[], None]
+    """Raises before an averaging if the parameters cannot be averaged any more."""
     weigh: bool = False
     num_begun: int = 0
     """Averagings that have begun."""
@@ -78,6 +80,7 @@ class OuterLoop:
         """Begin to average a fragment; first end its averaging that is under way, if there is one."""
         if fragment.is_under_way:  # by the clock, a turn may come before the delay is over
             self._end([fragment], self.streaming.alpha or 0.0)
+        self.check()
         weight = max(fragment.work, _LEAST_WORK) if self.weigh else None
         fragment.begin(self.engine.start, Place(self.rank, position, 0, self.engine.name), delay, weight)
         self.num_begun += 1

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.ddp import Runner, SteppingRunner, Wire, attachment_of, step_parameters
+from gradwire.ddp import Runner, SteppingRunner, Wire, attachment_of, step_parameters, unwrap
 from gradwire.lanes import open_local_lane
 from gradwire.peers import Group
 from gradwire.torch_private import num_writes
@@ -21,6 +21,11 @@ class OverlappedOptimizer(Optimizer):
 
     `step` has nothing left to do. It raises if gradients were changed after they were used. When the wire
     has been detached, it steps as usual.
+
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> optimizer = gradwire.overlap_optimizer(wire, torch.optim.SGD)
+    >>> model(inputs).sum().backward()  # takes the step
+    >>> optimizer.step()
     """
 
     # No `super().__init__()`: param groups and state are those of the inner optimizer.
@@ -148,14 +153,12 @@ def overlap_optimizer(
     ``backward()`` and ``step()``, as in clipping by the global norm. ``backward()`` raises it if ``step()``
     was not called since the last one: accumulate inside ``model.no_sync()``.
 
-    Example::
-
-        wire = gradwire.attach(model, "bf16")
-        optimizer = gradwire.overlap_optimizer(wire, lambda params: torch.optim.SGD(params, lr=0.1))
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> optimizer = gradwire.overlap_optimizer(wire, lambda params: torch.optim.SGD(params, lr=0.1))
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     """
     _check_factory(optimizer_factory)
-    ddp = wire.model
+    ddp = unwrap(wire.model)
     parameters = [p for p in ddp.module.parameters() if p.requires_grad]
     optimizer = optimizer_factory(parameters)
     _check(optimizer, wire)
@@ -199,7 +202,7 @@ def _check_factory(factory: object) -> None:
 
 
 def _check(optimizer: Optimizer, wire: Wire) -> None:
-    ddp = wire.model
+    ddp = unwrap(wire.model)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer_factory must make a torch.optim.Optimizer, not {type(optimizer).__name__}"

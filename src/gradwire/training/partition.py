@@ -36,7 +36,7 @@ def divide(
     layers than fragments.
 
     >>> divide({"a.weight": 4, "b.0.weight": 4, "b.1.weight": 4, "b.1.bias": 1}, 2)
-    [['a.weight', 'b.1.weight', 'b.1.bias'], ['b.0.weight']]
+    [['b.1.weight', 'b.1.bias'], ['a.weight', 'b.0.weight']]
     """
     if not isinstance(fragments, int):
         return _by_patterns(list(numels), fragments)

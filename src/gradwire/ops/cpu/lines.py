@@ -181,7 +181,7 @@ def counting(typing_context: Any, start: Any) -> Any:
     return Line(I4)(I8), generate
 
 
-def _fold(builder: Any, line: Any, join: Callable[[Any, Any], Any]) -> Any:
+def fold(builder: Any, line: Any, join: Callable[[Any, Any], Any]) -> Any:
     """Join the second half to the first, until one number is left."""
     width = LINE
     while width > 1:
@@ -201,7 +201,7 @@ def sum_by_halves(typing_context: Any, line: Any) -> Any:
     """Return the sum: the second half is added to the first, until one number is left."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _fold(builder, args[0], builder.fadd)
+        return fold(builder, args[0], builder.fadd)
 
     return F4(Line(F4)), generate
 
@@ -214,6 +214,6 @@ def largest_of(typing_context: Any, line: Any) -> Any:
         def join(a: Any, b: Any) -> Any:
             return builder.select(builder.icmp_signed(">", a, b), a, b)
 
-        return _fold(builder, args[0], join)
+        return fold(builder, args[0], join)
 
     return I4(Line(I4)), generate

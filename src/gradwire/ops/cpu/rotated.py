@@ -15,11 +15,12 @@ from numba import types
 from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper, kernel
+from gradwire.ops.cpu.levels import Target, decode_block, quantise
 from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, largest_of, load, point, spread, store
-from gradwire.ops.cpu.rotation import Signs, decode_block, flip, mix_lines, mix_within_lines, quantise
+from gradwire.ops.cpu.rotation import Signs, rotate
 from gradwire.ops.cpu.scalars import INFINITY, bf16_to_f32, f32_to_bf16, from_bits, larger
-from gradwire.ops.cpu.vectors import copy, fence, prefetch, span, streams_to, write
-from gradwire.ops.formats import MIN_SCALE, RotatedFormat, Seed
+from gradwire.ops.cpu.vectors import copy, fence, prefetch, span, streams_to
+from gradwire.ops.formats import MIN_SCALE, PART, RANK_STEP, RotatedFormat, Seed
 from gradwire.ops.operands import Chunk, RotatedRows, Scale
 
 # Values are prefetched this far ahead of those in use: 4 KiB.
@@ -28,6 +29,8 @@ _INFINITY = np.int32(INFINITY)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _NAN = np.float32(np.nan)
 _MIN_SCALE = np.float32(MIN_SCALE)
+_UNIT, _UNITS = np.float32(PART), np.float32(1 / PART)
+_RANK_STEP = np.int64(RANK_STEP - (1 << 32))
 
 
 class _Format(NamedTuple):
@@ -51,8 +54,9 @@ class _Terms(NamedTuple):
     first_scale: Any
     """Place of a row's first scale, in 16-bit numbers."""
     bits: Any
-    seeds: Any
-    """The two words of each sender's seed, one after the other."""
+    low: Any
+    high: Any
+    """The words of the seed that those of all ranks follow from."""
 
 
 class _Own(NamedTuple):
@@ -76,7 +80,7 @@ class _Row(NamedTuple):
 
 # The types of their fields.
 _FORMAT = types.Tuple((I8, I8, I8, numba.boolean))
-_TERMS = types.Tuple((U1[::1], U2[::1], I8, I8, I8, I8, I4[::1]))
+_TERMS = types.Tuple((U1[::1], U2[::1], I8, I8, I8, I8, I4, I4))
 _OWN = types.Tuple((F4[::1], I8, F4, numba.boolean))
 _ROW = types.Tuple((U1[::1], U2[::1], I4, I4))
 
@@ -97,7 +101,15 @@ def _pad(x: Any, m: Any, size: Any) -> None:
 
 
 @helper
-def _encode(form: Any, source: Any, ahead: Any, size: Any, signs: Any, x: Any, codes: Any) -> Any:
+def _num_words(block: Any) -> Any:
+    """Return the number of random words for a block."""
+    return (block // 1024 + 1) * 32
+
+
+@helper
+def _encode(
+    form: Any, source: Any, ahead: Any, size: Any, signs: Any, x: Any, squares: Any, codes: Any
+) -> Any:
     """Encode a block, padded in ``source`` to ``size`` values, and return its scale.
 
     ``x`` is overwritten, and may be ``source``.
@@ -110,12 +122,18 @@ def _encode(form: Any, source: Any, ahead: Any, size: Any, signs: Any, x: Any, c
     # By a power of two, so that neither sums nor squares overflow or vanish.
     exponent = min(max(largest >> 23, 1), 253)
     up, down = from_bits(np.int32((254 - exponent) << 23)), from_bits(np.int32(exponent << 23))
-    flip(source, up, signs, x, size)
-    mix_lines(x, size)
-    sums = quantise(form.bits, x, size, mix_within_lines(x, size), codes)
-    scale = sums.square / sums.product if form.unbiased else sums.product / sums.norm
-    scale = max(scale * (_ONE / np.float32(size)) * down, _MIN_SCALE)
-    scale = scale if largest > 0 else _ZERO
+    deviation = np.sqrt(rotate(source, up, signs, x, size, squares))
+    unit = _UNITS / deviation if deviation > 0 else _ZERO
+    product, norm = quantise(form.bits, x, size, unit, codes)
+    if form.unbiased:
+        scale = deviation / product * _UNITS
+    else:
+        scale = product / norm * deviation * (_UNIT / np.float32(size))
+    scale = max(scale * down, _MIN_SCALE)
+    if largest == 0:  # a block of zeros has no signs
+        scale = _ZERO
+        for j in range(size // 8):
+            codes[j] = 0
     return scale if largest < _INFINITY else _NAN
 
 
@@ -123,8 +141,9 @@ def _encode(form: Any, source: Any, ahead: Any, size: Any, signs: Any, x: Any, c
 def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
     form, terms, own, row = _Format(*form), _Terms(*terms), _Own(*own), _Row(*row)
     block = form.block
-    x, y, total = point(scratch, 0), point(scratch, block), point(scratch, 2 * block)
+    x, total, padded = point(scratch, 0), point(scratch, block), point(scratch, 2 * block)
     words = point(scratch, 3 * block)
+    squares = point(words, _num_words(block))
     for b in range(row.scales.size):
         start = b * block
         m = min(block, own.values.size - start)
@@ -132,9 +151,9 @@ def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
         values = point(own.values, start)
         source = values
         if m < size:
-            copy(values, x, m)
-            _pad(x, m, size)
-            source = x
+            copy(values, padded, m)
+            _pad(padded, m, size)
+            source = padded
         if terms.num_rows > 1:
             for r in range(terms.num_rows):
                 if r == own.index:
@@ -142,36 +161,41 @@ def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
                 else:
                     scale = bf16_to_f32(terms.halves[r * (terms.stride // 2) + terms.first_scale + b])
                     codes = point(terms.codes, r * terms.stride + start * terms.bits // 8)
-                    signs = Signs(start, terms.seeds[2 * r], terms.seeds[2 * r + 1], words)
-                    decode_block(terms.bits, codes, size, scale, signs, y)
-                    _add(y, own.scale, total, size, r == 0)
+                    signs = Signs(start, terms.low, np.int32(terms.high + r * _RANK_STEP), words)
+                    target = Target(total, False, True, r == 0, own.scale)
+                    decode_block(terms.bits, codes, size, scale, signs, x, target)
             _pad(total, m, size)
             source = total
         signs, codes = Signs(start, row.low, row.high, words), point(row.codes, start * form.bits // 8)
         ahead = point(values, max(block, _AHEAD))
-        scale = _encode(form, source, ahead, size, signs, x, codes)
+        scale = _encode(form, source, ahead, size, signs, x, squares, codes)
         row.scales[b] = f32_to_bf16(scale)
         if own.is_written:
-            decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x)
-            write(x, values, m, False)
+            target = Target(padded if m < size else values, False, False, False, _ONE)
+            decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x, target)
+            if m < size:
+                copy(padded, values, m)
 
 
 @kernel((_FORMAT, _ROW, F4[::1], numba.boolean, F4[::1]))
 def _decode(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> None:
     form, row = _Format(*form), _Row(*row)
     block = form.block
-    x, words = point(scratch, 0), point(scratch, 3 * block)
+    x, padded, words = point(scratch, 0), point(scratch, 2 * block), point(scratch, 3 * block)
     for b in range(row.scales.size):
         start = b * block
         m = min(block, values.size - start)
         size = block if m == block else form.tail
         codes, signs = point(row.codes, start * form.bits // 8), Signs(start, row.low, row.high, words)
-        decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x)
-        write(x, point(values, start), m, streams)
+        to = point(values, start)
+        target = Target(padded if m < size else to, streams and m == size, False, False, _ONE)
+        decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x, target)
+        if m < size:
+            copy(padded, to, m)
     fence()
 
 
-_NO_TERMS = _Terms(np.empty(0, np.uint8), np.empty(0, np.uint16), 1, 0, 0, 1, np.empty(0, np.int32))
+_NO_TERMS = _Terms(np.empty(0, np.uint8), np.empty(0, np.uint16), 1, 0, 0, 1, 0, 0)
 
 
 def encode(form: RotatedFormat, chunk: Chunk) -> None:
@@ -186,7 +210,7 @@ def decode(form: RotatedFormat, row: Tensor, values: Tensor, seed: Seed) -> None
 
 
 def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int, scale: Scale) -> None:
-    flat, words = span(terms.rows), _words(terms.seeds)
+    flat, (low, high) = span(terms.rows), _words(terms.seed)
     rows = _Terms(
         codes=flat.numpy(),
         halves=flat.view(torch.uint16).numpy(),
@@ -194,7 +218,8 @@ def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int
         stride=terms.rows.stride(0),
         first_scale=terms.form.scales_offset(chunk.values.numel()) // 2,
         bits=terms.form.bits,
-        seeds=words,
+        low=low,
+        high=high,
     )
     _run(form, chunk, rows, _Own(chunk.values.numpy(), own_index, np.float32(float(scale)), is_written=True))
 
@@ -211,15 +236,14 @@ def _format(form: RotatedFormat, numel: int) -> _Format:
 
 def _row(form: RotatedFormat, row: Tensor, numel: int, seed: Seed) -> _Row:
     codes, scales = form.split(row, numel)
-    return _Row(codes.numpy(), scales.view(torch.uint16).numpy(), *_words([seed]))
+    return _Row(codes.numpy(), scales.view(torch.uint16).numpy(), *_words(seed))
 
 
-def _words(seeds: Any) -> Any:
-    """Return the words of seeds, one after the other, as signed integers."""
-    words = [word for seed in seeds for word in (seed.low, seed.high)]
-    return np.array(words, np.uint32).view(np.int32)
+def _words(seed: Seed) -> Any:
+    """Return the words of a seed as signed integers."""
+    return np.array([seed.low, seed.high], np.uint32).view(np.int32)
 
 
 def _scratch(form: RotatedFormat) -> Any:
-    # Three blocks, and the random words of one. By torch, whose memory begins at a cache line.
-    return torch.empty(3 * form.block + (form.block // 512 + 1) * LINE).numpy()
+    # Three blocks, the random words and the squares of one. By torch, whose memory begins at a cache line.
+    return torch.empty(3 * form.block + (form.block // 1024 + 1) * 32 + max(form.block // 8, 32)).numpy()

@@ -128,27 +128,6 @@ def flipped(builder: Any, value: Any, word: Any, place: Any) -> Any:
     return _from_bits(builder, builder.xor(_bits(builder, value), sign))
 
 
-@elementwise(I4, I4, F4, F4, I4)
-def add_above(builder: Any, word: Any, value: Any, bound: Any, place: Any) -> Any:
-    """Return ``word``, with bit ``place`` set if ``value`` is above the bound."""
-    above = builder.zext(builder.fcmp_ordered(">", value, bound), word.type)
-    return builder.or_(word, builder.shl(above, place))
-
-
-@elementwise(F4, F4, F4, F4, F4)
-def above_or_below(builder: Any, value: Any, bound: Any, above: Any, below: Any) -> Any:
-    """Return ``above`` if ``value`` is above the bound, else ``below``."""
-    return builder.select(builder.fcmp_ordered(">", value, bound), above, below)
-
-
-@elementwise(F4, U1, I4, F4, F4)
-def set_or_not(builder: Any, byte: Any, place: Any, if_set: Any, if_not: Any) -> Any:
-    """Return ``if_set`` if bit ``place`` of the byte is set, else ``if_not``."""
-    word = builder.lshr(builder.zext(byte, like(byte, _WORD)), place)
-    bit = builder.and_(word, constant(word, 1))
-    return builder.select(builder.icmp_signed("!=", bit, constant(bit, 0)), if_set, if_not)
-
-
 def _mix(builder: Any, x: Any) -> Any:
     # lowbias32 of Chris Wellons' hash prospector: each input bit flips each output bit with probability 1/2.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None)):

@@ -67,11 +67,16 @@ def _mix(x):
 
 
 @triton.jit
+def random_word(index, seed):
+    """Return 32 random bits for each index."""
+    low, high = seed
+    return _mix(_mix(index.to(tl.uint32) ^ low.to(tl.uint32)) + high.to(tl.uint32))
+
+
+@triton.jit
 def _noise(index, seed):
     """Return 24 random bits for each index."""
-    low, high = seed
-    mixed = _mix(_mix(index.to(tl.uint32) ^ low.to(tl.uint32)) + high.to(tl.uint32))
-    return (mixed >> 8).to(tl.int32)
+    return (random_word(index, seed) >> 8).to(tl.int32)
 
 
 @triton.jit

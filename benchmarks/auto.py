@@ -1,0 +1,165 @@
+"""Recipe `auto` beside plain DDP and fixed recipes, in one run, on links of several rates.
+
+    python benchmarks/auto.py                        # four links and a change; root and iproute2, minutes
+    python benchmarks/auto.py --links 100mbit        # one link
+    python benchmarks/auto.py --links "1gbit>50mbit" # a rate that changes after the first 100 steps
+
+The model and the batches are those of examples/train.py, narrower on slower links. `auto` trains alone until
+it has decided, for 100 steps. Then all rows take turns, in another order in each round. A step is zero_grad,
+forward, backward and the optimizer's step; its time is that of the slowest rank. "best fixed" is the fastest
+of the fixed recipes whose error, in the first step, is within the budget.
+"""
+
+import argparse
+import contextlib
+import random
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.headroom import Machine
+from gradwire.lab import Lab
+from gradwire.ranks import run_ranks, send_message
+
+LINKS = ["10mbit", "100mbit", "1gbit", "none", "1gbit>50mbit"]
+WIDTHS = {"10mbit": 64, "100mbit": 128, "1gbit": 256, "none": 256, "1gbit>50mbit": 128}
+FIXED = ["bf16", "int8", "int4:feedback=false", "int2"]
+NUM_ALONE, STEPS_PER_TURN, NUM_AFTER_CHANGE = 100, 5, 150
+TIMEOUT_S = 1200.0
+
+
+class Training:
+    """The model and the loop of examples/train.py, with a recipe or with plain DDP."""
+
+    def __init__(self, recipe: str | None, width: int) -> None:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
+        self.model = DistributedDataParallel(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False))
+        self.wire = None if recipe is None else gradwire.attach(self.model, recipe)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._width = width
+        self._num_steps = 0
+
+    def step(self) -> float:
+        """Train for one step, and return its seconds."""
+        torch.manual_seed(1000 * self._num_steps + dist.get_rank())
+        self._num_steps += 1
+        begin = time.perf_counter()
+        tokens = torch.randn(2, 32, self._width)
+        self._optimizer.zero_grad()
+        (self.model(tokens) - tokens.roll(1, dims=1)).square().mean().backward()
+        self._optimizer.step()
+        return time.perf_counter() - begin
+
+    def gradient(self) -> torch.Tensor:
+        return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+
+
+@dataclass(frozen=True)
+class Found:
+    """The figures of one run."""
+
+    ms: dict[str, list[float]]
+    """Times of steps by row, of the slowest rank."""
+    errors: dict[str, float]
+    """Relative errors of fixed recipes in the first step."""
+    decisions: str
+    last: str
+    """The last decision."""
+
+
+def measure(rank: int, recipe: str, width: int, rounds: int, changes: bool) -> Found:
+    auto = Training(recipe, width)
+    for _ in range(NUM_ALONE):
+        auto.step()
+    if changes:
+        if rank == 0:
+            send_message("change")
+        for _ in range(NUM_AFTER_CHANGE):
+            auto.step()
+    rows = {"DDP": Training(None, width), **{name: Training(name, width) for name in FIXED}}
+    for each in rows.values():
+        each.step()
+    exact = rows["DDP"].gradient()
+    errors = {name: float((rows[name].gradient() - exact).norm() / exact.norm()) for name in FIXED}
+    rows = {**rows, "auto": auto}
+    seconds: dict[str, list[float]] = {name: [] for name in rows}
+    for number in range(rounds):
+        for name in random.Random(number).sample(list(rows), len(rows)):
+            dist.barrier()
+            rows[name].step()
+            seconds[name] += [rows[name].step() for _ in range(STEPS_PER_TURN)]
+    wire = auto.wire
+    assert wire is not None
+    slowest = {name: _slowest(values) for name, values in seconds.items()}
+    last = wire.decisions()[-1]
+    return Found(slowest, errors, str(wire), f"{last.counts}, {last.bytes_per_step:,} bytes")
+
+
+def _slowest(seconds: list[float]) -> list[float]:
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    found: list[float] = (1e3 * times).tolist()
+    return found
+
+
+def ratio(values: list[float], base: list[float]) -> float:
+    """Return the median over rounds of how many times as long `values` are as `base`."""
+    means = [
+        [statistics.mean(each[i : i + STEPS_PER_TURN]) for i in range(0, len(each), STEPS_PER_TURN)]
+        for each in (values, base)
+    ]
+    return float(statistics.median(a / b for a, b in zip(*means, strict=True)))
+
+
+def run(link: str, recipe: str, rounds: int, budget: float) -> str:
+    """Measure one link; return a line of the table."""
+    first, _, then = link.partition(">")
+    with contextlib.nullcontext() if first == "none" else Lab(2, first) as lab:
+
+        def change(rank: int, message: object) -> None:
+            assert lab is not None
+            lab.set_rate(then)
+
+        args = (recipe, WIDTHS.get(link, 128), rounds, bool(then))
+        found = run_ranks(measure, 2, TIMEOUT_S, args=args, lab=lab, on_message=change)[0]
+    print(f"\n{link}: {found.decisions}")
+    for name, values in found.ms.items():
+        error = f"error {found.errors[name]:.3f}" if name in found.errors else ""
+        print(f"  {name:22} {statistics.median(values):9.1f} ms   {error}")
+    allowed = [name for name in FIXED if found.errors[name] <= budget]
+    best = min(allowed, key=lambda name: statistics.median(found.ms[name]))
+    median = {name: statistics.median(values) for name, values in found.ms.items()}
+    return (
+        f"| {link} | {median['DDP']:.1f} | `{best}` {median[best]:.1f} | {median['auto']:.1f} "
+        f"| {1 / ratio(found.ms['auto'], found.ms[best]):.2f} "
+        f"| {ratio(found.ms['DDP'], found.ms['auto']):.2f} | {found.last} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--links", nargs="+", default=LINKS, help="rates; none is loopback; a>b changes")
+    parser.add_argument("--rounds", type=int, default=6, help=f"turns of {STEPS_PER_TURN} steps per row")
+    parser.add_argument("--recipe", default="auto")
+    options = parser.parse_args()
+    tuning = gradwire.recipe(options.recipe).tuning
+    if tuning is None:
+        parser.error(f"--recipe is auto, with options, not {options.recipe}")
+    print(f"{Machine.here()}; 2 Gloo ranks, one thread each; torch {torch.__version__}", flush=True)
+    lines = [run(link, options.recipe, options.rounds, tuning.budget) for link in options.links]
+    print("\n| link | DDP, ms | best fixed, ms | auto, ms | best fixed over auto | DDP over auto | chosen |")
+    print("|---|---:|---:|---:|---:|---:|---|")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

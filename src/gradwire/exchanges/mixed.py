@@ -1,0 +1,115 @@
+"""Several exchanges in one bucket, by parameter, without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from gradwire.buckets import BucketLayout, Slot
+from gradwire.exchanges.context import Context
+from gradwire.exchanges.exchange import Exchange
+from gradwire.exchanges.links import Links
+from gradwire.exchanges.rounds import Rounds, side_by_side
+from gradwire.exchanges.two_phase import shared_two_shot_bytes
+from gradwire.exchanges.two_shot import TwoShot
+from gradwire.ops import Family, cached_on_owner
+
+# More runs than a bucket has: each run of each bucket needs an index of its own, for its seeds.
+_NUM_INDICES = 1 << 16
+
+Run = tuple[Exchange, BucketLayout, int]
+"""An exchange, the layout of its part of a bucket, and the place in the bucket where that part begins."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Average each parameter by the exchange that is assigned to its name.
+
+    Neighbours in a bucket that have the same exchange are averaged together, as a *run*. A run is a view of
+    the bucket, and all runs of a bucket share their messages. So a bucket costs no copy and no further
+    round, unlike in a `Route`, whose parameters may lie anywhere.
+    """
+
+    assigned: tuple[tuple[Exchange, tuple[str, ...]], ...]
+    other: Exchange
+    """The exchange of parameters that are not named."""
+
+    sees_parameters = True
+    communicates = True
+    starts = (0,)
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return *(exchange for exchange, _ in self.assigned), self.other
+
+    @property
+    def kernels(self) -> frozenset[Family]:
+        return frozenset().union(*(exchange.kernels for exchange in self.exchanges))
+
+    def split(self, layout: BucketLayout) -> tuple[Run, ...]:
+        """Return the runs of a bucket, in order."""
+        return _split(layout, self)
+
+    def rounds(self, flat: Tensor, context: Context) -> Rounds:
+        runs = self.split(context.layout)
+        if len(runs) == 1:
+            ((exchange, layout, _),) = runs
+            yield from exchange.rounds(flat, replace(context, layout=layout))
+            return
+        yield from side_by_side(
+            exchange.rounds(
+                flat[begin : begin + layout.numel],
+                replace(context, layout=layout, scratch=context.scratch.part(number)),
+            )
+            for number, (exchange, layout, begin) in enumerate(runs)
+        )
+
+    def shared_bytes(self, layout: BucketLayout, step: int) -> int:
+        # A bucket waits as a whole. So if one run can share messages, the bytes of all runs count.
+        shared = [(exchange.shared_bytes(run, step), run) for exchange, run, _ in self.split(layout)]
+        if not any(num_bytes for num_bytes, _ in shared):
+            return 0
+        return sum(num_bytes or run.numel * run.dtype.itemsize for num_bytes, run in shared)
+
+    def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
+        runs = self.split(layout)
+        codecs = []
+        for exchange, run, _ in runs:
+            numel, dtype = run.real_values
+            if isinstance(exchange, TwoShot) and numel:
+                codecs.append((exchange.codec.resolve(dtype), numel))
+        together = [Links(0, sent) for sent in shared_two_shot_bytes(codecs, world_size)]
+        apart = [e.link_bytes(r, world_size, step) for e, r, _ in runs if not isinstance(e, TwoShot)]
+        return [Links(*map(sum, zip(*sent, strict=True))) for sent in zip(together, *apart, strict=True)]
+
+    def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
+        runs = self.split(layout)
+        apart = [e.link_rounds(r, world_size, step) for e, r, _ in runs if not isinstance(e, TwoShot)]
+        together = Links(0, 2 if len(apart) < len(runs) else 0)
+        return Links(*map(sum, zip(together, *apart, strict=True)))
+
+
+@cached_on_owner
+def _split(layout: BucketLayout, mixed: Mixed) -> tuple[Run, ...]:
+    by_name = {name: exchange for exchange, names in mixed.assigned for name in names}
+    runs: list[Run] = []
+    for exchange, slots in _neighbours((by_name.get(s.name, mixed.other), s) for s in layout.slots):
+        index = layout.index * _NUM_INDICES + len(runs)
+        runs.append((exchange, BucketLayout.packed(index, layout.dtype, slots), slots[0].offset))
+    return tuple(runs)
+
+
+def _neighbours(assigned: Iterable[tuple[Exchange, Slot]]) -> Iterator[tuple[Exchange, list[Slot]]]:
+    """Yield each exchange with the parameters, one behind the other, that have it."""
+    now: Exchange | None = None
+    slots: list[Slot] = []
+    for exchange, slot in assigned:
+        if now is not None and exchange != now:
+            yield now, slots
+            slots = []
+        now = exchange
+        slots.append(slot)
+    if now is not None:
+        yield now, slots

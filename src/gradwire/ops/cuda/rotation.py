@@ -1,0 +1,216 @@
+"""Rotations by random signs and a Hadamard matrix, and levels of rotated values, in Triton.
+
+A program works on one block, as rows of 32 values. Triton deals out threads from the last axis on, so a
+thread has a column: it mixes rows without the help of other threads, and the signs of its values are bits of
+one word. Values change hands once, when the block is transposed. A thread then has 32 neighbours, whose bits
+make up one word of each plane.
+
+The last block may be shorter. It is worked on as a full one with zeros behind it. Adding zeros changes
+nothing, and what is computed beyond the end is neither added up nor written.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from gradwire.ops.cuda.codes import random_word
+from gradwire.ops.formats import (
+    GAUSSIAN_LEVELS,
+    INTEGER_BOUNDS,
+    MIN_SCALE,
+    PART,
+    SQUARE_UNITS,
+    RotatedFormat,
+)
+
+_ABS = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(0x7F800000)
+_SIGN = tl.constexpr(-0x80000000)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+# No value overflows if its scale is smaller: it is the scale times a sum of 4096 levels at most.
+_LARGE = tl.constexpr(3.4028234663852886e38 / 2**14)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
+_UNITS = tl.constexpr(1 / PART)
+_SQUARE_UNITS = tl.constexpr(SQUARE_UNITS)
+# The lowest bits of a number that is added to this one are an integer.
+_ROUND = tl.constexpr(2.0**23)
+_ROUND_BITS = tl.constexpr(0x4B000000)
+# Counts one in a sum of parts: 32 of them, all that a thread has, add up to less.
+_ONE_MORE = tl.constexpr(1 << 26)
+
+
+@dataclass(frozen=True)
+class RotatedTile:
+    """A `RotatedFormat`, as one compile-time constant of a kernel."""
+
+    bits: int
+    unbiased: bool
+    rows: int
+    """Rows in a block, of 32 values each."""
+    log_rows: int
+    levels: tuple[float, ...]
+    """Levels without signs."""
+    bounds: tuple[int, ...]
+    """Bounds between levels, in parts of a deviation."""
+
+    @classmethod
+    @functools.cache
+    def of(cls, form: RotatedFormat) -> RotatedTile:
+        rows, levels, bounds = form.block // 32, GAUSSIAN_LEVELS[form.bits], INTEGER_BOUNDS[form.bits]
+        return cls(form.bits, form.unbiased, rows, rows.bit_length() - 1, levels, bounds)
+
+
+@triton.jit
+def _pairs(x, STRIDE: tl.constexpr):
+    """Return the lower and the upper rows of all pairs that are ``STRIDE`` apart."""
+    pairs = tl.reshape(x, (x.shape[0] // (2 * STRIDE), 2, STRIDE, x.shape[1]))
+    return tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+
+
+@triton.jit
+def _mixed_once(x, STRIDE: tl.constexpr):
+    low, high = _pairs(x, STRIDE)
+    return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 3, 1, 2)), x.shape)
+
+
+@triton.jit
+def _mixed(x, LOG: tl.constexpr, LARGEST_FIRST: tl.constexpr):
+    """Multiply each column, of ``2**LOG`` values, by a Hadamard matrix."""
+    for step in tl.static_range(LOG):
+        x = _mixed_once(x, 1 << (LOG - 1 - step if LARGEST_FIRST else step))
+    return x
+
+
+@triton.jit
+def _square(x, LOG: tl.constexpr):
+    """Return the sum of squares of a block with ``2**LOG`` rows."""
+    x *= x
+    for step in tl.static_range(LOG):
+        low, high = _pairs(x, 1 << (LOG - 1 - step))
+        x = tl.reshape(low + high, (1 << (LOG - 1 - step), 32))
+    # The sums of columns are added as integers: in any order, the result is the same.
+    return tl.sum((x * _SQUARE_UNITS).to(tl.int64)).to(tl.float32) * (1 / _SQUARE_UNITS)
+
+
+@triton.jit
+def _flipped(x, block, seed, TILE: tl.constexpr):
+    """Return a block with random signs."""
+    groups: tl.constexpr = max(TILE.rows // 32, 1)
+    rows: tl.constexpr = TILE.rows // groups
+    first_row = block * TILE.rows
+    group = (first_row >> 5) + tl.arange(0, groups)[:, None, None]
+    words = random_word(group * 32 + tl.arange(0, 32)[None, None, :], seed)
+    place = (first_row & 31).to(tl.int32) + tl.arange(0, rows)[None, :, None]
+    if TILE.rows >= 32:
+        place = tl.arange(0, rows)[None, :, None]  # the same, known when this is compiled
+    signs = tl.reshape((words.to(tl.int32, bitcast=True) << (31 - place)) & _SIGN, x.shape)
+    return (x.to(tl.int32, bitcast=True) ^ signs).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decoded(words, scale, block, seed, size, TILE: tl.constexpr):
+    """Return the values (row, column) of a block of ``size`` values, from a word for each plane and row."""
+    place = tl.arange(0, 32)[:, None]
+    exists = tl.arange(0, TILE.rows)[None, :] * 32 < size
+    level = tl.where(exists, TILE.levels[0], 0.0)
+    if TILE.bits == 2:
+        level = tl.where((words[1] & (1 << place)) != 0, tl.where(exists, TILE.levels[1], 0.0), level)
+    if TILE.bits == 3:
+        is_odd = (words[2] & (1 << place)) != 0
+        level = tl.where(is_odd, tl.where(exists, TILE.levels[1], 0.0), level)
+        upper = tl.where(exists, TILE.levels[2], 0.0)
+        upper = tl.where(is_odd, tl.where(exists, TILE.levels[3], 0.0), upper)
+        level = tl.where((words[1] & (1 << place)) != 0, upper, level)
+    sign = (words[0] << (31 - place)) & _SIGN
+    x = (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    x = tl.trans(_mixed(x, 5, False))
+    x = _flipped(_mixed(x, TILE.log_rows, False) * scale, block, seed, TILE)
+    if scale > _LARGE:
+        # Clamped in this way, a NaN stays.
+        x = tl.where(x > _LARGEST, _LARGEST, x)
+        x = tl.where(x < -_LARGEST, -_LARGEST, x)
+    return x
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _word(bits):
+    """Join the bits of each column, which are in their places already, to one word."""
+    return tl.reduce(bits, 0, _either, keep_dims=True)
+
+
+@triton.jit
+def _above(parts, bound):
+    """Return a word for each row, of the parts that are above a bound; their number; and their sum."""
+    above = parts > bound
+    both = tl.sum(tl.where(above, parts + _ONE_MORE, 0), axis=0)
+    count, total = tl.sum((both.to(tl.uint32) >> 26).to(tl.int32)), tl.sum(both & (_ONE_MORE - 1))
+    return _word(tl.where(above, 1 << tl.arange(0, 32)[:, None], 0)), (count, total)
+
+
+@triton.jit
+def _difference(a, b):
+    return a[0] - b[0], a[1] - b[1]
+
+
+@triton.jit
+def _add_level(product, norm, of_level, level):
+    """Add a level's share to the sums of magnitudes times levels, and of squares of levels."""
+    count, total = of_level
+    return product + total.to(tl.float32) * level, norm + count.to(tl.float32) * (level * level)
+
+
+@triton.jit
+def coded(x, block, seed, size, TILE: tl.constexpr):
+    """Return a word for each plane and row of a block of ``size`` values (row, column), and the scale.
+
+    There are always three words. With fewer bits, the last ones have no meaning.
+    """
+    largest = tl.max(x.to(tl.int32, bitcast=True) & _ABS)
+    # By a power of two, so that neither sums nor squares overflow or vanish.
+    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
+    up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = (exponent << 23).to(tl.float32, bitcast=True)
+    x = _flipped(x * up, block, seed, TILE)
+    # The deviation of rotated values is the norm of the block.
+    deviation = tl.sqrt_rn(_square(x, TILE.log_rows))
+    unit = tl.where(deviation > 0, tl.div_rn(_UNITS, deviation), 0.0)
+    z = _mixed(tl.trans(_mixed(x, TILE.log_rows, True)), 5, True)
+    exists = tl.arange(0, TILE.rows)[None, :] * 32 < size
+    rounded = tl.abs(z * tl.where(exists, unit, 0.0)) + _ROUND
+    parts = rounded.to(tl.int32, bitcast=True) - _ROUND_BITS
+    place = tl.arange(0, 32)[:, None]
+    signs = _word((z.to(tl.uint32, bitcast=True) >> (31 - place)).to(tl.int32) & (1 << place))
+    signs = tl.where(largest > 0, signs, 0)
+    all_of = size, tl.sum(tl.sum(parts, axis=0))
+    if TILE.bits == 1:
+        words = (signs, signs, signs)
+        product, norm = _add_level(0.0, 0.0, all_of, TILE.levels[0])
+    elif TILE.bits == 2:
+        above, of_above = _above(parts, TILE.bounds[0])
+        words = (signs, above, above)
+        product, norm = _add_level(0.0, 0.0, _difference(all_of, of_above), TILE.levels[0])
+        product, norm = _add_level(product, norm, of_above, TILE.levels[1])
+    else:
+        first, of_first = _above(parts, TILE.bounds[0])
+        second, of_second = _above(parts, TILE.bounds[1])
+        third, of_third = _above(parts, TILE.bounds[2])
+        words = (signs, second, first ^ second ^ third)
+        product, norm = _add_level(0.0, 0.0, _difference(all_of, of_first), TILE.levels[0])
+        product, norm = _add_level(product, norm, _difference(of_first, of_second), TILE.levels[1])
+        product, norm = _add_level(product, norm, _difference(of_second, of_third), TILE.levels[2])
+        product, norm = _add_level(product, norm, of_third, TILE.levels[3])
+    if TILE.unbiased:
+        scale = tl.div_rn(deviation, product) * _UNITS
+    else:
+        scale = tl.div_rn(product, norm) * deviation * tl.div_rn(1 / _UNITS, size.to(tl.float32))
+    scale = tl.where(largest > 0, tl.maximum(scale * down, _MIN_SCALE), 0.0)
+    return words, tl.where(largest < _INFINITY, scale, float("nan"))

@@ -1,0 +1,78 @@
+"""The options of recipe ``auto``, and the exchanges it chooses from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from gradwire.exchanges import Exchange, Mixed
+
+Encoding = Literal["bf16", "int8", "int4", "int2"]
+ENCODINGS: tuple[Encoding, ...] = ("bf16", "int8", "int4", "int2")
+"""The encodings that ``auto`` chooses from, from the finest to the coarsest."""
+
+DEFAULT_BUDGET = 0.15
+"""The largest relative error of a step's average; docs/auto.md says how it was found."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The options of ``auto``. Raises ValueError for options that cannot be met."""
+
+    budget: float
+    max_bytes: float | None
+    """The most bytes that a rank may send in a step, whatever the error; None to keep the budget instead."""
+    every: int
+    log: bool
+    encodings: tuple[tuple[Encoding, Exchange], ...]
+    """The encodings to choose from, from the finest to the coarsest."""
+    tables: tuple[str, ...] = ()
+    """The parameters that never go by fewer than 4 bits, since most of their rows have no gradient."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget < 1:
+            raise ValueError(f"recipe 'auto': budget is a relative error between 0 and 1, not {self.budget}")
+        if self.max_bytes is not None and not 0 < self.max_bytes < math.inf:
+            raise ValueError(f"recipe 'auto': bytes must be above 0, not {self.max_bytes}")
+        if self.max_bytes is not None and self.budget != DEFAULT_BUDGET:
+            raise ValueError("recipe 'auto': budget= and bytes= contradict each other: give one of them")
+        if self.every < 1:
+            raise ValueError(f"recipe 'auto' looks again every 1 or more steps, not every {self.every}")
+
+    @property
+    def names(self) -> tuple[Encoding, ...]:
+        """The names of the encodings, from the finest to the coarsest."""
+        return tuple(name for name, _ in self.encodings)
+
+    def num_allowed(self, name: str) -> int:
+        """Return how many of the encodings, counted from the finest, parameter ``name`` may go by."""
+        if name not in self.tables:
+            return len(self.encodings)
+        return max(1, sum(ENCODINGS.index(each) <= ENCODINGS.index("int4") for each in self.names))
+
+    def exchange(self, chosen: Mapping[str, str] | None = None) -> Mixed:
+        """Return the exchange for a choice of encodings by parameter; others go by the finest."""
+        (_, finest), *coarser = self.encodings
+        by_encoding: dict[str, list[str]] = {}
+        for parameter, encoding in (chosen or {}).items():
+            by_encoding.setdefault(encoding, []).append(parameter)
+        # Encodings that nobody has are there too: their kernels are compiled when the recipe is attached.
+        return Mixed(
+            tuple((each, tuple(sorted(by_encoding.get(name, ())))) for name, each in coarser), finest
+        )
+
+
+def between(ceiling: Encoding, floor: Encoding) -> tuple[Encoding, ...]:
+    """Return the encodings from ``ceiling`` down to ``floor``; ValueError if there are none."""
+    for option, given in {"ceiling": ceiling, "floor": floor}.items():
+        if given not in ENCODINGS:
+            allowed = ", ".join(map(repr, ENCODINGS))
+            raise ValueError(f"recipe 'auto': {option} must be one of {allowed}, not {given!r}")
+    first, last = ENCODINGS.index(ceiling), ENCODINGS.index(floor)
+    if first > last:
+        raise ValueError(
+            f"recipe 'auto': the ceiling, {ceiling}, sends fewer bytes than the floor, {floor}: swap them"
+        )
+    return ENCODINGS[first : last + 1]

@@ -1,0 +1,204 @@
+"""`attach` for sharded models, and for all others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, open_engine
+from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
+from gradwire.ddp import attach as attach_to_ddp
+from gradwire.ops import warm_up
+from gradwire.peers import CollectiveCall, timeout_of, uses_nccl
+from gradwire.recipes import Recipe, agree_on_nodes, kernels_of, noop
+from gradwire.recipes import recipe as parse_recipe
+from gradwire.sharded.attachment import ShardedAttachment
+from gradwire.sharded.backward import Backward
+from gradwire.sharded.checks import check
+from gradwire.sharded.model import ShardedGradients, ShardedModel
+from gradwire.sharded.reduce_scatter import UnitReduceScatter
+from gradwire.sharded.replicas import UnitReplicas
+from gradwire.sharded.shard_group import agreement, plain_mean, sharing
+from gradwire.sharded.units import Unit, is_sharded
+from gradwire.telemetry import Telemetry
+from gradwire.torch_private import fsdp, uncompiled
+
+log = logging.getLogger("gradwire")
+
+
+def attach(
+    model: nn.Module,
+    recipe: str | Recipe | Hook = "fp32",
+    *,
+    replicas: object = None,
+    state: object = None,
+    timeout: timedelta | None = None,
+    on_nonfinite: OnNonfinite = "propagate",
+    verify_every: int = 0,
+    grad_scaler: GradScaler | None = None,
+    telemetry: Telemetry | None = None,
+) -> Wire:
+    """Average the model's gradients by ``recipe`` from the next backward pass on.
+
+    Collective: every rank of the model's process group calls it, with the same recipe.
+
+    Args:
+        model: a ``DistributedDataParallel``, a model that ``fully_shard`` has sharded, or ``torch.compile``
+            of one of these.
+        recipe: a name (``"bf16"``), a name with options (``"fp16:reduction=sum"``), a `Recipe`, or any
+            DDP communication hook: anything that can be called with ``(state, bucket)``.
+        replicas: for a sharded model, the ranks that hold the same shard: a process group, or a
+            ``DeviceMesh`` of one dimension. Gradients are then averaged over them by ``recipe``, and over
+            shards by torch. A model that was sharded over a mesh of two dimensions knows its replicas.
+        state: the first argument of a hook; not for recipes.
+        timeout: how long to wait for the other ranks; by default the group's own timeout.
+        on_nonfinite: what to do when an averaged gradient is infinite or NaN. ``"propagate"`` passes it to
+            every rank, as torch does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
+            optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
+            ``backward()`` on every rank; on CUDA from the next one.
+        verify_every: compare the averaged gradients over the ranks, bit for bit, every so many steps; 0, the
+            default, compares never. If they differ, ``backward()`` raises `WireError` on every rank, with the
+            step, the ranks and the first parameter. On CUDA such a step waits for the device. Not done
+            inside ``join()`` of a model with ``find_unused_parameters``, nor without replicas.
+        grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one. Residuals are in
+            units of the scaled loss, and follow each change of its scale.
+        telemetry: what to record, see `Telemetry`; None, the default, records nothing.
+
+    Raises:
+        TypeError: the model is of another kind, or an argument is of the wrong type.
+        ValueError: there is no such recipe or option, the model is attached already or has another
+            hook, or ranks differ in gradwire's version, the recipe, the options or the parameters. The
+            text names the ranks and the difference.
+        OSError: the file of ``telemetry`` cannot be written.
+        RuntimeError: a rank did not attach in time.
+
+    With the environment variable ``GRADWIRE_DISABLE=1`` the model is left to torch's own averaging.
+
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> model(inputs).sum().backward()  # train as before
+    >>> wire.stats().num_steps
+    1
+    """
+    root = uncompiled(model)
+    if not is_sharded(root):
+        if replicas is not None:
+            raise TypeError("replicas= goes with a model that fully_shard has sharded; leave it out")
+        return attach_to_ddp(
+            model,
+            recipe,
+            state=state,
+            timeout=timeout,
+            on_nonfinite=on_nonfinite,
+            verify_every=verify_every,
+            grad_scaler=grad_scaler,
+            telemetry=telemetry,
+        )
+    sharded = ShardedModel(root, replicas)
+    limit = timeout if isinstance(timeout, timedelta) else timeout_of(sharded.group)
+    is_disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
+    # Replicas of one shard meet, and each rank's shards: so an error of any rank reaches all.
+    with contextlib.ExitStack() as calls:
+        around: CollectiveCall | None = None
+        if sharded.has_replicas:
+            around = calls.enter_context(CollectiveCall(sharded.shards, limit, "gradwire.attach"))
+        with CollectiveCall(sharded.group, limit, "gradwire.attach") as call:
+            if not isinstance(timeout, timedelta | None):
+                raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+            options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
+            chosen = sharded.resolve(_parse(recipe, state))
+            check(sharded, options, chosen)
+            if not is_disabled:
+                options.check_file(sharded.rank)
+                warm_up(sharded.device, kernels_of(chosen, sharded.group))
+            choice = Choice(chosen)
+            claim = {
+                "GRADWIRE_DISABLE": "set" if is_disabled else "not set",
+                **options.claim(),
+                **sharded.claim(choice.fingerprint),
+            }
+            if sharded.has_replicas:
+                choice = choice.with_recipe(agree_on_nodes(chosen, call, claim))
+            else:
+                call.agree(claim)
+        if around is not None:
+            around.agree(claim)
+    return Wire(_open(sharded, choice, options, limit, call.rendezvous, is_disabled=is_disabled))
+
+
+def _open(
+    sharded: ShardedModel,
+    choice: Choice,
+    options: Options,
+    timeout: timedelta,
+    rendezvous: str,
+    *,
+    is_disabled: bool,
+) -> ShardedAttachment:
+    """Open what averages the model's gradients, and put it in place of torch's; undo all if it fails."""
+    assert choice.recipe is not None
+    if is_disabled:
+        log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
+        backward = Backward(Engine(noop(), None), sharded.rank, sharded.device)
+        undo = contextlib.ExitStack()
+        if sharded.has_replicas and not sharded.is_native_hsdp:
+            for unit in sharded.units:
+                unit.module.set_all_reduce_hook(plain_mean(sharded.group))
+        return ShardedAttachment(sharded, backward, choice, timeout, undo, is_disabled=True)
+    meter, is_nccl = options.meter(), uses_nccl(sharded.group, sharded.device)
+    with contextlib.ExitStack() as undo:
+        engine = open_engine(
+            choice.recipe,
+            sharded.group,
+            sharded.device,
+            rendezvous,
+            RunState(timeline=Timeline(None), loss_scale=options.loss_scale()),
+            may_wait=sharded.has_replicas,
+            meter=meter,
+            layout_check=LayoutCheck() if is_nccl else None,  # on CPU, ranks compare at each call
+            may_have_unused=False,
+        )
+        undo.callback(engine.close)
+        share = sharing(sharded) if sharded.has_replicas else None
+        backward = Backward(engine, sharded.rank, sharded.device, share_failure=share)
+        agree = agreement(sharded.shards) if sharded.num_shards > 1 else None
+        checks = options.checks(ShardedGradients(sharded), sharded.rank, backward, meter, agree=agree)
+        backward.checks = checks
+        undo.callback(checks.close)
+        installed = contextlib.ExitStack()
+        undo.callback(installed.close)
+        for unit in sharded.units:
+            _install(unit, backward, installed, is_hsdp=sharded.has_replicas)
+        undo.pop_all()
+    details = {"recipe": choice.name, "world_size": sharded.world_size, "device": str(sharded.device)}
+    checks.record_event("attach", 0, **details)
+    return ShardedAttachment(sharded, backward, choice, timeout, installed)
+
+
+def _install(unit: Unit, backward: Backward, undo: contextlib.ExitStack, *, is_hsdp: bool) -> None:
+    if not is_hsdp:
+        before = unit.reduce_scatter
+        unit.module.set_custom_reduce_scatter(UnitReduceScatter(unit, backward))
+        undo.callback(_restore, unit, before)
+        return
+    if unit.replicate_group is not None:
+        undo.callback(fsdp.take_over_replicas(unit.group))
+    hooks = UnitReplicas(unit, backward)
+    undo.callback(hooks.remove)
+
+
+def _restore(unit: Unit, comm: Any) -> None:
+    unit.module.set_custom_reduce_scatter(comm)
+
+
+def _parse(recipe: str | Recipe | Hook, state: object) -> Recipe:
+    if not isinstance(recipe, str | Recipe):
+        raise TypeError("a sharded model takes recipes only: communication hooks are DDP's")
+    if state is not None:
+        raise TypeError("state= goes with a hook of DDP's; leave it out")
+    return parse_recipe(recipe)

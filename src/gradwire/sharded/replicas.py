@@ -1,0 +1,120 @@
+"""The average of a unit's shards over replicas, in place of the all-reduce of torch's HSDP."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.sharded.backward import Backward
+from gradwire.sharded.units import ShardedParameter, Unit
+
+
+class UnitReplicas:
+    """The hooks of one unit: they start an average when torch has accumulated the unit's shards.
+
+    torch calls its all-reduce hook between the reduce-scatter and the accumulation of gradients, where an
+    average would have to be over before the hook returns, and would be taken anew of each micro-batch. So
+    that hook only notes how many values come. A hook on each parameter, which torch calls after the
+    accumulation, notes which have come; the last one starts the average of what has been accumulated.
+    """
+
+    def __init__(self, unit: Unit, backward: Backward) -> None:
+        """Put the hooks in place; `remove` takes them away."""
+        self._unit = unit
+        self._backward = backward
+        self._num_missing = 0
+        self._accumulated: list[ShardedParameter] = []
+        self._undo = contextlib.ExitStack()
+        unit.module.set_all_reduce_hook(self._expect)
+        self._undo.callback(self._remove_hook)
+        for each in unit.trained:
+            hook = functools.partial(self._note, each)
+            self._undo.callback(each.parameter.register_post_accumulate_grad_hook(hook).remove)
+
+    def remove(self) -> None:
+        self._undo.close()
+
+    def require_complete(self) -> None:
+        """Raise RuntimeError if parameters have been reduced in this pass that have no hook."""
+        if self._num_missing:
+            self._num_missing = 0
+            raise RuntimeError(
+                f"unit {self._unit.name!r} has reduced gradients of parameters that were frozen, or others, "
+                "when gradwire was attached; attach again after changing a model's parameters"
+            )
+
+    def _remove_hook(self) -> None:
+        self._unit.module.set_all_reduce_hook(None)
+
+    def _expect(self, reduced: Tensor) -> None:
+        """Note the number of values of this pass; called by torch before it accumulates them."""
+        if reduced.is_cuda:
+            # torch may free this on another stream than the one that will read it.
+            reduced.record_stream(torch.cuda.current_stream(reduced.device))
+        self._num_missing = reduced.numel()
+        self._accumulated.clear()
+        self._backward.expect(self)
+
+    def _note(self, parameter: ShardedParameter, _: Tensor) -> None:
+        """Note that a parameter's gradient is accumulated, and start the average with the last one."""
+        self._accumulated.append(parameter)
+        self._num_missing -= parameter.padded_shape.numel()
+        if self._num_missing == 0 and self._unit.all_reduces:
+            with torch.no_grad():
+                self._start(list(self._accumulated))
+
+    def _start(self, parameters: list[ShardedParameter]) -> None:
+        shards = [_local(each) for each in parameters]
+        sizes = [each.padded_shape.numel() for each in parameters]
+        flat = _shared_memory(shards, sizes)
+        is_copy = flat is None
+        if flat is None:
+            flat = _packed(shards, sizes)
+        self._backward.start(
+            flat,
+            parameters,
+            functools.partial(_unpack, flat, shards, sizes) if is_copy else _leave,
+            # torch's own HSDP sums over replicas too, if a divisor is given.
+            factor=1.0 if self._unit.divides_by_factor else None,
+            num_left=None,  # nothing reads the gradients before the pass ends
+        )
+
+
+def _local(parameter: ShardedParameter) -> Tensor:
+    gradient: Any = parameter.parameter.grad
+    local: Tensor = gradient.to_local()
+    return local
+
+
+def _shared_memory(shards: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | None:
+    """Return the memory of shards that lie one after the other, as torch makes them; None if they do not."""
+    first, total = shards[0], sum(sizes)
+    end = first.storage_offset()
+    for shard, size in zip(shards, sizes, strict=True):
+        is_next = shard.storage_offset() == end and shard.numel() == size and shard.is_contiguous()
+        if not is_next or shard.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += size
+    return first.as_strided((total,), (1,), first.storage_offset())
+
+
+def _packed(shards: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return copies of the shards one after the other, each with zeros behind it up to its size."""
+    flat = shards[0].new_zeros(sum(sizes))
+    for part, shard in zip(flat.split(list(sizes)), shards, strict=True):
+        part[: shard.numel()].view_as(shard).copy_(shard)
+    return flat
+
+
+def _unpack(flat: Tensor, shards: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    for part, shard in zip(flat.split(list(sizes)), shards, strict=True):
+        shard.copy_(part[: shard.numel()].view_as(shard))
+
+
+def _leave() -> None:
+    """Leave a result where it is."""

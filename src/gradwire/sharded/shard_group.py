@@ -1,0 +1,55 @@
+"""What ranks that hold different shards tell one another, over torch's own group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.errors import PeerError, WireError
+from gradwire.sharded.model import ShardedModel
+
+
+def plain_mean(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
+    """Return an all-reduce hook that averages as torch does, for when gradwire is disabled."""
+
+    def average(reduced: Tensor) -> None:
+        dist.all_reduce(reduced, group=group)
+        reduced.div_(group.size())
+
+    return average
+
+
+def agreement(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Return a function that combines flags over the ranks of ``group``."""
+
+    def agree(flags: Tensor) -> Tensor:
+        """Return which flags are True on all ranks that hold shards; collective."""
+        numbers = flags.to(torch.int32)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
+        return numbers.bool()
+
+    return agree
+
+
+def sharing(sharded: ShardedModel) -> Callable[[WireError | None], WireError | None]:
+    """Return a function that tells failures to the ranks that hold other shards."""
+
+    def share(failure: WireError | None) -> WireError | None:
+        """Return the first failure of any rank that holds shards; collective.
+
+        Other shards are averaged over other ranks, which do not see that these have failed.
+        """
+        flags = torch.zeros(sharded.num_shards, dtype=torch.int32, device=sharded.device)
+        flags[sharded.shards.rank()] = int(failure is not None)
+        dist.all_reduce(flags, group=sharded.shards)
+        if not flags.any():
+            return None
+        texts: list[Any] = [""] * sharded.num_shards
+        dist.all_gather_object(texts, "" if failure is None else str(failure), group=sharded.shards)
+        return failure or PeerError(next(filter(None, texts)))
+
+    return share

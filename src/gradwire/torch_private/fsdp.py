@@ -1,0 +1,128 @@
+"""Private names of ``fully_shard``: what torch does not tell those who replace its communication."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Rows of `PRIVATE_NAMES`: of torch's FSDPParamGroup, and of its FSDPParam.
+FSDP_NAMES = (
+    *(
+        (f"param_group:{name}", purpose, "refuse sharded models")
+        for name, purpose in {
+            "fsdp_params": "the order in which gradients are reduced",
+            "mesh_info": "the ranks that hold shards",
+            "post_forward_mesh_info": "takes replicas over from torch",
+            "device": "the device of gradients",
+            "mp_policy": "the dtype of gradients",
+            "all_reduce_grads": "knows the last micro-batch",
+            "gradient_divide_factor": "knows who divides",
+            "_reduce_scatter_comm": "finds a reduce-scatter of the user's",
+            "_all_reduce_hook": "finds a hook of the user's",
+        }.items()
+    ),
+    *(
+        (f"fsdp_param:{name}", "the layout of reduced gradients", "refuse sharded models")
+        for name in (
+            "sharded_param",
+            "sharded_size",
+            "padded_sharded_param_size",
+            "offload_to_cpu",
+            "_orig_size",
+            "_module_info",
+        )
+    ),
+)
+
+
+def fsdp_module_kind() -> type | None:
+    """Return the class of sharded modules; None if no module can be sharded yet."""
+    found: type | None = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return found
+
+
+def param_groups(module: Any) -> Sequence[Any]:
+    """Return the ``FSDPParamGroup`` objects of a sharded module."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 has one at most
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+def whole_shape(fsdp_param: Any) -> torch.Size:
+    """Return the shape of a parameter before it was sharded."""
+    shape: torch.Size = fsdp_param._orig_size
+    return shape
+
+
+def owner_of(fsdp_param: Any) -> tuple[Any, str]:
+    """Return the module that has a parameter, and the parameter's name in it."""
+    info = fsdp_param._module_info
+    return info.module, info.param_name
+
+
+def parameter_dtype(param_group: Any) -> torch.dtype | None:
+    """Return the dtype of a group's parameters; None before the first forward pass."""
+    dtype: torch.dtype | None = getattr(param_group, "_orig_dtype", None)
+    return dtype
+
+
+def reduce_scatter_of(param_group: Any) -> Any:
+    """Return the object that reduces and scatters a group's gradients."""
+    return param_group._reduce_scatter_comm
+
+
+def all_reduce_hook_of(param_group: Any) -> Any:
+    """Return the hook that takes a group's gradients after they are scattered; None if there is none."""
+    return param_group._all_reduce_hook
+
+
+def has_accumulation_hooks(parameter: Any) -> bool:
+    """Return True if hooks run when the parameter's gradient is accumulated."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def shard_group_of(param_group: Any) -> dist.ProcessGroup:
+    """Return the ranks that hold the shards."""
+    group: dist.ProcessGroup = param_group.mesh_info.shard_process_group
+    return group
+
+
+def replicate_group_of(param_group: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same shard, if torch averages over them itself (HSDP)."""
+    found: dist.ProcessGroup | None = getattr(param_group.mesh_info, "replicate_process_group", None)
+    return found
+
+
+def take_over_replicas(param_group: Any) -> Callable[[], None]:
+    """Keep torch from averaging a group's gradients over replicas; return what undoes that.
+
+    torch all-reduces if the mesh of the group has a dimension of replicas. So the group gets one without it,
+    over the same ranks. Parameters and gradients keep theirs, and stay what optimizers and checkpoints know.
+    """
+    info, after_forward = param_group.mesh_info, param_group.post_forward_mesh_info
+    param_group.mesh_info = _without_replicas(info)
+    if after_forward is not None and after_forward == info:
+        param_group.post_forward_mesh_info = param_group.mesh_info
+
+    def undo() -> None:
+        if param_group.post_forward_mesh_info is param_group.mesh_info:
+            param_group.post_forward_mesh_info = info
+        param_group.mesh_info = info
+
+    return undo
+
+
+def _without_replicas(info: Any) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    made = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+    for name in ("dp_mesh_dims", "spmd_mesh", "is_spmd_mesh", "reduce_scatter_process_group"):
+        if hasattr(info, name):
+            setattr(made, name, getattr(info, name))
+    return made

@@ -1,0 +1,26 @@
+"""Recipe ``auto``: it measures errors and times, and chooses an encoding for each parameter.
+
+Encodings themselves belong to `codecs`, and the averaging by them to `exchanges`.
+"""
+
+from gradwire.tuning.choices import Choice, Choosing
+from gradwire.tuning.decisions import Decision, decision_cells, decision_table
+from gradwire.tuning.policy import Policy
+from gradwire.tuning.policy_state import PolicyState, Report
+from gradwire.tuning.proposal import propose
+from gradwire.tuning.saved import read_state
+from gradwire.tuning.tuner import Tuner
+
+__all__ = [
+    "Choice",
+    "Choosing",
+    "Decision",
+    "Policy",
+    "PolicyState",
+    "Report",
+    "Tuner",
+    "decision_cells",
+    "decision_table",
+    "propose",
+    "read_state",
+]

@@ -1,0 +1,104 @@
+"""Choices of an encoding for each parameter, and what they send and leave out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradwire.buckets import BucketLayout
+from gradwire.codecs import Codec
+from gradwire.exchanges import Exchange, Hierarchical, TwoShot
+from gradwire.recipes import Tuning
+from gradwire.tuning.allocation import allocate
+from gradwire.tuning.errors import ErrorTable
+from gradwire.tuning.units import Unit, units_of
+
+# A sample is off by a few percent, and so is one step from the next.
+_MARGIN = 0.95
+_NUM_ATTEMPTS = 8
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An encoding for each parameter."""
+
+    encodings: Mapping[str, str]
+    """Encodings by parameter."""
+    num_bytes: int
+    """Bytes that the busiest rank sends to other nodes in a step."""
+    error: float | None
+    """Relative error of the averaged gradient; None if it is not known."""
+
+
+class Choosing:
+    """Makes choices for the buckets of a model, and knows their bytes."""
+
+    def __init__(self, layouts: Sequence[BucketLayout], tuning: Tuning, world_size: int) -> None:
+        self.units: tuple[Unit, ...] = units_of(layouts, tuning.tables)
+        self._layouts = tuple(layouts)
+        self._tuning = tuning
+        self._world_size = world_size
+        self.codecs: list[Codec] = [codec_of(exchange) for _, exchange in tuning.encodings]
+
+    @property
+    def num_encodings(self) -> int:
+        return len(self._tuning.encodings)
+
+    def finest(self, table: ErrorTable | None) -> Choice:
+        """Return the choice of the finest encoding for all."""
+        return self._choice([0] * len(self.units), table)
+
+    def best(self, table: ErrorTable, num_allowed: int) -> Choice:
+        """Return the best choice from the ``num_allowed`` finest encodings."""
+        allowed = [self._num_allowed(unit, num_allowed) for unit in self.units]
+        sent = 2 * (self._world_size - 1) / self._world_size
+        num_bytes = [
+            [sent * codec.wire_bytes(unit.numel) for codec in self.codecs[:n]]
+            for unit, n in zip(self.units, allowed, strict=True)
+        ]
+        errors = [row[:n] for row, n in zip(table.errors, allowed, strict=True)]
+        if (limit := self._tuning.max_bytes) is None:
+            max_error = (_MARGIN * self._tuning.budget) ** 2 * math.fsum(table.norms)
+            return self._choice(allocate(num_bytes, errors, max_error=max_error), table)
+        # Messages have a few bytes of padding, which the units do not know of.
+        target = limit
+        for _ in range(_NUM_ATTEMPTS):
+            choice = self._choice(allocate(num_bytes, errors, max_bytes=target), table)
+            if choice.num_bytes <= limit:
+                break
+            target -= choice.num_bytes - limit
+        return choice
+
+    def again(self, choice: Choice, table: ErrorTable) -> Choice:
+        """Return the same choice with the error that it has by now."""
+        names = self._tuning.names
+        number = {name: index for index, name in enumerate(names)}
+        # A parameter that is new, or whose encoding is not allowed any more, goes by the finest.
+        numbers = [number.get(choice.encodings.get(unit.names[0], ""), 0) for unit in self.units]  # type: ignore[call-overload]
+        return self._choice(numbers, table)
+
+    def _num_allowed(self, unit: Unit, num_allowed: int) -> int:
+        return min(num_allowed, *(self._tuning.num_allowed(name) for name in unit.names))
+
+    def _choice(self, numbers: Sequence[int], table: ErrorTable | None) -> Choice:
+        names = self._tuning.names
+        encodings = {
+            name: names[number]
+            for unit, number in zip(self.units, numbers, strict=True)
+            for name in unit.names
+        }
+        exchange = self._tuning.exchange(encodings)
+        sent = [exchange.link_bytes(layout, self._world_size, 0) for layout in self._layouts]
+        num_bytes = max((sum(links.across for links in rank) for rank in zip(*sent, strict=True)), default=0)
+        error = None
+        if table is not None and (whole := math.fsum(table.norms)):
+            left_out = math.fsum(row[n] for row, n in zip(table.errors, numbers, strict=True))
+            error = math.sqrt(left_out / whole)
+        return Choice(encodings, num_bytes, error)
+
+
+def codec_of(exchange: Exchange) -> Codec:
+    """Return the codec of an encoding's messages between nodes."""
+    assert isinstance(exchange, TwoShot | Hierarchical)
+    return exchange.codec

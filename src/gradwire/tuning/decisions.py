@@ -1,0 +1,81 @@
+"""Decisions: what was measured, what was chosen, what was expected of it and what came of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision of ``auto``; None for a figure that is not known.
+
+    >>> encodings = {"fc.weight": "int4", "fc.bias": "int4", "head.weight": "int8"}
+    >>> decision = Decision(10, "communication shows", 176.6, 118.0, 4e6, encodings, 0.14, 302304, 81.1)
+    >>> decision.counts
+    {'int4': 2, 'int8': 1}
+    """
+
+    step: int
+    """The last step before it holds."""
+    reason: str
+    step_ms: float | None
+    """Time of a step before the decision, on the slowest rank."""
+    exposed_ms: float | None
+    """The part of that time in which ranks did nothing but communicate."""
+    bytes_per_s: float | None
+    """Bytes a second that a rank sent while buckets were averaged: its link has at least this rate."""
+    encodings: Mapping[str, str]
+    """The encoding of each parameter from here on."""
+    error: float | None
+    """Relative error of the averaged gradient with these encodings."""
+    bytes_per_step: int
+    """Bytes that the busiest rank sends to other nodes in a step with these encodings."""
+    expected_ms: float | None
+    """Time of a step that was predicted."""
+    got_ms: float | None = None
+    """Time of a step that was measured afterwards; None before that."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of parameters of each encoding."""
+        return dict(Counter(self.encodings.values()))
+
+    def __str__(self) -> str:
+        chosen = ", ".join(f"{encoding} for {count}" for encoding, count in sorted(self.counts.items()))
+        told = f"step {self.step}: {self.reason}: {chosen} parameters, {self.bytes_per_step:,} bytes a step"
+        if self.error is not None:
+            told += f", error {self.error:.2g}"
+        if self.expected_ms is not None and self.step_ms is not None:
+            told += f"; {self.step_ms:.1f} ms a step, {self.expected_ms:.1f} expected"
+        return told
+
+
+_TITLES = ("step", "ms a step", "exposed", "expected", "got", "error", "bytes", "encodings", "why")
+
+
+def decision_table(decisions: Sequence[Decision]) -> str:
+    """Return decisions as a table, a line for each."""
+    rows = [_TITLES, *(decision_cells(each) for each in decisions)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
+    last = len(_TITLES) - 2  # texts, on the left
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column >= last else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def decision_cells(each: Decision) -> tuple[str, ...]:
+    """Return the texts of a decision, in the order of the table's columns."""
+    counts = " ".join(f"{encoding}:{count}" for encoding, count in sorted(each.counts.items()))
+    times = (each.step_ms, each.exposed_ms, each.expected_ms, each.got_ms)
+    error = "-" if each.error is None else f"{each.error:.2g}"
+    return str(each.step), *map(_ms, times), error, f"{each.bytes_per_step:,}", counts, each.reason
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

@@ -1,0 +1,31 @@
+"""A proposal: the choice that ``auto`` would make for one step's gradients, whatever the times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gradwire.buckets import BucketLayout
+from gradwire.peers import Group
+from gradwire.recipes import Tuning
+from gradwire.tuning.choices import Choice, Choosing
+from gradwire.tuning.errors import measure_errors
+from gradwire.tuning.sampling import Sample
+
+
+def propose(
+    gradients: Mapping[str, Tensor], layouts: Sequence[BucketLayout], tuning: Tuning, group: Group
+) -> Choice:
+    """Return the choice for this rank's own ``gradients``, which are not averaged; collective."""
+    choosing = Choosing(layouts, tuning, group.size)
+    sample = Sample(choosing.units, step=0)
+    for layout in layouts:
+        device = gradients[layout.slots[0].name].device
+        flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        for name, view in layout.views(flat).items():
+            view.copy_(gradients[name])
+        sample.take(layout.index, flat)
+    table = measure_errors(sample.values, sample, choosing.codecs, group, 0)
+    return choosing.best(table, choosing.num_encodings)

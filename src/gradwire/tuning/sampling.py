@@ -1,0 +1,112 @@
+"""Samples of gradients: the same pieces of every unit on every rank."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.buckets import as_real
+from gradwire.tuning.units import Unit
+
+PIECE = 1024
+"""Values of a piece: a multiple of every encoding's block, so that a piece is encoded as in a bucket."""
+_SHARE = 1 / 128
+# So few values are worth looking at all of them.
+_FEW_VALUES = 1 << 16
+# The least number of pieces of a unit.
+_LEAST_PIECES = 8
+# Of a parameter with so few pieces, all are taken.
+_FEW_PIECES = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring values of one parameter."""
+
+    unit: int
+    """The number of the parameter's unit."""
+    begin: int
+    """Place in the bucket."""
+    end: int
+    weight: float
+    """Number of the parameter's values that each value in the sample stands for."""
+
+
+@functools.lru_cache(8)
+def pieces_of(units: tuple[Unit, ...], step: int) -> tuple[Piece, ...]:
+    """Return the pieces to take in a step, in order: at least one of each parameter.
+
+    Pieces are spread evenly over a parameter (systematic sampling), from a start that differs from step to
+    step.
+    """
+    total = sum(unit.numel for unit in units)
+    share = max(_SHARE, min(1.0, _FEW_VALUES / max(1, total)))
+    pieces: list[Piece] = []
+    for number, unit in enumerate(units):
+        begin, least = unit.begin, _LEAST_PIECES / unit.numel
+        for size in unit.sizes:
+            places = _spread(size, max(share, PIECE * least), step)
+            weight = size / sum(end - start for start, end in places)
+            pieces += [Piece(number, begin + start, begin + end, weight) for start, end in places]
+            begin += size
+    return tuple(pieces)
+
+
+def _spread(size: int, share: float, step: int) -> list[tuple[int, int]]:
+    """Return the starts and ends of pieces that are this share of ``size`` values, or a little more."""
+    num_pieces = -(-size // PIECE)
+    wanted = min(num_pieces, max(_FEW_PIECES, math.ceil(share * num_pieces)))
+    numbers = list(range(num_pieces))
+    if wanted < num_pieces:
+        # Multiples of the golden ratio fill an interval evenly. The last piece may be short: it is left out.
+        start = step * 0.6180339887498949 % 1
+        numbers = [int((i + start) * (num_pieces - 1) / wanted) for i in range(wanted)]
+    return [(PIECE * n, min(size, PIECE * (n + 1))) for n in numbers]
+
+
+class Sample:
+    """Copies of pieces of this rank's gradients in one step."""
+
+    def __init__(self, units: tuple[Unit, ...], step: int) -> None:
+        self.units = units
+        self._pieces = pieces_of(units, step)
+        self._taken: dict[int, Tensor] = {}
+
+    def take(self, index: int, flat: Tensor) -> None:
+        """Copy the pieces of bucket ``index``, before it is averaged."""
+        values = as_real(flat)
+        padding = values.new_zeros(PIECE)
+        parts = []
+        for piece in self._pieces:
+            if self.units[piece.unit].bucket == index:
+                parts += [values[piece.begin : piece.end], padding[piece.end - piece.begin :]]
+        # One call, since on CUDA each copy is a kernel.
+        self._taken[index] = torch.cat(parts).view(-1, PIECE).float()
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every bucket has been taken."""
+        return self._taken.keys() == {unit.bucket for unit in self.units}
+
+    @property
+    def values(self) -> Tensor:
+        """All pieces, one per row, in order; a piece that is short ends with zeros."""
+        return torch.cat([taken for _, taken in sorted(self._taken.items())])
+
+    def scale_up(self, sums: Tensor) -> list[list[float]]:
+        """Return estimates for whole units, from sums over each piece: a row per unit, a column per sum."""
+        owners = torch.tensor([piece.unit for piece in self._pieces], device=sums.device)
+        weights = sums.new_tensor([piece.weight for piece in self._pieces])
+        totals = sums.new_zeros((len(self.units), sums.shape[1])).index_add_(
+            0, owners, sums * weights[:, None]
+        )
+        rows: list[list[float]] = totals.tolist()
+        return rows
+
+    def used_units(self) -> list[bool]:
+        """Return, for each unit, True if this rank has a gradient that is not zero in it."""
+        return [row[0] > 0 for row in self.scale_up((self.values != 0).sum(1, keepdim=True).double())]

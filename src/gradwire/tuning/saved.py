@@ -1,0 +1,134 @@
+"""A policy's state as text, for checkpoints: written, and checked when it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any, get_args
+
+from gradwire.recipes import ENCODINGS
+from gradwire.tuning.choices import Choice
+from gradwire.tuning.decisions import Decision
+from gradwire.tuning.errors import ErrorTable
+from gradwire.tuning.policy_state import Phase, PolicyState, Trial
+from gradwire.tuning.times import Times
+
+# The most decisions that a checkpoint holds: the latest ones.
+_NUM_KEPT = 50
+
+
+def write_state(state: PolicyState) -> str:
+    """Return a state as JSON; the same text on every rank."""
+    kept = dataclasses.replace(state, decisions=state.decisions[-_NUM_KEPT:])
+    return json.dumps(dataclasses.asdict(kept), sort_keys=True)
+
+
+def read_state(text: str) -> PolicyState:
+    """Return the state that `write_state` was given; ValueError names what is wrong."""
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict) or found.keys() != {f.name for f in dataclasses.fields(PolicyState)}:
+            raise ValueError("its fields are not those of a policy")
+        return PolicyState(
+            phase=_one_of(found["phase"], get_args(Phase)),
+            since=_whole(found["since"]),
+            next_look=_whole(found["next_look"]),
+            interval=_whole(found["interval"], least=1),
+            num_allowed=_whole(found["num_allowed"], least=1),
+            limit=_whole(found["limit"]),
+            stays_coarse=_bool(found["stays_coarse"]),
+            num_off=_whole(found["num_off"]),
+            used=tuple(map(_bool, _list(found["used"]))),
+            settled=_times(found["settled"]),
+            choice=None if found["choice"] is None else _choice(found["choice"]),
+            trial=None if found["trial"] is None else _trial(found["trial"]),
+            decisions=[_decision(each) for each in _list(found["decisions"])],
+        )
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"this is no state of a wire: its tuning cannot be read ({error}); load an undamaged checkpoint"
+        ) from None
+
+
+def _choice(found: object) -> Choice:
+    fields = dict(_fields(found, Choice))
+    error = None if fields["error"] is None else _number(fields["error"])
+    return Choice(_encodings(fields["encodings"]), _whole(fields["num_bytes"]), error)
+
+
+def _times(found: object) -> Times:
+    return Times(**{name: _number(value) for name, value in _fields(found, Times)})
+
+
+def _trial(found: object) -> Trial:
+    fields = dict(_fields(found, Trial))
+    table = dict(_fields(fields["table"], ErrorTable))
+    errors = [list(map(_number, _list(row))) for row in _list(table["errors"])]
+    if not isinstance(fields["tried"], dict):
+        raise TypeError("what was tried is no mapping")
+    return Trial(
+        ErrorTable(list(map(_number, _list(table["norms"]))), errors),
+        _times(fields["times"]),
+        _whole(fields["num_bytes"]),
+        {_whole(int(number), least=1): _number(seconds) for number, seconds in fields["tried"].items()},
+    )
+
+
+def _decision(found: object) -> Decision:
+    fields = dict(_fields(found, Decision))
+    figures = {
+        name: None if fields[name] is None else _number(fields[name])
+        for name in ("step_ms", "exposed_ms", "bytes_per_s", "error", "expected_ms", "got_ms")
+    }
+    if not isinstance(fields["reason"], str):
+        raise TypeError("a reason is no text")
+    return Decision(
+        step=_whole(fields["step"]),
+        reason=fields["reason"],
+        encodings=_encodings(fields["encodings"]),
+        bytes_per_step=_whole(fields["bytes_per_step"]),
+        **figures,
+    )
+
+
+def _encodings(found: object) -> dict[str, str]:
+    if not isinstance(found, dict):
+        raise TypeError("encodings are no mapping")
+    return {name: _one_of(encoding, ENCODINGS) for name, encoding in found.items()}
+
+
+def _fields(found: object, kind: type) -> list[tuple[str, Any]]:
+    if not isinstance(found, dict) or found.keys() != {field.name for field in dataclasses.fields(kind)}:
+        raise ValueError(f"{kind.__name__} has other fields")
+    return list(found.items())
+
+
+def _list(found: object) -> list[Any]:
+    if not isinstance(found, list):
+        raise TypeError("a list is missing")
+    return found
+
+
+def _bool(found: object) -> bool:
+    if not isinstance(found, bool):
+        raise TypeError(f"{found!r:.40} is not true or false")
+    return found
+
+
+def _whole(found: object, least: int = 0) -> int:
+    if isinstance(found, bool) or not isinstance(found, int) or not least <= found < 2**48:
+        raise ValueError(f"{found!r:.40} is no whole number from {least} on")
+    return found
+
+
+def _number(found: object) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+        raise ValueError(f"{found!r:.40} is no number from 0 on")
+    return float(found)
+
+
+def _one_of(found: object, allowed: tuple[Any, ...]) -> Any:
+    if found not in allowed:
+        raise ValueError(f"{found!r:.40} is none of {', '.join(map(str, allowed))}")
+    return found

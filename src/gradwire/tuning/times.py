@@ -1,0 +1,116 @@
+"""The times of a rank's steps, and what they say about other numbers of bytes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# The most steps that times are taken from, and the least.
+_NUM_KEPT, _NUM_NEEDED = 16, 4
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of a typical step, in seconds."""
+
+    step: float
+    """From the end of one backward pass to the end of the next."""
+    exposed: float
+    """From the last bucket's arrival to the end of the backward pass: communication that nothing hides."""
+    averaging: float
+    """From the first bucket's arrival to the end of the backward pass."""
+
+    @property
+    def is_known(self) -> bool:
+        return self.step > 0
+
+    def predict(self, bytes_now: float, bytes_then: float) -> float:
+        """Return the time of a step that sends another number of bytes.
+
+        The exposed part grows and shrinks with the bytes. That is cautious: of the communication that the
+        backward pass hides, none is counted as saved. The time to encode is not known, so a choice is
+        watched after it is made.
+        """
+        return self.step + self.exposed * (bytes_then / max(1.0, bytes_now) - 1)
+
+
+UNKNOWN = Times(0.0, 0.0, 0.0)
+
+
+def combine(ranks: Sequence[Times]) -> Times:
+    """Return the times of all ranks together: those of the slowest, less what ranks wait for one another.
+
+    The rank that comes last waits least, so the least exposed time is that of communication alone.
+    """
+    known = [each for each in ranks if each.is_known]
+    if not known:
+        return UNKNOWN
+    return Times(
+        max(each.step for each in known),
+        min(each.exposed for each in known),
+        min(each.averaging for each in known),
+    )
+
+
+class Moment:
+    """A moment of a rank's steps: of its device if that is CUDA, otherwise of its host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        self._at = time.perf_counter()
+
+    def until(self, later: Moment) -> float:
+        """Return the seconds from this moment to a later one; on CUDA, wait for that one."""
+        if self._event is None or later._event is None:
+            return later._at - self._at
+        later._event.synchronize()
+        return 1e-3 * float(self._event.elapsed_time(later._event))
+
+
+class StepTimer:
+    """Takes the times of steps; a step costs three moments."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[Moment, Moment, Moment, Moment]] = deque(maxlen=_NUM_KEPT)
+        self._end: Moment | None = None
+        self._first: Moment | None = None
+        self._last: Moment | None = None
+
+    def arrive(self, device: torch.device, *, is_first: bool, is_last: bool) -> None:
+        """Note the arrival of a bucket."""
+        moment = Moment(device) if is_first or is_last else None
+        if is_first:
+            self._first = moment
+        if is_last:
+            self._last = moment
+
+    def end(self, device: torch.device) -> None:
+        """Note the end of a backward pass."""
+        before, self._end = self._end, Moment(device)
+        if before is not None and self._first is not None and self._last is not None:
+            self._steps.append((before, self._first, self._last, self._end))
+
+    def begin(self, device: torch.device) -> None:
+        """Let the next step begin now: what was done since the last one ended belongs to no step."""
+        self._end = Moment(device)
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self._steps.clear()
+
+    def read(self) -> Times:
+        """Return medians over the last steps; unknown if there are too few."""
+        if len(self._steps) < _NUM_NEEDED:
+            return UNKNOWN
+        taken = [
+            (before.until(end), last.until(end), first.until(end)) for before, first, last, end in self._steps
+        ]
+        return Times(*(statistics.median(each) for each in zip(*taken, strict=True)))

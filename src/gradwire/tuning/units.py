@@ -1,0 +1,65 @@
+"""Units: neighbouring parameters of a bucket that get their encoding together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from gradwire.buckets import BucketLayout, Slot
+
+# A run of its own costs a bucket some tens of microseconds, so a unit is not smaller than this share of its
+# bucket, nor than this many values.
+_SMALLEST_SHARE = 1 / 16
+_SMALLEST = 1 << 14
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Neighbouring parameters of one bucket."""
+
+    bucket: int
+    begin: int
+    """Place of the first value in the bucket, counted in real values."""
+    numel: int
+    """Number of real values."""
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Number of real values of each parameter."""
+
+
+def units_of(layouts: Iterable[BucketLayout], tables: Collection[str] = ()) -> tuple[Unit, ...]:
+    """Return the units of a model's buckets, in order; every parameter with values is in one of them.
+
+    A parameter of ``tables`` shares a unit only with others of them.
+    """
+    units = []
+    for layout in layouts:
+        least = max(_SMALLEST, layout.numel * _SMALLEST_SHARE)
+        pairs = layout.real_values[0] // max(1, layout.numel)  # 2 for complex values
+        for slots in _group([slot for slot in layout.slots if slot.numel], least, tables):
+            sizes = tuple(pairs * slot.numel for slot in slots)
+            names = tuple(slot.name for slot in slots)
+            units.append(Unit(layout.index, pairs * slots[0].offset, sum(sizes), names, sizes))
+    return tuple(units)
+
+
+def _group(slots: list[Slot], least: float, tables: Collection[str]) -> list[list[Slot]]:
+    """Divide parameters into neighbours of at least ``least`` values; a rest joins those before it."""
+    groups: list[list[Slot]] = []
+    for slot in slots:
+        if groups and _numel(groups[-1]) < least and _are_alike(groups[-1][0], slot, tables):
+            groups[-1].append(slot)
+        else:
+            groups.append([slot])
+    if len(groups) > 1 and _numel(groups[-1]) < least and _are_alike(groups[-2][0], groups[-1][0], tables):
+        rest = groups.pop()
+        groups[-1] += rest
+    return groups
+
+
+def _numel(slots: list[Slot]) -> int:
+    return sum(slot.numel for slot in slots)
+
+
+def _are_alike(one: Slot, other: Slot, tables: Collection[str]) -> bool:
+    return (one.name in tables) == (other.name in tables)

@@ -1,0 +1,335 @@
+"""Recipe `auto` on real and virtual ranks: all choose alike, nothing is lost, resumed runs go on."""
+
+import io
+import json
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.ddp import AttachedModel, Attachments
+from gradwire.recipes import with_node_size
+from gradwire.scripts import Observations, summarize
+from gradwire.testing import VirtualRanks
+from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
+from gradwire.tuning.times import StepTimer, Times
+
+FIRST = NUM_SETTLING + NUM_TIMED - 1
+SLOW, HIDDEN = Times(1.0, 0.9, 0.9), Times(1.0, 0.001, 0.5)
+
+
+class Net(nn.Module):
+    """Layers whose gradients differ in size by a factor of thousands, with small parameters between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(160, 160) for _ in range(4)])
+        self.head = nn.Linear(160, 3)
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = x + 10.0**-number * layer(x).tanh()
+        return self.head(x)
+
+
+def make(spec, times=SLOW, **options):
+    """Return a model, its optimizer and its wire; its steps seem to take ``times``."""
+    StepTimer.read = lambda timer: times() if callable(times) else times
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.15, **options)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05), gradwire.attach(model, spec)
+
+
+def train(model, optimizer, steps, spoil=()):
+    for step in steps:
+        torch.manual_seed(1000 * step + dist.get_rank())
+        optimizer.zero_grad()
+        batch = torch.randn(6, 160)
+        if step in spoil and dist.get_rank() == 0:
+            batch[0, 0] = float("inf")
+        model(batch).square().mean().backward()
+        if step not in spoil:
+            optimizer.step()
+
+
+def require_same_everywhere(*texts):
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, texts)
+    assert everyone.count(everyone[0]) == len(everyone), everyone
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+# --- text ---
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "auto",
+        "auto:budget=0.3,every=50",
+        "auto:bytes=2000000.0",
+        "auto:floor=int4,ceiling=int8,feedback=true",
+    ],
+)
+def test_it_is_a_recipe_like_any_other(spec):
+    found = gradwire.recipe(spec)
+    assert str(found) == spec
+    assert found == pickle.loads(pickle.dumps(found)) == gradwire.recipe(str(found))
+    assert hash(found) == hash(gradwire.recipe(spec))
+    in_nodes = with_node_size(found, 4)
+    assert in_nodes == gradwire.recipe(str(in_nodes))
+    assert in_nodes.local_size == 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("auto:budget=0", "a relative error between 0 and 1"),
+        ("auto:budget=nan", "a relative error between 0 and 1"),
+        ("auto:bytes=0", "bytes must be above 0"),
+        ("auto:bytes=1e6,budget=0.2", "give one of them"),
+        ("auto:every=0", "every 1 or more steps"),
+        ("auto:floor=int8,ceiling=int4", "swap them"),
+        ("auto:floor=sign", "must be bf16 or int8 or int4 or int2"),
+        ("route(*=auto)", "a route cannot contain it"),
+        ("schedule(0=bf16; 9=auto)", "a schedule cannot contain it"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        gradwire.recipe(spec)
+
+
+# --- choices ---
+
+
+def check_choice(rank, times):
+    model, optimizer, wire = make("auto:budget=0.2", times)
+    with wire:
+        plain = DistributedDataParallel(Net())
+        train(model, optimizer, range(FIRST + 1))
+        (decision,) = wire.decisions()
+        assert decision.step == FIRST
+        require_same_everywhere(decision)
+        assert set(decision.encodings) == {name for name, _ in model.module.named_parameters()}
+        if times == HIDDEN:
+            assert set(decision.encodings.values()) == {"bf16"}
+            return
+        assert len(set(decision.encodings.values())) > 1, "by parameter"
+        assert decision.encodings["layers.2.weight"] == "int2", "a layer of small gradients"
+        assert decision.encodings["head.weight"] != "int2", "a layer of large ones"
+        for step in (50, 51):
+            plain.module.load_state_dict(model.module.state_dict())
+            train(plain, torch.optim.SGD(plain.parameters(), lr=0.0), [step])
+            train(model, torch.optim.SGD(model.parameters(), lr=0.0), [step])
+            exact, found = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, model))
+            error = ((found - exact).norm() / exact.norm()).item()
+            assert 0.02 < error < 0.2, "the budget is kept"
+            assert error == pytest.approx(decision.error, rel=0.3)
+            require_same_everywhere(pickle.dumps(found.tolist()))
+        sent = sum(bucket.bytes_sent for bucket in wire.stats().steps[-1].buckets)
+        assert wire.plan().bytes_sent == sent <= decision.bytes_per_step
+        assert decision.reason in str(wire)
+        attachments = Attachments(wire.recipe, [AttachedModel(wire, rank, 3)])
+        assert decision.reason in summarize(attachments, Observations()), "what `gradwire run` ends with"
+
+
+@pytest.mark.parametrize("times", [SLOW, HIDDEN], ids=["slow", "hidden"])
+def test_all_ranks_choose_alike_and_keep_the_budget(times, three_ranks):
+    three_ranks.run(check_choice, times)
+
+
+def check_ceiling(rank, path):
+    model, optimizer, wire = make("bf16", HIDDEN)
+    wire.detach()
+    telemetry = gradwire.Telemetry(jsonl=path, errors=False)
+    with gradwire.attach(model, "auto:bytes=40000", telemetry=telemetry) as wire:
+        train(model, optimizer, range(FIRST + 3))
+        assert all(d.bytes_per_step <= 40_000 for d in wire.decisions())
+        assert sum(b.bytes_sent for b in wire.stats().steps[-1].buckets) <= 40_000
+    if rank == 0:
+        (event,) = [
+            e for line in path.read_text().splitlines() if (e := json.loads(line))["event"] == "decision"
+        ]
+        assert (event["step"], event["encodings"]) == (FIRST, dict(wire.decisions()[0].encodings))
+
+
+def test_a_ceiling_of_bytes_is_kept_and_decisions_are_events(two_ranks, tmp_path):
+    two_ranks.run(check_ceiling, tmp_path / "wire.jsonl")
+
+
+def check_different_times(rank):
+    # Each rank measures other times; the decision is that of all.
+    model, optimizer, wire = make("auto", [SLOW, HIDDEN][rank])
+    with wire:
+        train(model, optimizer, range(40))
+        require_same_everywhere(wire.decisions())
+        assert set(wire.decisions()[0].encodings.values()) == {"bf16"}, "one rank only waits for the other"
+
+
+def test_ranks_that_measure_different_times_decide_alike(two_ranks):
+    two_ranks.run(check_different_times)
+
+
+def check_spoiled(rank):
+    model, optimizer, wire = make("auto")
+    with wire:
+        train(model, optimizer, range(FIRST + 2), spoil=(FIRST - 1, FIRST, FIRST + 1))
+        assert wire.decisions() == ()
+        train(model, optimizer, range(FIRST + 2, FIRST + 3))
+        (decision,) = wire.decisions()
+        assert decision.step == FIRST + 2
+        assert 0 < decision.error < 0.15
+
+
+def test_steps_that_are_not_finite_are_ignored(two_ranks):
+    two_ranks.run(check_spoiled)
+
+
+def check_unfrozen(rank):
+    model, optimizer, wire = make("auto:every=1000", find_unused_parameters=True)
+    with wire:
+        for layer in model.module.layers[:2]:
+            layer.register_forward_hook(lambda module, inputs, result: result.detach())
+        train(model, optimizer, range(70))
+        before = len(wire.decisions())
+        state = json.loads(wire.state_dict()["tuning"])
+        assert False in state["used"]
+        for layer in model.module.layers[:2]:
+            layer._forward_hooks.clear()
+        train(model, optimizer, range(70, 105))
+        state = json.loads(wire.state_dict()["tuning"])
+        assert False not in state["used"], "it has looked again"
+        assert len(wire.decisions()) >= before
+        require_same_everywhere(wire.decisions())
+
+
+def test_parameters_that_are_unfrozen_are_noticed(two_ranks):
+    two_ranks.run(check_unfrozen)
+
+
+# --- changes by the user, checkpoints ---
+
+
+def check_swaps(rank):
+    model, optimizer, wire = make("int4")
+    with wire:
+        train(model, optimizer, range(3))
+        assert wire.decisions() == ()
+        wire.swap("auto")
+        train(model, optimizer, range(3, 4 + FIRST))
+        (decision,) = wire.decisions()
+        assert decision.step == 3 + FIRST
+        (memory,) = wire.state_dict()["memory"].values()
+        assert not memory, "what int4 held back is sent"
+        wire.swap("int8")
+        assert wire.decisions() == ()
+        train(model, optimizer, range(20, 23))
+
+
+def test_it_takes_over_from_other_recipes_and_they_from_it(two_ranks):
+    two_ranks.run(check_swaps)
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def check_resumed(rank, spec):
+    model, optimizer, wire = make(spec)
+    train(model, optimizer, range(30))
+    saved = through_a_file([model.module.state_dict(), optimizer.state_dict(), wire.state_dict()])
+    decisions = wire.decisions()
+    train(model, optimizer, range(30, 75))
+    assert len(wire.decisions()) >= len(decisions) > 0
+    wire.detach()
+    again, optimizer, resumed = make(spec)
+    again.module.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    resumed.load_state_dict(saved[2])
+    assert resumed.decisions() == decisions
+    train(again, optimizer, range(30, 75))
+    assert torch.equal(flat(model), flat(again)), "bit for bit"
+    assert resumed.decisions() == wire.decisions()
+    resumed.detach()
+
+
+@pytest.mark.parametrize("spec", ["auto:budget=0.2,every=40", "auto:feedback=true"])
+def test_a_resumed_run_is_the_one_that_was_not_stopped(spec, two_ranks):
+    two_ranks.run(check_resumed, spec)
+
+
+def check_other_states(rank):
+    model, optimizer, wire = make("auto")
+    train(model, optimizer, range(FIRST + 1))
+    state = wire.state_dict()
+    wire.detach()
+    with gradwire.attach(model, "int8") as other:
+        other.load_state_dict(state)
+        without = other.state_dict()
+        assert "tuning" not in without
+    with gradwire.attach(model, "auto") as wire:
+        wire.load_state_dict(without)
+        assert wire.decisions() == ()
+        with pytest.raises(ValueError, match="its tuning cannot be read"):
+            wire.load_state_dict({**state, "tuning": "{}"})
+        with pytest.raises(ValueError, match="its tuning must be text"):
+            wire.load_state_dict({**state, "tuning": 3})
+        wire.load_state_dict(state)
+        assert len(wire.decisions()) == 1
+
+
+def test_states_of_other_recipes_are_taken_and_damaged_ones_refused(two_ranks):
+    two_ranks.run(check_other_states)
+
+
+# --- virtual ranks ---
+
+
+def train_virtually(model, ranks, steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps:
+        for rank in range(ranks.world_size):
+            torch.manual_seed(1000 * step + rank)
+            with ranks.backward_of(rank):
+                model(torch.randn(6, 160)).square().mean().backward()
+        ranks.average()
+        optimizer.step()
+
+
+def test_virtual_ranks_choose_too_and_resume_on_another_number(one_thread):
+    torch.manual_seed(0)
+    model = Net()
+    ranks = VirtualRanks(model, "auto:budget=0.2", 4)
+    train_virtually(model, ranks, range(FIRST + 3))
+    (decision,) = ranks.decisions()
+    assert len(set(decision.encodings.values())) > 1
+    state = through_a_file(ranks.state_dict())
+    fewer = VirtualRanks(model, "auto:budget=0.2", 2)
+    fewer.load_state_dict(state)
+    assert fewer.decisions() == ranks.decisions()
+    assert fewer.recipe.exchange == ranks.recipe.exchange
+    looked = json.loads(fewer.state_dict()["tuning"])["next_look"]
+    assert looked == FIRST + 3 + NUM_SETTLING + NUM_TIMED, "errors differ with the number of ranks"
+    train_virtually(model, fewer, range(FIRST + 3, looked + 1))
+    assert json.loads(fewer.state_dict()["tuning"])["next_look"] > looked
+
+
+def test_where_gradients_are_not_a_models_it_is_refused():
+    from gradwire.loops.choices import choose_recipe
+    from gradwire.planner import Cluster, step_traffic
+
+    with pytest.raises(ValueError, match="does not work with an Averager"):
+        choose_recipe("auto", 2)
+    with pytest.raises(ValueError, match="does not work with a plan"):
+        step_traffic("auto", [(1000, 1000)], Cluster(num_nodes=2))

@@ -1,0 +1,298 @@
+"""Replicas of a sharded model (HSDP): torch reduces shards, and a recipe averages them over replicas."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import gradwire
+from tests.sharded_runs import (
+    batch,
+    exact_gradients,
+    full_gradients,
+    largest_local,
+    loss_of,
+    make,
+    mesh_of,
+    require_near,
+    same_bits,
+    shard,
+    train,
+    world,
+)
+
+# Each with the largest error of an average, relative to the largest gradient; None for low rank, of which
+# only what is sent and what is held back together are known.
+TOLERANCES = {
+    "fp32": 1e-6,
+    "int8": 2.02 / 254,
+    "int4": None,
+    "powersgd:rank=2": None,
+    "bf16": 2.0**-7,
+    "acp:rank=2": None,
+    "sign": 2.0,
+    "route(ndim<2=fp32; embed.*=int8; *=powersgd:rank=1)": None,
+}
+FIRST = ("powersgd:rank=2",)
+SPECS = [spec if spec in FIRST else pytest.param(spec, marks=pytest.mark.full) for spec in TOLERANCES]
+
+
+def attached(spec, native, options=None, **more):
+    """Return a model with two replicas of two shards, sharded in one of two ways, and its wire."""
+    mesh = mesh_of(2, 2)
+    if native:
+        model = shard(make(), mesh, **(options or {}))
+        return model, gradwire.attach(model, spec, **more)
+    model = shard(make(), mesh["shard"], **(options or {}))
+    return model, gradwire.attach(model, spec, replicas=mesh["replicate"], **more)
+
+
+def residuals_of(wire, rank):
+    """Return what this rank holds back, by parameter."""
+    states = wire.state_dict()["memory"].get(f"rank{rank}", {})
+    kept = [own for key, own in states.items() if key.startswith("residual")]
+    return {name: tensor.float() for own in kept for name, tensor in own.items()}
+
+
+def check_recipe(rank, spec, tolerance, native, options):
+    plain = make()
+    model, wire = attached(spec, native, options)
+    sent = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    due = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        have, want = full_gradients(model), exact_gradients(plain, step, world())
+        largest = largest_local(plain, step, world())
+        for name, exact in want.items():
+            sent[name] += have[name].float()
+            due[name] += exact
+            error = float((have[name].float() - exact).abs().max())
+            assert tolerance is None or error <= tolerance * largest + 1e-6, (name, error)
+        everyone = [None] * world()
+        dist.all_gather_object(everyone, {name: p.grad.to_local() for name, p in model.named_parameters()})
+        assert same_bits(everyone[0], everyone[2]), "replicas differ"
+        assert same_bits(everyone[1], everyone[3]), "replicas differ"
+    held = residuals_of(wire, rank)
+    parameters = dict(model.named_parameters())
+    for name, left in sorted(held.items()):
+        # Conservation, shard by shard: gradients are what was sent and what both replicas hold back.
+        dist.all_reduce(left, group=wire._attachment.group)
+        own = parameters[name].grad.to_local().shape
+        half = left.flatten()[: own.numel()].view(own) / 2
+        missing = torch.chunk(due[name] - sent[name], 2, dim=0)[rank % 2]
+        assert (missing - half).abs().max() <= 1e-4, name
+    assert (tolerance is not None) or held
+    planned = sum(wire.plan(step=step).bytes_sent for step in range(3))  # acp alternates
+    assert wire.stats().bytes_sent == planned + 24 * 3 * 3
+    wire.detach()
+    if native:
+        model.zero_grad()
+        loss_of(model, batch(rank, 0)).backward()  # by torch again
+        require_near(full_gradients(model), exact_gradients(plain, 0, world()), 1e-4)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_replicas_are_averaged_by_every_recipe(spec, four_ranks):
+    four_ranks.run(check_recipe, spec, TOLERANCES[spec], False, {})
+
+
+@pytest.mark.parametrize(
+    "spec", ["int4", *(pytest.param(spec, marks=pytest.mark.full) for spec in TOLERANCES if spec != "int4")]
+)
+def test_a_mesh_of_two_dimensions_is_taken_over_and_given_back(spec, four_ranks):
+    four_ranks.run(check_recipe, spec, TOLERANCES[spec], True, {})
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.full
+@pytest.mark.parametrize("reshards", [False, True])
+def test_torchs_options_go_with_replicas(reshards, native, four_ranks):
+    four_ranks.run(check_recipe, "fp32", 1e-6, native, {"reshard_after_forward": reshards})
+
+
+def check_mixed_precision(rank, native):
+    """Compare with torch's own HSDP in the same precision."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(make(), mesh_of(2, 2), mp_policy=policy)
+    loss_of(model, batch(rank, 0)).backward()
+    want = full_gradients(model)
+    model, wire = attached("fp32", native, {"mp_policy": policy})
+    loss_of(model, batch(rank, 0)).backward()
+    require_near(full_gradients(model), want, 1e-4)
+    wire.detach()
+
+
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.full), True])
+def test_mixed_precision_goes_with_replicas(native, four_ranks):
+    four_ranks.run(check_mixed_precision, native)
+
+
+def check_accumulation(rank, native):
+    """Only the last micro-batch is averaged, with all that has been accumulated."""
+    plain = make()
+    model, wire = attached("fp32", native)
+    for step in range(2):
+        model.zero_grad()
+        for micro in range(3):
+            model.set_requires_all_reduce(micro == 2)
+            loss_of(model, batch(rank, step + 100 * micro)).backward()
+        require_near(full_gradients(model), exact_gradients(plain, step, world(), num_micro=3), 1e-4)
+    assert wire.stats().num_steps == 2
+    assert wire.stats().bytes_sent == 2 * (wire.plan().bytes_sent + 24 * 3)
+    wire.detach()
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_only_the_last_micro_batch_is_averaged(native, four_ranks):
+    four_ranks.run(check_accumulation, native)
+
+
+def check_divisor(rank):
+    plain = make()
+    for native in (False, True):
+        model, wire = attached("fp32", native)
+        for module in (model, *model.blocks):
+            module.set_gradient_divide_factor(2.0)  # the shards: Gloo takes no other factor
+        loss_of(model, batch(rank, 0)).backward()
+        want = {name: 2 * g for name, g in exact_gradients(plain, 0, world()).items()}
+        require_near(full_gradients(model), want, 1e-4)
+        wire.detach()
+
+
+def test_a_divisor_divides_the_sum_over_all_ranks(four_ranks):
+    four_ranks.run(check_divisor)
+
+
+def check_resume(rank, path):
+    """A run that was stopped and loaded from a checkpoint has the bits of one that was not."""
+    model, wire = attached("powersgd:rank=2", False)
+    train(model, range(3), rank)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    dcp.save({"wire": wire.state_dict()}, checkpoint_id=path)
+    want = train(model, range(3, 6), rank)
+    wire.detach()
+    model, wire = attached("powersgd:rank=2", True)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.to_local().copy_(weights[name].to_local())
+    saved = {"wire": wire.checkpoint_template(dcp.FileSystemReader(path).read_metadata())}
+    dcp.load(saved, checkpoint_id=path)
+    wire.load_state_dict(saved["wire"])
+    assert same_bits(train(model, range(3, 6), rank), want)
+    wire.detach()
+
+
+def test_a_resumed_run_has_the_same_bits(four_ranks, tmp_path):
+    four_ranks.run(check_resume, str(tmp_path / "checkpoint"))
+
+
+def check_elastic(rank):
+    """Another number of replicas holds back as much as before, shard by shard."""
+    model, wire = attached("int4", False)
+    train(model, range(2), rank)
+    merged = wire.state_dict(gather=True)
+    before = [
+        sum(merged["memory"][f"rank{each}"]["residual:float32"]["head.weight"] for each in ranks) / 2
+        for ranks in ((0, 2), (1, 3))
+    ]
+    wire.detach()
+    mesh = mesh_of(1, 4)  # one replica of four shards: other shards
+    other = shard(make(), mesh["shard"])
+    wire = gradwire.attach(other, "int4", replicas=mesh["replicate"])
+    with pytest.raises(ValueError, match="has shape|with shape"):
+        wire.load_state_dict(merged)
+    wire.detach()
+    pair = mesh_of(2, 2)
+    single = shard(make(), pair["shard"])
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    wire = gradwire.attach(single, "int4", replicas=alone)
+    wire.load_state_dict(merged)
+    held = wire._attachment.state.memory.named()["residual"]["head.weight"]
+    assert torch.allclose(held, before[rank % 2])
+    wire.detach()
+
+
+def test_a_state_is_spread_over_another_number_of_replicas(four_ranks):
+    four_ranks.run(check_elastic)
+
+
+def check_failure(rank):
+    """An error of one rank reaches those that hold other shards too."""
+    model, wire = attached("int8", False)
+    loss_of(model, batch(rank, 0)).backward()
+    if rank == 3:
+        wire._attachment.engine.start = None  # any error inside
+    for _ in range(2):
+        with pytest.raises(gradwire.WireError) as caught:
+            loss_of(model, batch(rank, 1)).backward()
+        assert "rank 3, step 1" in str(caught.value)
+    assert wire.failure is not None
+    wire.detach()
+    dist.barrier()
+
+
+def test_an_error_of_one_rank_reaches_all(four_ranks):
+    four_ranks.run(check_failure)
+
+
+def check_checks(rank):
+    telemetry = gradwire.Telemetry(every=1)
+    model, wire = attached("int8", True, verify_every=1, on_nonfinite="skip", telemetry=telemetry)
+    loss_of(model, batch(rank, 0)).backward()
+    errors = {each.name: each.relative_error for each in wire.stats().parameters}
+    assert errors.keys() == dict(model.named_parameters()).keys()
+    assert all(0 < error < 0.2 for error in errors.values())
+    model.zero_grad()
+    loss = loss_of(model, batch(rank, 0))
+    (loss * (float("inf") if rank == 2 else 1.0)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert wire.stats().num_skipped == 1
+    # A gradient that is changed after it was averaged is found.
+    parameter = model.blocks[0].up.weight
+    before = wire._attachment.bridge.checks.verification
+    hashes = before.hashes
+
+    def changed(*, shadow):
+        if rank == 1:
+            parameter.grad.to_local()[0, 0] += 1
+        return hashes(shadow=shadow)
+
+    before.hashes = changed
+    with pytest.raises(gradwire.WireError, match="blocks.0.up.weight is not the same"):
+        loss_of(model, batch(rank, 0)).backward()  # on the ranks that hold other shards too
+    wire.detach()
+    dist.barrier()
+
+
+def test_replicas_are_verified_and_measured(four_ranks):
+    four_ranks.run(check_checks)
+
+
+def check_refusals(rank):
+    mesh = mesh_of(2, 2)
+    model = shard(make(), mesh["shard"])
+    with pytest.raises(TypeError, match="mesh\\['replicate'\\]"):
+        gradwire.attach(model, "int8", replicas=mesh)
+    with pytest.raises(ValueError, match="int4 on rank|failed on rank"):
+        gradwire.attach(model, "int4" if rank == 1 else "int8", replicas=mesh["replicate"])
+    parameter = next(model.parameters())
+    hook = parameter.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match="register_post_accumulate_grad_hook"):
+        gradwire.attach(model, "int8", replicas=mesh["replicate"])
+    hook.remove()
+    for each in model.head.parameters():
+        each.requires_grad_(False)
+    wire = gradwire.attach(model, "int8", replicas=mesh["replicate"])
+    loss_of(model, batch(rank, 0)).backward()
+    for each in model.head.parameters():
+        each.requires_grad_(True)
+    with pytest.raises(gradwire.WireError, match="were frozen"):
+        loss_of(model, batch(rank, 0)).backward()
+    wire.detach()
+    dist.barrier()
+
+
+def test_what_does_not_work_is_refused(four_ranks):
+    four_ranks.run(check_refusals)
