@@ -5,17 +5,21 @@ BIN := $(VENV)/bin
 # Another torch build: make TORCH_INDEX=URL-of-a-package-index TORCH="torch==2.13.0+cu130" test
 TORCH_INDEX ?=
 TORCH ?=
+# What to install with gradwire: an extra of pyproject.toml.
+EXTRA ?= dev
+FRAMEWORKS_VENV ?= .venv-frameworks
 # Test processes, one file each. Ranks often wait for each other, so three keep two cores busy.
 WORKERS ?= 3
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help test test-full test-gpu test-browser test-torch test-wheel lint types headroom bench docs clean
+.PHONY: help test test-full test-gpu test-browser test-frameworks test-torch test-wheel lint types headroom bench docs clean
 
 help:
 	@echo "make test          set up .venv, lint, type-check, run the tests"
 	@echo "make headroom      set up .venv, measure what communication costs on two local ranks"
 	@echo "make test-full     the tests, with every combination of the invariant matrix"
 	@echo "make test-browser  test the report page in a headless Chromium"
+	@echo "make test-frameworks  test with Lightning, Accelerate, Transformers and Ray, in a .venv of their own"
 	@echo "make test-gpu      test on this machine's GPU, with this machine's Python"
 	@echo "make test-torch    test on another torch: make test-torch TORCH=2.6.0 [PYTHON=python3.12]"
 	@echo "make test-wheel    build the wheel, install it elsewhere, and use it"
@@ -35,7 +39,7 @@ $(VENV)/torch: constraints.txt | $(BIN)/python
 
 $(VENV)/installed: pyproject.toml constraints.txt $(VENV)/torch
 	@echo "installing gradwire ..."
-	@$(PIP_INSTALL) $(if $(TORCH),,-c constraints.txt) -e '.[dev]'
+	@$(PIP_INSTALL) $(if $(TORCH),,-c constraints.txt) -e '.[$(EXTRA)]'
 	@touch $@
 
 lint: $(VENV)/installed
@@ -54,6 +58,10 @@ test-full: lint types
 # Needs Chromium: on Debian, apt install chromium.
 test-browser: $(VENV)/installed
 	$(BIN)/python -m pytest -m browser tests/browser
+
+test-frameworks:
+	@$(MAKE) --no-print-directory VENV=$(FRAMEWORKS_VENV) EXTRA=frameworks $(FRAMEWORKS_VENV)/installed
+	$(FRAMEWORKS_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/frameworks
 
 # Uses the torch of the GPU machine, whose build fits its driver, instead of a .venv.
 test-gpu:
@@ -93,4 +101,4 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/steps.py --averaging
 
 clean:
-	rm -rf $(VENV) .venv-torch-* docs/_build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(FRAMEWORKS_VENV) .venv-torch-* docs/_build .mypy_cache .ruff_cache .pytest_cache

@@ -8,11 +8,11 @@ from html import escape
 from runs import Run, by_recipe, setting_of
 
 BASE = "fp32"
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 60, 150, 66, 50
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 430, 60, 170, 78, 50
 INK, POINT, FRONT, GRID = "#24292f", "#3d5a80", "#e07a5f", "#e6e8eb"
 # Gaps beyond this many percent would flatten the rest.
 LARGEST_GAP = 6.0
-LABEL_HEIGHT = 13
+LABEL_HEIGHT, LETTER_WIDTH = 13, 7
 
 
 def gaps_of(runs: Sequence[Run]) -> dict[str, tuple[float, list[float]]]:
@@ -39,6 +39,16 @@ def front_of(points: dict[str, tuple[float, list[float]]]) -> list[str]:
             front.append(recipe)
             best = gap
     return front[::-1]
+
+
+def _free_height(taken: list[tuple[float, float, float]], left: float, right: float, height: float) -> float:
+    """Return the height next to this one where a label meets no other, and take it."""
+    for step in range(20):
+        at = height + (step // 2 + step % 2) * LABEL_HEIGHT * (-1 if step % 2 else 1)
+        if all(abs(at - y) >= LABEL_HEIGHT or right < x or left > end for x, end, y in taken):
+            break
+    taken.append((left, right, at))
+    return at
 
 
 def draw_front(runs: Sequence[Run]) -> str:
@@ -71,27 +81,25 @@ def draw_front(runs: Sequence[Run]) -> str:
         f"{x_of(shown[name][0]):.1f},{y_of(statistics.mean(shown[name][1])):.1f}" for name in front_of(shown)
     )
     lines.append(f'<polyline points="{path}" fill="none" stroke="{FRONT}" stroke-width="1.5"/>')
-    taken: list[tuple[float, float]] = []
+    taken: list[tuple[float, float, float]] = []
     for name, (fewer, gaps) in sorted(shown.items(), key=lambda item: item[1][0]):
         x, y = x_of(fewer), y_of(statistics.mean(gaps))
         lines.append(f'<path d="M{x:.1f} {y_of(min(gaps)):.1f}V{y_of(max(gaps)):.1f}" stroke="{POINT}"/>')
         lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{POINT}"/>')
-        at = y + 4
-        while any(abs(at - other) < LABEL_HEIGHT and abs(x - place) < 150 for place, other in taken):
-            at -= LABEL_HEIGHT
-        taken.append((x, at))
+        at = _free_height(taken, x, x + LETTER_WIDTH * len(name), y + 4)
         lines.append(f'<text x="{x + 8:.1f}" y="{at:.1f}">{escape(name)}</text>')
-    title = f"Loss gap to fp32 against bytes: {runs[0].num_parameters / 1e6:.1f} M parameters, {setting}"
-    note = f"{runs[0].machine}; means of seeds, with the least and the greatest"
+    where = f"{runs[0].num_parameters / 1e6:.1f} M parameters, {setting}; {runs[0].machine}"
+    note = "A point is a mean over seeds, its line the least and the greatest."
     if missing:
-        note += f"; {len(missing)} recipes with gaps above {LARGEST_GAP:g} % are left out"
+        note += f" {len(missing)} recipes with gaps above {LARGEST_GAP:g} % are left out."
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
             f'font-family="sans-serif" font-size="12" fill="{INK}">',
             '<rect width="100%" height="100%" fill="#ffffff"/>',
-            f'<text x="12" y="22" font-size="14" font-weight="bold">{escape(title)}</text>',
-            f'<text x="12" y="42">{escape(note)}</text>',
+            '<text x="12" y="22" font-size="15" font-weight="bold">Loss gap to fp32 against bytes</text>',
+            f'<text x="12" y="41">{escape(where)}</text>',
+            f'<text x="12" y="58">{escape(note)}</text>',
             *lines,
             f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">'
             "times fewer bytes than fp32</text>",

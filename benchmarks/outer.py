@@ -2,6 +2,7 @@
 
     python benchmarks/outer.py                       two hosts, links of 10 Mbit/s; needs root
     python benchmarks/outer.py --link 100mbit --width 256 --period 20
+    python benchmarks/outer.py --compute-ms 50       a step sleeps, as if a device computed
 
 Each row trains for some periods on hosts of a lab. A time is that of a period over its steps, with
 all waiting. Rows take turns, and the median of the rounds is shown. Peak over average: the most bytes that a
@@ -49,6 +50,13 @@ def job(
     return found
 
 
+@torch.no_grad()
+def move(model: torch.nn.Module, step: int) -> None:
+    """Move parameters a little, as a step of an optimizer does."""
+    for parameter in model.parameters():
+        parameter.add_(1e-4 if step % 3 else -1e-4)
+
+
 def time_row(
     text: torch.Tensor,
     places: torch.Tensor,
@@ -57,7 +65,7 @@ def time_row(
     options: argparse.Namespace,
 ) -> tuple[float, float, float]:
     torch.manual_seed(0)
-    model = DistributedDataParallel(LM(options.width, options.layers, LENGTH))
+    model = DistributedDataParallel(LM(options.width, options.layers, LENGTH), broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     period = options.period if outer is not None else 10**9
     sent = []
@@ -65,9 +73,13 @@ def time_row(
         for step in range((1 + NUM_PERIODS) * options.period):
             if step == options.period:  # the first period compares layouts
                 begin = time.perf_counter()
-            optimizer.zero_grad()
-            model(*pieces(text, places[step % options.period], LENGTH)).backward()
-            optimizer.step()
+            if options.compute_ms:
+                time.sleep(options.compute_ms / 1e3)
+                move(model, step)
+            else:
+                optimizer.zero_grad()
+                model(*pieces(text, places[step % options.period], LENGTH)).backward()
+                optimizer.step()
             local.step()
             sent.append(bytes_sent())
         elapsed = time.perf_counter() - begin
@@ -93,6 +105,9 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=4)
     parser.add_argument("--delay", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--compute-ms", type=float, help="sleep so long in a step, as for a device, and train not"
+    )
     options = parser.parse_args()
     streaming = gradwire.DiLoCo(fragments=options.fragments, delay=options.delay)
     rows: dict[str, tuple[gradwire.DiLoCo | None, str]] = {

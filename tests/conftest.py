@@ -1,8 +1,12 @@
 """Settings that must stand before anything imports Triton or resolves a name, and fixtures."""
 
+import importlib.util
 import os
 
 import pytest
+
+# `make test-frameworks` runs these, in an environment with the frameworks.
+collect_ignore = [] if importlib.util.find_spec("lightning") else ["frameworks"]
 
 # Triton's interpreter then runs the CUDA kernels on CPU.
 os.environ["TRITON_INTERPRET"] = "1"

@@ -79,6 +79,15 @@ def rotated(bits, block):
     return size
 
 
+def largest(keep, block):
+    """Return the size of a scale for each block, and of a place and 4 bits for each value that it sends."""
+
+    def size(n, dtype):
+        return math.ceil(n / block) * (2 + keep * (math.log2(block) + 4) / 8)
+
+    return size
+
+
 # A scale is rounded up to bf16, by at most 2^-7; half a step is 1/254 or 1/14 of the largest value, and in
 # fp8 at most half of 2^-3 of a value.
 ROUNDED_UP = 1 + 2.0**-7
@@ -105,6 +114,8 @@ ROWS = [
     Row("int2:bits=1+1", 6 * 0.756, rotated(1, 1024)),
     # The error of a value is at most its distance from the mean magnitude.
     Row("sign", 1.0, packed(1, 512)),
+    # A value that is held back may grow for as many steps as it takes to be among the largest.
+    Row("topk", 1.0, largest(32, 1024), step_tolerance=3.0, world_size=2),
     # Low rank holds back what its factors cannot represent. That is most where biases share one matrix with
     # weights: up to 1.6 times the largest gradient, over twelve seeds. A bucket that is one vector is sent as
     # it is.

@@ -60,11 +60,14 @@ def test_two_ranks_have_their_chunks_of_the_mean(spec, two_ranks):
     two_ranks.run(check_halves, spec, TOLERANCES[spec])
 
 
-@pytest.mark.parametrize("spec", ["fp32", "bf16", "int4", pytest.param("sign", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "spec", ["int4", *(pytest.param(spec, marks=pytest.mark.full) for spec in ("fp32", "bf16", "sign"))]
+)
 def test_three_ranks_have_their_chunks_of_the_mean(spec, three_ranks):
     three_ranks.run(check_halves, spec, TOLERANCES[spec])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("spec", ["fp32", "bf16", "int8"])
 def test_chunks_of_other_dtypes_are_summed_in_fp32(spec, dtype, two_ranks):
@@ -105,9 +108,9 @@ def test_sums_are_not_encoded_again(two_ranks):
 
 
 def check_refusals(rank):
-    for spec in ("powersgd", "int8:feedback=true", "int4:residual=bf16"):
+    for spec in ("powersgd", "int8:feedback=true", "int4:residual=bf16", "topk"):
         with gradwire.Averager(spec) as averager:
-            with pytest.raises(ValueError, match=r"whole matrices|keeps none"):
+            with pytest.raises(ValueError, match=r"whole matrices|keeps none|would be lost"):
                 averager.reduce_scatter(torch.ones(8))
             averager.average_(torch.ones(8))  # which goes on as before
     with gradwire.Averager("int8") as averager, pytest.raises(gradwire.WireError) as caught:

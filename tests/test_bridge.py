@@ -342,6 +342,7 @@ def test_an_error_in_an_exchange_is_raised_on_every_rank_and_can_be_left_behind(
         (UnicodeDecodeError("utf8", b"x", 0, 1, "why"), {"encoding": "utf8", "reason": "why"}),
         (NeedsMore(Record()), {"number": 7}),
         (KeyError("lost"), {}),
+        (MemoryError("none left"), {}),
         (RuntimeError("one", 2), {}),
     ],
     ids=lambda value: type(value).__name__,

@@ -8,13 +8,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradwire import ops
-from gradwire.codecs import Affine, Blocks, Cast, Raw, Rotated
+from gradwire.codecs import Affine, Blocks, Cast, Raw, Rotated, Top
 from gradwire.exchanges import TwoShot
 from gradwire.ops import Chunk, Seed, Terms
 from gradwire.ops.cpu import casts as cpu
 from gradwire.ops.cpu.vectors import STREAMED
 from gradwire.ops.reference import casts as reference
 from tests.rows import ROWS
+
+try:
+    from gradwire.ops.cuda import casts as cuda
+except ImportError:  # no Triton for this platform
+    cuda = None
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CODEC_ROWS = [row for row in ROWS if isinstance(row.exchange, TwoShot) and row.expect == "mean"]
@@ -100,7 +105,7 @@ def test_what_is_not_finite_stays_so_and_spares_the_rest(row, poison):
     values[17] = poison
     codec = row.exchange.codec.resolve(torch.float32)
     decoded = round_trip(codec, values)
-    if isinstance(codec, Blocks | Rotated):  # the values that share its scale are not finite either
+    if isinstance(codec, Blocks | Rotated | Top):  # the values that share its scale are not finite either
         assert not decoded[: codec.block].isfinite().any()
         others = torch.arange(10000) >= codec.block
     else:
@@ -191,6 +196,39 @@ def test_the_reduce_kernel_equals_the_reference(n, num_rows, row_dtype, scale, s
     (own_a, encoded_a), (own_b, encoded_b) = results
     assert same_bits(own_a, own_b)
     assert same_bits(encoded_a, encoded_b)
+
+
+def sums_of(kernels, n, num_rows, own_index, own_dtype, row_dtype, scales):
+    """Return the sum of rows and own values, by some kernels."""
+    header = 4 if row_dtype == torch.float16 else 0
+    stride = -(-(header + n * row_dtype.itemsize) // 64) * 64
+    rows = torch.zeros(num_rows, 64 + stride, dtype=torch.uint8)[:, 64:]
+    for r in range(num_rows):
+        values = draw_values(n, row_dtype, r, 3.0)
+        rows[r, header : header + n * row_dtype.itemsize] = values.view(torch.uint8)
+    own = draw_values(n, own_dtype, own_index, 3.0)
+    kernels.sum_rows(Terms(own, own_index, rows, scales, header), row_dtype)
+    return own
+
+
+@pytest.mark.parametrize("row_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [2, 3])
+def test_sums_that_are_not_encoded_equal_the_reference(num_rows, row_dtype):
+    for n in (1, 63, 4097):
+        for own_index in range(num_rows):
+            args = n, num_rows, own_index, torch.float32, row_dtype, [1 / num_rows] * num_rows
+            want = sums_of(reference, *args)
+            terms = [draw_values(n, row_dtype, r, 3.0).float() for r in range(num_rows)]
+            terms[own_index] = draw_values(n, torch.float32, own_index, 3.0)
+            assert torch.allclose(want, sum(terms) / num_rows, atol=1e-5)
+            assert same_bits(want, sums_of(cpu, *args))
+            if cuda is None:
+                continue
+            assert same_bits(want, sums_of(cuda, *args))
+            scales = [torch.tensor(1 / num_rows) if r else 1 / num_rows for r in range(num_rows)]
+            halves = n, num_rows, own_index, row_dtype, row_dtype, scales
+            if row_dtype != torch.bfloat16:  # to which Triton's interpreter does not round as devices do
+                assert same_bits(sums_of(reference, *halves), sums_of(cuda, *halves))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

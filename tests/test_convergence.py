@@ -130,7 +130,7 @@ def test_a_row_that_is_there_is_not_run_again_and_one_that_is_not_is_added(bench
     assert rows[0]["curve"].split()[0] == rows[1]["curve"].split()[0], "both start with the same weights"
 
 
-def test_workers_of_local_sgd_are_ranks_that_start_alike_and_average_every_period(benchmark, tmp_path):
+def test_workers_of_local_sgd_start_alike_and_average_every_period(benchmark, tmp_path):
     two = [*TINY[:-1], 2]
     assert benchmark(*two, "--out", tmp_path, "--seeds", 0, "--recipes", "fp32", "LocalSGD:period=3") == 0
     fp32, local = csv.DictReader((tmp_path / "small.csv").open())
@@ -147,6 +147,7 @@ def test_workers_of_local_sgd_are_ranks_that_start_alike_and_average_every_perio
         (["--recipes", "int4:blok=64"], "recipe 'int4' has no option 'blok'"),
         (["--recipes", "route(*.bias=noop; *=int8)"], "leaves every rank its own gradients"),
         (["--recipes", "DiLoCo:period=often"], "DiLoCo:period=often has no valid period"),
+        (["--recipes", "DiLoCo:period=4,rate=1"], "DiLoCo has no option 'rate'; put recipe= last"),
         (["--steps", 0], "steps must be at least 1, not 0"),
         (["--steps", 7], "small.csv has rows of another setting, 8 workers x 1 x 16 bytes, 6 steps"),
         (["--table", "none.csv"], "there is no file none.csv"),
@@ -234,7 +235,8 @@ def test_a_file_older_than_the_column_of_optimizers_is_read_and_added_to(benchma
 def test_a_run_that_is_ended_goes_on_where_it_was_with_the_same_bits(
     benchmark, convergence, tmp_path, monkeypatch, capsys
 ):
-    options = [*TINY, "--seeds", 0, "--recipes", "int4", "powersgd:rank=1", "--out"]
+    recipes = ["int4", "powersgd:rank=1", "DiLoCo:period=4,fragments=2,delay=1,recipe=int4"]
+    options = [*TINY, "--seeds", 0, "--recipes", *recipes, "--out"]
     assert benchmark(*options, tmp_path / "whole") == 0
     pieces, times = [*options, tmp_path / "pieces"], iter(range(10_000))
     monkeypatch.setattr(convergence.time, "monotonic", lambda: next(times))  # a second for each look

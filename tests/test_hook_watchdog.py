@@ -49,15 +49,15 @@ def check_the_wait_after_a_peer_has_left(rank):
 
 
 def check_what_had_failed_before(rank):
-    watchdog, error = HookWatchdog(dist.group.WORLD, "before"), WireError("connection closed")
+    watchdog, error = HookWatchdog(dist.group.WORLD, "before"), WireError("out of paper")
     watchdog.add_reason(error, PLACE, waited_s=0.0)
-    assert error.text == "connection closed", "nobody has failed yet"
+    assert error.text == "out of paper", "nobody has failed yet"
     dist.barrier()
     if rank == 1:
         watchdog._ring.failure.store.post_failure("rank 1 is out of memory")
     dist.barrier()
     watchdog.add_reason(error, PLACE, waited_s=0.0)
-    assert error.text == "connection closed. Before that another rank had failed: rank 1 is out of memory"
+    assert error.text == "out of paper. Before that another rank had failed: rank 1 is out of memory"
     dist.barrier()
     watchdog.close()
 

@@ -181,6 +181,28 @@ def test_the_signs_of_all_values_of_a_row_are_independent():
     assert abs(float(signs.mean())) < 5 / math.sqrt(index.numel())
 
 
+def mean_of(codec, gradients, seed):
+    """Return what an exchange of one chunk would leave: the rows of all ranks but the first, which sums."""
+    n, num_ranks, first = gradients[0].numel(), len(gradients), Seed.of(seed)
+    worker = codec.to_owner
+    rows = torch.zeros(num_ranks, -(-worker.wire_bytes(n) // 64) * 64, dtype=torch.uint8)
+    for r in range(1, num_ranks):
+        worker.encode(Chunk(gradients[r], rows[r][: worker.wire_bytes(n)], None, first.of_rank(r)))
+    own, row = gradients[0].clone(), torch.zeros(codec.wire_bytes(n), dtype=torch.uint8)
+    codec.reduce(Chunk(own, row, None, first.of_rank(0)), rows, 0, 1 / num_ranks, first)
+    return own
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("bits", "part"), [((1, 1), 1.0), ((1, 2), 0.88), ((2, 2), 0.84), ((3, 3), 0.95)])
+def test_a_mean_keeps_its_size(bits, part, num_ranks):
+    gradients = [draw(4000, 10 + r, spread=0.5) for r in range(num_ranks)]
+    exact = sum(gradients) / num_ranks
+    means = [mean_of(Rotated.of(*bits), gradients, seed) for seed in range(20)]
+    found = sum(float((mean * exact).sum() / exact.square().sum()) for mean in means) / 20
+    assert found == pytest.approx(part, abs=0.05)
+
+
 def test_the_codes_are_truly_packed_and_tails_are_padded_to_a_power_of_two():
     assert [Rotated(bits).wire_bytes(1024 * 1000) for bits in (1, 2, 3)] == [130_000, 258_000, 386_000]
     sizes = {n: Rotated(2).wire_bytes(n) for n in (0, 1, 128, 129, 1000, 1025)}

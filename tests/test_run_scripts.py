@@ -28,6 +28,21 @@ for step in range(3):
     optimizer.step()
 print("finite", all(p.isfinite().all() for p in model.parameters()))
 """
+SHARDED = """
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(2, 64)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
 LOGGING = """
 import logging, warnings
 logging.basicConfig(filename=sys.argv[1], level=logging.INFO, format="own %(message)s")
@@ -42,6 +57,39 @@ if __name__ == "__main__":
     torch.multiprocessing.spawn(work, nprocs=2)
     if "fail" in sys.argv:
         raise RuntimeError("EADDRINUSE")
+"""
+LAUNCHER = """
+import os, socket, subprocess, sys
+import torch.distributed as dist
+
+def start(size):
+    if "LOCAL_RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        os.environ.update(LOCAL_RANK="0", WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in range(1, size):
+            subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "LOCAL_RANK": str(rank)})
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=size)
+"""
+TRAINED = """
+model = DistributedDataParallel(torch.nn.Linear(40, 5))
+for step in range(3):
+    model(torch.ones(2, 40)).square().mean().backward()
+print("attached", bool(model._get_ddp_logging_data().get("comm_hook")), flush=True)
+dist.barrier()
+"""
+SPAWNED = """
+import torch.multiprocessing
+def work(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = DistributedDataParallel(torch.nn.Linear(40, 5))
+    for step in range(3):
+        model(torch.ones(2, 40)).square().mean().backward()
+    print("attached", bool(model._get_ddp_logging_data().get("comm_hook")), flush=True)
+    dist.barrier()
+if __name__ == "__main__":
+    torch.multiprocessing.start_processes(work, nprocs=2, start_method="METHOD")
 """
 ENDLESS = """
 import time
@@ -88,6 +136,22 @@ def test_warnings_are_shown_until_the_script_sets_up_logging(tmp_path):
     assert said.count("gradwire: careful") == 1
 
 
+@pytest.mark.full
+def test_a_script_that_shards_its_model_gets_the_recipe(tmp_path):
+    code, _, said = run(tmp_path, SHARDED, ["--ranks", "2", "--recipe", "int8"], ["3"])
+    assert code == 0, said
+    assert "gradwire int8: 3 steps" in said
+    assert "(75% saved), no errors" in said or "(74% saved), no errors" in said
+
+
+@pytest.mark.full
+def test_a_script_that_shards_its_model_is_measured(tmp_path):
+    options = ["--ranks", "2", "--recipe", "int8", "--steps", "8"]
+    code, printed, said = run(tmp_path, SHARDED, options, ["1000"], command="headroom")
+    assert code == 0, said
+    assert "int8" in printed
+
+
 def test_options_of_attach_can_be_given(tmp_path):
     options = ["--ranks", "2", "--on-nonfinite", "skip", "--verify-every", "1", "--telemetry", "events.jsonl"]
     code, printed, said = run(tmp_path, TRAIN, options, ["nan"])
@@ -132,18 +196,29 @@ def test_a_measured_script_that_spawns_its_ranks_is_told_what_to_do(tmp_path, ho
     assert said.count("the script starts processes itself (torch.multiprocessing.spawn)") == 1
 
 
+def test_ranks_that_a_framework_starts_are_attached_to(tmp_path):
+    (tmp_path / "lightning_fabric.py").write_text(LAUNCHER)
+    code, printed, said = run(tmp_path, "import lightning_fabric; lightning_fabric.start(2)" + TRAINED)
+    assert code == 0, said
+    assert printed.count("attached True") == 2, said
+    assert said.count("gradwire bf16: 3 steps") == said.count("sent by rank 0 instead of") == 1
+
+
 def test_a_framework_that_would_wait_for_other_ranks_is_refused_at_once(tmp_path):
-    (tmp_path / "lightning_fabric.py").write_text(
-        "import torch.distributed as dist\n"
-        "def start(size): dist.init_process_group('gloo', rank=0, world_size=size)\n"
-    )
-    source = "import lightning_fabric; lightning_fabric.start(int(sys.argv[1])); print('started')"
-    code, _, said = run(tmp_path, source, arguments=["2"])
+    (tmp_path / "lightning_fabric.py").write_text(LAUNCHER)
+    source = "import lightning_fabric; lightning_fabric.start(3)"
+    code, _, said = run(tmp_path, source, ["--ranks", "2"])
     assert code == 1
-    assert "lightning_fabric wants 2 ranks, but `gradwire run` without --ranks is a single one" in said
-    assert "gradwire run --ranks 2" in said
-    code, printed, said = run(tmp_path, source, arguments=["1"])
-    assert (code, printed) == (0, "started\n"), said
+    assert "lightning_fabric wants 3 ranks, and this run has 2" in said
+    assert "Pass --ranks 3" in said
+
+
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.full)])
+def test_ranks_that_a_script_spawns_are_attached_to(tmp_path, method):
+    code, printed, said = run(tmp_path, SPAWNED.replace("METHOD", method))
+    assert code == 0, said
+    assert printed.count("attached True") == 2, said
+    assert said.count("gradwire bf16: 3 steps") == said.count("sent by rank 0 instead of") == 1
 
 
 def test_ctrl_c_ends_all_ranks_without_a_traceback_of_torchrun(tmp_path):

@@ -79,7 +79,7 @@ def job_alone(rank):
     model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
     model.register_comm_hook(group, default_hooks.allreduce_hook)
     if rank == 0:
-        told = r"rank 0, step 0, bucket 0, hook fp32: RuntimeError: rank 0: gradwire could not connect to"
+        told = r"rank 0, step 0, bucket 0, hook fp32: could not connect to .* rank\(s\) 1 did not come"
         with pytest.raises(gradwire.WireError, match=told):
             model(torch.ones(2, 4)).sum().backward()
     dist.barrier()

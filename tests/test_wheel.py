@@ -66,9 +66,9 @@ def test_wheel_and_sdist_are_fit_for_an_index(built):
         wheel = opened.namelist()
     with tarfile.open(files[1]) as opened:
         sdist = opened.getnames()
-    assert "gradwire/py.typed" in wheel
+    assert {"gradwire/py.typed", "gradwire/report/draw.js"} <= set(wheel)
     assert {name.partition("/")[0] for name in wheel} == {"gradwire", f"gradwire-{version}.dist-info"}
-    for name in ("README.md", "LICENSE", "CHANGELOG.md", "tests/test_wheel.py"):
+    for name in ("README.md", "LICENSE", "CHANGELOG.md", "tests/test_wheel.py", "docs/index.md"):
         assert f"gradwire-{version}/{name}" in sdist
     assert max(file.stat().st_size for file in files) < 2 << 20
 
@@ -82,6 +82,8 @@ def test_the_wheel_brings_no_tools_of_developers(installed, tmp_path):
 def test_the_commands_answer(installed, tmp_path):
     assert "headroom" in run(installed / "gradwire", "--help", cwd=tmp_path)
     assert f"gradwire {gradwire.__version__}" in run(installed / "gradwire", "--version", cwd=tmp_path)
+    assert "gradwire headroom" in run(installed / "gradwire", cwd=tmp_path)
+    assert "problem" in run(installed / "gradwire", "doctor", cwd=tmp_path)
 
 
 def test_the_readmes_example_trains_on_two_ranks(installed, tmp_path):
@@ -93,6 +95,8 @@ def test_the_readmes_example_trains_on_two_ranks(installed, tmp_path):
 
 
 def test_headroom_reaches_a_verdict(installed, tmp_path):
-    shown = run(installed / "gradwire", "headroom", "--steps", "8", "--recipe", "int8", cwd=tmp_path)
+    words = ("--steps", "8", "--recipe", "int8", "--html", "page.html")
+    shown = run(installed / "gradwire", "headroom", *words, cwd=tmp_path)
     assert "int8" in shown
+    assert "showFigure" in (tmp_path / "page.html").read_text()
     assert "communication" in shown.lower()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from types import MemberDescriptorType
+from typing import Any
 
 _IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _IN_CALLBACK = "Got the following error when running the callback: "
@@ -117,7 +118,11 @@ def _copy(error: Exception) -> WireError:
     # Exceptions written in C have hidden fields, which their own __new__ and __init__ must set. Python
     # classes derived from them keep everything in args and attributes.
     native = next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
-    located: WireError = native.__new__(both, *error.args)
+    # Python lets only the class whose fields the mixed one has make it: not MemoryError, for one.
+    made_by: Any = both
+    while made_by.__flags__ & _IS_HEAP_TYPE:
+        made_by = made_by.__base__
+    located: WireError = made_by.__new__(both, *error.args)
     native.__init__(located, *error.args)  # type: ignore[misc]  # the base class's own
     located.args = error.args
     located.__dict__.update(error.__dict__)

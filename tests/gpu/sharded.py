@@ -77,17 +77,14 @@ def job_scatter(rank):
                 for each in range(2):
                     torch.manual_seed(each)
                     draws.append(torch.randn(numel, device="cuda").to(dtype))
-                part = averager.reduce_scatter(draws[rank])
                 want = (draws[0].double() + draws[1].double()) / 2
+                largest = max(float(d.abs().max()) for d in draws)
+                part = averager.reduce_scatter(draws[rank])
                 start, end = numel * rank // 2, numel * (rank + 1) // 2
                 if end > start:
-                    largest = max(float(d.abs().max()) for d in draws)
                     error = float((part.double() - want[start:end]).abs().max())
-                    assert error <= (bound + 2**-7 * (dtype == torch.bfloat16)) * largest, (
-                        spec,
-                        numel,
-                        error,
-                    )
+                    rounding = 2**-7 if dtype == torch.bfloat16 else 0
+                    assert error <= (bound + rounding) * largest, (spec, numel, error)
                 whole = averager.all_gather(part, numel=numel)
                 mine = whole.double().cpu()
                 others = [torch.empty_like(mine) for _ in range(2)]
@@ -168,5 +165,5 @@ def job_host(rank):
 
 CHECKS = {
     f"sharded {job.__name__.removeprefix('job_')}": (lambda job=job: run_ranks(job, 2, timeout=180))
-    for job in (job_scatter, job_fsdp, job_hsdp, job_host)
+    for job in (job_hsdp, job_scatter, job_host, job_fsdp)
 }

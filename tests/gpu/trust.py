@@ -116,11 +116,22 @@ def job_verify(rank, device="cuda"):
         with gradwire.attach(model, what, verify_every=2) as wire:
             for step in range(FAULTY_STEP + 1):  # it is not looked at in step 3
                 backward(model, step)
-            text = raised_by(lambda model=model: backward(model, FAULTY_STEP + 1))
+            backward(model, FAULTY_STEP + 1)  # the host does not wait for the device
+            text = raised_by(lambda model=model: backward(model, FAULTY_STEP + 2))
             assert text.startswith(f"rank {rank}, step {FAULTY_STEP + 1}: the averaged gradient of 0."), text
             assert "is not the same on every rank: one on rank(s) 0, another on rank(s) 1." in text
+            assert f"All were the same at step {FAULTY_STEP - 1}." in text
             assert wire.failure is None
             backward(model, FAULTY_STEP + 2)  # the wire goes on
+    model = model_of(group, device)
+    with gradwire.attach(model, "int4", verify_every=1):
+        backward(model, 0)
+        if rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[3] += 1
+        backward(model, 1)
+        text = raised_by(lambda model=model: backward(model, 2))
+        assert text.startswith(f"rank {rank}, step 1: parameter 0.weight is not the same on every rank"), text
     for recipe in ("int4", "fp32", "powersgd"):
         model = model_of(group, device)
         with gradwire.attach(model, recipe, verify_every=1):

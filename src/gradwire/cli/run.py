@@ -8,7 +8,7 @@ import os
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,8 +16,18 @@ import gradwire
 from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
 from gradwire.cli.options import check_writable
 from gradwire.ddp import OnNonfinite
-from gradwire.processes import rank_environment
-from gradwire.scripts import Script, observe, run_script, show_error, summarize
+from gradwire.processes import free_port, rank_environment
+from gradwire.scripts import (
+    RunTask,
+    Script,
+    hide_from_launchers,
+    note_forks,
+    observe,
+    reach_children,
+    run_script,
+    show_error,
+    summarize,
+)
 from gradwire.sharded import attach_to_all
 
 
@@ -64,14 +74,27 @@ def run(
             show_default=False,
         ),
     ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state",
+            metavar="DIR",
+            help="Save what the recipe remembers here, and load it when the script resumes.",
+            show_default=False,
+        ),
+    ] = None,
+    state_every: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Save it every N steps, and at the end.")
+    ] = 100,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary at the end.")] = False,
 ) -> None:
     """Run a training script as it is, with gradwire in every DDP or FSDP2 model it makes.
 
     Put it in place of python in the command that starts each rank, under torchrun
-    and in `gradwire lab` alike; or let --ranks start them here. Rank 0 sums up at
-    the end. A hook that the script registers itself wins, with a warning.
+    and in `gradwire lab` alike; or let --ranks start them here. Ranks that the script
+    starts itself (Lightning, Ray, torch.multiprocessing) are reached too. Rank 0 sums
+    up at the end. A hook that the script registers itself wins, with a warning.
 
     Examples: two ranks here; the same with torchrun; two hosts on a slow network:
 
@@ -85,51 +108,71 @@ def run(
     interrupted. With --ranks 1 if a rank fails, and the output says which and how.
     """
     try:
-        chosen, wanted = gradwire.recipe(recipe), Script.of(script or [], module)
+        gradwire.recipe(recipe)
+        wanted = Script.of(script or [], module)
         if on_nonfinite not in typing.get_args(OnNonfinite):
             modes = ", ".join(typing.get_args(OnNonfinite))
             raise ValueError(f"--on-nonfinite is one of {modes}, not {on_nonfinite!r}")
         check_writable("--telemetry", telemetry)
+        if state is not None:
+            _make_folder(state)
         if ranks is not None and "RANK" in os.environ:
             raise ValueError("this process is a rank already: leave out --ranks")
     except ValueError as error:
         stop("run", str(error), WRONG_ARGUMENTS)
-    options: dict[str, Any] = {"on_nonfinite": on_nonfinite, "verify_every": verify_every}
+    file, folder = (None if path is None else str(path.resolve()) for path in (telemetry, state))
+    task = RunTask(recipe, on_nonfinite, verify_every, file, folder, state_every)
     try:
         if ranks is not None:
             words = ["--recipe", recipe, "--on-nonfinite", on_nonfinite, "--verify-every", str(verify_every)]
             words += ["--telemetry", str(telemetry)] if telemetry is not None else []
+            words += ["--state", str(state), "--state-every", str(state_every)] if state is not None else []
             words += [*(["--module"] if wanted.is_module else []), *(["--quiet"] if quiet else [])]
             _run_torchrun(ranks, [*words, "--", *wanted.words])
         else:
-            if telemetry is not None:
-                options["telemetry"] = gradwire.Telemetry(jsonl=telemetry)
-            _run_as_rank(wanted, chosen, options, quiet)
+            _run_as_rank(wanted, task, quiet)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _run_as_rank(script: Script, recipe: gradwire.Recipe, options: dict[str, Any], quiet: bool) -> None:
+def _run_as_rank(script: Script, task: RunTask, quiet: bool) -> None:
     """Run the script in this process, as the rank that the environment names, or as the only one."""
-    is_only_rank = "RANK" not in os.environ
-    if is_only_rank:
-        # Scripts may need torchrun's variables.
-        os.environ.update(
-            rank_environment(0, 1, local_rank=0, local_world_size=1, address="127.0.0.1", port=0)
-        )
-    with (
-        _show_warnings(),
-        observe(is_only_rank=is_only_rank) as seen,
-        attach_to_all(recipe, **options) as attachments,
-    ):
+    states, saved_at = task.make_states(), set[int]()
+    with contextlib.ExitStack() as stack:
+        children = None
+        if "RANK" not in os.environ:
+            # Scripts may need torchrun's variables, unless they start ranks of their own.
+            variables = rank_environment(
+                0, 1, local_rank=0, local_world_size=1, address="127.0.0.1", port=free_port()
+            )
+            os.environ.update(variables)
+            stack.enter_context(hide_from_launchers(variables))
+            children = stack.enter_context(reach_children(task))
+        stack.enter_context(_show_warnings())
+        seen = stack.enter_context(observe())
+        attachments = stack.enter_context(attach_to_all(task.recipe, states.add, **task.options))
+        seen.on_save = lambda: saved_at.update(filter(None, (a.num_steps for a in attachments.made)))
+        if children is not None:
+            note_forks(children, attachments)
         try:
             run_script(script)
         except Exception as error:
             show_error(error)
             raise typer.Exit(FAILED) from None
         finally:
+            states.end()
             if not quiet and os.environ.get("RANK", "0") == "0":
-                typer.echo(summarize(attachments, seen), err=True)
+                lines = [] if children is None else children.summaries()
+                num_children = 0 if children is None else children.num_attached
+                typer.echo(summarize(attachments, seen, lines, num_children, states, saved_at), err=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of ``--state``; ValueError if that is impossible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--state: cannot make the folder {folder}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

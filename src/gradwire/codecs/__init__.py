@@ -15,9 +15,10 @@ from gradwire.codecs.blocks import Blocks
 from gradwire.codecs.cast import Cast
 from gradwire.codecs.raw import Raw
 from gradwire.codecs.rotated import Rotated
+from gradwire.codecs.top import Top
 from gradwire.ops import NO_SEED, Chunk, Family, Scale, Seed
 
-__all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw", "Rotated"]
+__all__ = ["Affine", "Blocks", "Cast", "Codec", "Raw", "Rotated", "Top"]
 
 
 class Codec(Protocol):
@@ -31,6 +32,11 @@ class Codec(Protocol):
     @property
     def works_in(self) -> torch.dtype | None:
         """The only dtype that it encodes; None if it encodes any."""
+        ...
+
+    @property
+    def widens_on_cuda(self) -> bool:
+        """True if on CUDA it also encodes and sums 16-bit values, in fp32 and without a copy."""
         ...
 
     @property

@@ -27,6 +27,7 @@ class Affine:
 
     in_place = False
     works_in = torch.float32
+    widens_on_cuda = False
     keeps_residual = False
     max_error = 1 / 255  # half a step; 255 steps span at most twice the largest magnitude
     stochastic = False

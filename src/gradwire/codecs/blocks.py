@@ -29,6 +29,7 @@ class Blocks:
 
     in_place = False
     works_in = torch.float32
+    widens_on_cuda = True
     keeps_residual = True
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"blocks"})
 

@@ -31,6 +31,7 @@ class Cast:
 
     in_place = False
     works_in = None
+    widens_on_cuda = False
     keeps_residual = False
     stochastic = False
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"casts"})

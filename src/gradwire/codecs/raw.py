@@ -19,6 +19,7 @@ class Raw:
 
     in_place = True
     works_in = None
+    widens_on_cuda = False
     keeps_residual = False
     max_error = 0.0
     stochastic = False

@@ -39,6 +39,7 @@ class Rotated:
 
     in_place = False
     works_in = torch.float32
+    widens_on_cuda = False
     keeps_residual = False
     stochastic = True
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"rotated"})

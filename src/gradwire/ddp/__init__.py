@@ -3,10 +3,11 @@
 The averaging itself belongs to `averaging`; no other package but `ddp_comm_hooks` and adapters knows DDP.
 """
 
-from gradwire.ddp.attach_to_all import AttachedModel, Attachments, attach_to_all
+from gradwire.ddp.attach_to_all import AfterAttach, AttachedModel, Attachments, attach_to_all
 from gradwire.ddp.attached import Attached
 from gradwire.ddp.attaching import attach
-from gradwire.ddp.bridge import Bridge
+from gradwire.ddp.bridge import Bridge, queue_after_ddp
+from gradwire.ddp.bucket_order import BucketOrder, Position
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import Hook, HookInfo, hook_name, register_hook_info
@@ -16,8 +17,10 @@ from gradwire.ddp.models import (
     claim_of,
     device_of,
     is_ddp,
+    num_bucketed,
     num_transient,
     resolve_for_model,
+    shared_parameters,
     trained_parameters,
     unwrap,
     wrap,
@@ -29,13 +32,16 @@ from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
 from gradwire.ddp.user_hooks import HookRunner, check_result, require_future
+from gradwire.ddp.verification import hash_of_parameters
 from gradwire.ddp.wire import Wire, attachment_of
 
 __all__ = [
+    "AfterAttach",
     "Attached",
     "AttachedModel",
     "Attachments",
     "Bridge",
+    "BucketOrder",
     "Choice",
     "DDPBucket",
     "Hook",
@@ -44,6 +50,7 @@ __all__ = [
     "HookTaken",
     "OnNonfinite",
     "Options",
+    "Position",
     "Runner",
     "StepChecks",
     "SteppingRunner",
@@ -55,15 +62,19 @@ __all__ = [
     "check_result",
     "claim_of",
     "device_of",
+    "hash_of_parameters",
     "hook_name",
     "hook_with_bridge",
     "is_ddp",
+    "num_bucketed",
     "num_transient",
     "open_raw_engine",
     "open_raw_lane",
+    "queue_after_ddp",
     "register_hook_info",
     "require_future",
     "resolve_for_model",
+    "shared_parameters",
     "step_parameters",
     "trained_parameters",
     "unwrap",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.attaching import attach
@@ -19,6 +20,8 @@ from gradwire.recipes import recipe as parse_recipe
 
 log = logging.getLogger("gradwire")
 
+AfterAttach = Callable[[nn.Module, Wire], None]
+
 
 @dataclass(frozen=True)
 class AttachedModel:
@@ -27,6 +30,11 @@ class AttachedModel:
     wire: Wire
     rank: int
     world_size: int
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the run, including those before it was resumed."""
+        return attachment_of(self.wire).bridge.num_steps
 
 
 @dataclass
@@ -42,10 +50,12 @@ class Attachments:
 
 
 @contextlib.contextmanager
-def attach_to_all(recipe: str | Recipe, **options: Any) -> Iterator[Attachments]:
+def attach_to_all(
+    recipe: str | Recipe, after_attach: AfterAttach = lambda model, wire: None, **options: Any
+) -> Iterator[Attachments]:
     """Attach ``recipe`` to every ``DistributedDataParallel`` that is made inside this context.
 
-    ``options`` are those of `attach`.
+    ``after_attach`` is called with each model and its wire. ``options`` are those of `attach`.
 
     A hook that the script registers with such a model replaces the recipe, and so does another
     `gradwire.attach`. A model that takes no hook is left to DDP. Both log a warning. Raises ValueError if
@@ -58,7 +68,9 @@ def attach_to_all(recipe: str | Recipe, **options: Any) -> Iterator[Attachments]
     @functools.wraps(make)
     def make_and_attach(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        _attach(self, attachments, options)
+        wire = _attach(self, attachments, options)
+        if wire is not None:
+            after_attach(self, wire)
 
     @functools.wraps(register)
     def register_instead(self: DistributedDataParallel, state: Any, hook: Any) -> None:
@@ -77,13 +89,13 @@ def attach_to_all(recipe: str | Recipe, **options: Any) -> Iterator[Attachments]
         DistributedDataParallel.register_comm_hook = register  # type: ignore[method-assign]
 
 
-def _attach(model: DistributedDataParallel, attachments: Attachments, options: dict[str, Any]) -> None:
+def _attach(model: DistributedDataParallel, attachments: Attachments, options: dict[str, Any]) -> Wire | None:
     try:
         wire = attach(model, attachments.recipe, **options)
     except ValueError as error:
         attachments.num_refused += 1
         log.warning("%s is not attached, and DDP averages as usual: %s", attachments.recipe, error)
-        return
+        return None
     group: dist.ProcessGroup = model.process_group
     attachments.made.append(AttachedModel(wire, group.rank(), group.size()))
 
@@ -92,3 +104,4 @@ def _attach(model: DistributedDataParallel, attachments: Attachments, options: d
         log.warning("the script registers its own hook, which is used instead of %s", wire.recipe)
 
     attachment_of(wire).give_way(tell)
+    return wire

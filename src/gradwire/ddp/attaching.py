@@ -22,7 +22,7 @@ from gradwire.ddp.gradients import DDPGradients
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
 from gradwire.ddp.hook_watchdog import HookWatchdog
-from gradwire.ddp.models import claim_of, device_of, num_transient, unwrap
+from gradwire.ddp.models import claim_of, device_of, num_bucketed, num_transient, unwrap
 from gradwire.ddp.nonfinite import OnNonfinite
 from gradwire.ddp.options import Options
 from gradwire.ddp.runner import Runner
@@ -61,10 +61,10 @@ def attach(
             every rank, as DDP does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
             optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
             ``backward()`` on every rank; on CUDA from the next one.
-        verify_every: compare the averaged gradients over the ranks, bit for bit, every so many steps; 0, the
-            default, compares never. If they differ, ``backward()`` raises `WireError` on every rank, with the
-            step, the ranks and the first parameter. On CUDA such a step waits for the device. Not done
-            inside ``join()`` of a model with ``find_unused_parameters``.
+        verify_every: compare averaged gradients and parameters over the ranks, bit for bit, every so many
+            steps; 0, the default, compares never. If they differ, ``backward()`` raises `WireError` on every
+            rank, with the step, the ranks and the first parameter; on CUDA the next one. Not done inside
+            ``join()`` of a model with ``find_unused_parameters``.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one. Residuals are in
             units of the scaled loss, and follow each change of its scale.
         telemetry: what to record, see `Telemetry`; None, the default, records nothing.
@@ -138,7 +138,7 @@ def _open_bridge(
         undo.callback(checks.close)
         # Weakly: the model's hook holds this, and must not hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        bridge = Bridge(runner, layouts, rank, checks, by_active)
+        bridge = Bridge(runner, layouts, rank, checks, by_active, num_bucketed(ddp))
         slot.take(bridge)
         undo.callback(slot.leave, bridge)
         # Binding comes last, since it cannot be undone.

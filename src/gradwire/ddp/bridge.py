@@ -11,6 +11,7 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from gradwire.buckets import Layouts
+from gradwire.ddp.bucket_order import BucketOrder, Position
 from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import record_use
 from gradwire.ddp.runner import Runner
@@ -18,7 +19,7 @@ from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.tuned import Tuned
 from gradwire.errors import Place, locate
 from gradwire.lanes import completed
-from gradwire.torch_private import GradBucket, backward_pass, end_range_with, profiler_is_on, queue_callback
+from gradwire.torch_private import GradBucket, end_range_with, profiler_is_on, queue_callback
 
 
 class Bridge:
@@ -29,7 +30,7 @@ class Bridge:
     the local gradients, and a callback of the autograd engine raises the error. DDP queues its own callback
     right after the last bucket's hook, and ours must run after it. So the hook queues a callback that
     queues a second one. Outside a backward pass (in ``join()``) there are no callbacks, and the hook of the
-    last bucket itself waits and raises.
+    last bucket itself waits and raises. For the first pass of a static graph, see Note [Delayed passes].
     """
 
     def __init__(
@@ -39,7 +40,9 @@ class Bridge:
         rank: int,
         checks: StepChecks | None = None,
         divides_by_active: Callable[[], bool] = lambda: False,
+        num_parameters: int | None = None,
     ) -> None:
+        """Take buckets of ``num_parameters`` per step, None if not known, from a reducer to ``runner``."""
         self.runner = runner
         self.checks = checks or StepChecks()
         self.tuned: Tuned | None = None
@@ -49,20 +52,21 @@ class Bridge:
         self._layouts = layouts
         self._rank = rank
         self._divides_by_active = divides_by_active
+        self._order = BucketOrder(num_parameters)
         self._shadows: list[Future[Tensor]] = []
 
     def run(self, grad_bucket: GradBucket) -> Future[Tensor]:
         """Begin to average a bucket. DDP calls this once per bucket, in order."""
         record_use(self.runner)
-        if grad_bucket.index() == 0:
+        position = self._order.next(grad_bucket)
+        if position.index == 0:
             self.num_steps += 1
-        place = Place(self._rank, self.num_steps - 1, grad_bucket.index(), self.runner.name)
-        in_backward = backward_pass() != -1
+        place = Place(self._rank, self.num_steps - 1, position.index, self.runner.name)
         local = grad_bucket.buffer()  # taken before the hook runs, which may set another buffer
         future = None
         try:
             if self.runner.failure is None:
-                bucket = self._bucket(grad_bucket, is_shadow=not in_backward)
+                bucket = self._bucket(grad_bucket, position)
                 if self.tuned is not None:
                     self.tuned.arrive(bucket, place)
                 future = self._start(bucket, place)
@@ -71,9 +75,9 @@ class Bridge:
         if future is None:
             self.runner.give_up()
             future = completed(local)
-        if not in_backward:
-            self._wait_for_shadows(future, place, local.device, is_last=grad_bucket.is_last())
-        elif grad_bucket.is_last():
+        if not position.in_backward:
+            self._wait_for_shadows(future, place, local.device, is_last=position.is_last)
+        elif position.closes_pass:
             queue_after_ddp(functools.partial(self._finish, place, local.device))
         return future
 
@@ -83,17 +87,17 @@ class Bridge:
             self.checks.record_failure(self.num_steps - 1, self.runner.failure)
             raise self.runner.failure.with_traceback(None)
 
-    def _bucket(self, grad_bucket: GradBucket, *, is_shadow: bool) -> DDPBucket:
-        index, flat, parameters = grad_bucket.index(), grad_bucket.buffer(), grad_bucket.parameters()
-        is_last, is_active = grad_bucket.is_last(), not is_shadow if self._divides_by_active() else None
-        layout = self._layouts.of(index, flat.dtype, parameters, is_last=is_last)
+    def _bucket(self, grad_bucket: GradBucket, position: Position) -> DDPBucket:
+        flat, parameters, is_last = grad_bucket.buffer(), grad_bucket.parameters(), position.is_last
+        layout = self._layouts.of(position.index, flat.dtype, parameters, is_last=is_last)
         return DDPBucket(
             flat,
             layout,
             is_last,
-            is_active,
+            position.in_backward if self._divides_by_active() else None,
             parameters=parameters,
-            is_shadow=is_shadow,
+            is_shadow=not position.in_backward,
+            closes_pass=position.closes_pass,
             grad_bucket=grad_bucket,
         )
 
@@ -141,7 +145,7 @@ class Bridge:
 
 
 def queue_after_ddp(callback: Callable[[], None]) -> None:
-    """Call ``callback`` after DDP has finished the current backward pass; for the last bucket's hook.
+    """Call ``callback`` after DDP has finished the current backward pass; at the bucket that closes it.
 
     The callback is queued twice, since DDP queues its own after the hook and ours must run after that.
     """

@@ -18,4 +18,6 @@ class DDPBucket(Bucket):
     parameters: Sequence[Tensor] = ()
     is_shadow: bool = False
     """True if this rank has run out of input, and ``join()`` sends zeros for it."""
+    closes_pass: bool = False
+    """True for one bucket of a backward pass: the one at which work for after the pass is queued."""
     grad_bucket: GradBucket | None = None

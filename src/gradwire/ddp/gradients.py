@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.ddp.models import trained_parameters
+from gradwire.ddp.models import shared_parameters, trained_parameters
 from gradwire.torch_private import is_joining
 
 
@@ -17,6 +17,10 @@ class ModelGradients(Protocol):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters whose gradients are averaged, by name, in the same order on every rank."""
+        ...
+
+    def shared(self) -> dict[str, nn.Parameter]:
+        """Return all parameters that are the same on every rank, frozen ones too, by name."""
         ...
 
     def clear(self) -> None:
@@ -35,6 +39,9 @@ class DDPGradients:
         # Parameters that DDP ignores differ between ranks, and would make ranks decide differently.
         return trained_parameters(self._ddp)
 
+    def shared(self) -> dict[str, nn.Parameter]:
+        return shared_parameters(self._ddp)
+
     def clear(self) -> None:
         for parameter in self._ddp.module.parameters():
             parameter.grad = None
@@ -52,6 +59,10 @@ class DDPGradients:
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return the gradient, or this rank's shard of it; None if there is none."""
-    gradient: Any = parameter.grad
-    local: Tensor | None = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return None if parameter.grad is None else local_part(parameter.grad)
+
+
+def local_part(values: Any) -> Tensor:
+    """Return this rank's shard of a ``DTensor``, and any other tensor as it is."""
+    local: Tensor = values.to_local() if hasattr(values, "to_local") else values
     return local

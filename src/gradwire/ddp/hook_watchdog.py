@@ -13,6 +13,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -21,14 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.ddp.pending_calls import note_call, note_failure
 from gradwire.errors import Place, WireError, locate
-from gradwire.lanes import CollectiveWork, join_threads, register_finalizer
+from gradwire.lanes import CollectiveWork, is_exiting, join_threads, register_finalizer
 from gradwire.peers import (
     Failure,
     PeerUnreachable,
     Progress,
     RankStatus,
     StallWatcher,
+    is_unreachable,
     open_gloo,
     timeout_of,
 )
@@ -59,9 +62,18 @@ class HookWatchdog:
     def failure(self) -> WireError | None:
         return self._ring.failure.error
 
-    def watch(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
-        """Call ``give_up`` if ``future`` is not done when the ring breaks or the time is up."""
-        self._ring.add(future, place, give_up)
+    def watch(
+        self,
+        future: Future[Tensor],
+        place: Place,
+        give_up: Callable[[], None],
+        finished: threading.Event | None = None,
+    ) -> None:
+        """Call ``give_up`` if ``future`` is not done when the ring breaks or the time is up.
+
+        ``finished`` is set when all callbacks of the future are done.
+        """
+        self._ring.add(future, place, give_up, finished or _set_event())
 
     def fail(self, error: WireError) -> None:
         """Fail with ``error``, on every rank."""
@@ -75,9 +87,17 @@ class HookWatchdog:
         """Add to ``error`` the rank that the hook waited for, or an earlier failure of another rank."""
         if waited_s > self._ring.timeout_s / 2:  # the hook's own timeout has probably expired
             error.text += f". {self._ring.describe_slowest(place, timed_out=True)}"
-        elif (before := self._ring.failure.posted_text()) is not None:
+            return
+        before = self._ring.failure.posted_text()
+        if before is None and is_unreachable(error):
+            found = self._ring.failure.wait_for_peer_error()
+            before = None if found is None else str(found)
+        if before is not None:
             # A late rank finds only that the connections of its hook are closed, not why.
             error.text += f". Before that another rank had failed: {before}"
+        elif is_unreachable(error):
+            self._ring.group.close()  # which makes the others say that they are there
+            error.text += f". {self._ring.describe_slowest(place, timed_out=False)}"
 
     def close(self) -> None:
         self._finalizer()
@@ -109,6 +129,7 @@ class _Ring:
         self.failure = Failure(group, prefix)
         self.timeout_s = timeout_of(group).total_seconds()
         self.group = open_gloo(group, prefix)
+        self._users_group = weakref.ref(group)
         self.collectives: queue.SimpleQueue[_Collective | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._pending: dict[Future[Tensor], _WatchedFuture] = {}
@@ -122,7 +143,10 @@ class _Ring:
                 return Progress(self._last[0], True, self._last[1])
             return Progress(oldest.place, False, oldest.since)
 
-    def add(self, future: Future[Tensor], place: Place, give_up: Callable[[], None]) -> None:
+    def add(
+        self, future: Future[Tensor], place: Place, give_up: Callable[[], None], finished: threading.Event
+    ) -> None:
+        note_call(self._users_group, finished)
         with self._changed:
             # If the ring failed while the hook ran, this future was not yet watched: give it up here.
             has_failed = self.failure.error is not None
@@ -145,6 +169,7 @@ class _Ring:
                 self._last = place if is_later else last, time.monotonic()
 
     def fail(self, error: WireError) -> None:
+        note_failure()
         self.failure.set(error)
         self._give_up()
         self.group.close()
@@ -181,6 +206,8 @@ class _Ring:
                 collective.run(self.group, torch.device("cpu"))
         except PeerUnreachable as closed:
             if self.failure.error is None and not self._closed:
+                if closed.peer == self.group.rank:  # `watch_peers` has passed on that another one is closed
+                    closed = PeerUnreachable(None, "a connection was closed")
                 self.fail(self.failure.explain(collective.place, closed, self.group.close))
         except Exception as error:
             self.fail(locate(error, collective.place))
@@ -192,6 +219,10 @@ class _Ring:
             self.group.watch((self.group.rank + 1) % self.group.size)
         if self._closed:
             return
+        # Tell the others that this rank is there, before they look who is not.
+        if self.failure.store is not None:
+            self.failure.store.post_status(self.look().status)
+        self.group.close()
         error = self.failure.error or self.failure.wait_for_peer_error()
         if error is not None:
             self.fail(error)
@@ -204,7 +235,6 @@ class _Ring:
                 for future, watched in self._pending.items()
             }
             self._changed.notify()
-        self.group.close()
 
     def watch_clock(self) -> None:
         while True:
@@ -231,13 +261,21 @@ class _Ring:
 
     def _give_up(self) -> None:
         with self._changed:
-            abandoned, self._pending = list(self._pending.values()), {}
-        for watched in abandoned:
+            abandoned, self._pending = self._pending, {}
+        for watched in abandoned.values():
             watched.give_up()
+
+
+def _set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
 
 
 def _end(ring: _Ring, threads: list[threading.Thread], watcher: StallWatcher) -> None:
     ring.failure.wait_until_posted()
     ring.close()
+    if is_exiting():
+        ring.failure.wait_until_known()
     watcher.end()
     join_threads(threads)

@@ -86,17 +86,24 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
 
 def trained_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients are averaged, by name."""
-    return {name: p for name, p in _not_ignored(ddp).items() if p.requires_grad}
+    return {name: p for name, p in shared_parameters(ddp).items() if p.requires_grad}
 
 
 def bucketed_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters that may be in buckets: trained ones, and those frozen after DDP was made."""
     now = trained_parameters(ddp)
-    was_frozen_later = len(now) != ddp_facts(ddp)["num_parameter_tensors"]
-    return _not_ignored(ddp) if was_frozen_later else now
+    was_frozen_later = len(now) != num_bucketed(ddp)
+    return shared_parameters(ddp) if was_frozen_later else now
 
 
-def _not_ignored(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+def num_bucketed(ddp: DistributedDataParallel) -> int:
+    """Return the number of parameters in all buckets of the model; never inside a hook, where it hangs."""
+    number: int = ddp_facts(ddp)["num_parameter_tensors"]
+    return number
+
+
+def shared_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """Return all parameters that DDP keeps the same on all ranks, frozen ones too, by name."""
     ignored = ddp.parameters_to_ignore
     return {canonical_name(name): p for name, p in ddp.module.named_parameters() if name not in ignored}
 

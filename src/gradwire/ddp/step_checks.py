@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
 
 from gradwire.ddp.nonfinite import NonfinitePolicy
 from gradwire.ddp.runner import Runner
-from gradwire.ddp.verification import Verification, compare
+from gradwire.ddp.verification import Verification
 from gradwire.errors import Place, WireError
 from gradwire.peers import Group
 from gradwire.telemetry import ParameterStats, Recorder
+
+log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
@@ -55,20 +58,27 @@ class StepChecks:
         return self.verification is not None and self.verification.is_due(step)
 
     def verify(self, runner: Runner, place: Place, device: torch.device, *, shadow: bool) -> None:
-        """Compare the gradients with the other ranks', if this step is due."""
-        if not self.verifies(place.step):
+        """Compare gradients and parameters with the other ranks', if this step is due."""
+        verification = self.verification
+        if verification is None:
             return
-        assert self.verification is not None
-        own, everyone = self.verification.hashes(shadow=shadow), []
+        verification.conclude()
+        if not verification.is_due(place.step):
+            return
+        own, found = verification.hashes(shadow=shadow), []
 
         def work(group: Group, device: torch.device) -> None:
-            everyone.extend(compare(own, group, device))
+            try:
+                verification.compare(own, place.step, place.rank, group, device)
+            except WireError as error:
+                found.append(error)  # no failure of the wire, which goes on
 
         runner.run_collective(work, place, device)
         if runner.failure is not None:
             self.record_failure(place.step, runner.failure)
             raise runner.failure.with_traceback(None)
-        self.verification.conclude(place.step, place.rank, everyone)
+        if found:
+            raise found[0]
 
     def record_event(self, event: str, step: int, **details: object) -> None:
         """Record an event."""
@@ -81,6 +91,11 @@ class StepChecks:
             self.recorder.write_failure(step, error)
 
     def close(self) -> None:
-        """Close the recorder's file."""
+        """Close the recorder's file; log a difference that the last step may have left to find."""
+        try:
+            if self.verification is not None:
+                self.verification.conclude()
+        except WireError as error:
+            log.error("%s", error)
         if self.recorder is not None:
             self.recorder.close()

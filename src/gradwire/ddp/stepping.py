@@ -116,7 +116,7 @@ class SteppingRunner:
             _require_gradients(bucket)
         averaged = self.inner.start(bucket, place)
         step = _ParameterStep(self.inner, self._step, bucket, averaged, Promise(bucket.flat), place)
-        if bucket.is_last and not bucket.is_shadow and self._after_backward is not None:
+        if bucket.closes_pass and not bucket.is_shadow and self._after_backward is not None:
             queue_after_ddp(self._after_backward)
         if self._at_the_end:
             self._pending.add(step)

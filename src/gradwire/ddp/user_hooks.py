@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,6 +91,7 @@ class HookRunner:
         returned = time.perf_counter()
         call = _Call(Promise(bucket.flat), place, used, returned, returned - begin)
         held = [self]
+        finished = threading.Event()
 
         def take(done: Future[Any]) -> None:
             # A thread of the hook's group runs this. The model and the runner may be gone meanwhile, and this
@@ -101,10 +103,11 @@ class HookRunner:
                 call.promise.keep(result)
             else:
                 compared.add_done_callback(lambda _: call.promise.keep(result))
+            finished.set()
 
         self._pending.add(call)
         if self._watchdog is not None:
-            self._watchdog.watch(answer, place, call.promise.give_up)
+            self._watchdog.watch(answer, place, call.promise.give_up, finished)
         answer.add_done_callback(take)
         return call.promise.future
 
@@ -134,6 +137,8 @@ class HookRunner:
     def _check(self, done: Future[Any], call: _Call) -> Tensor:
         """Return the hook's result; if it is invalid, fail and return the bucket as it was."""
         local = call.promise.flat
+        if self.failure is not None:  # nobody waits for it any more
+            return local
         # torch would only log an error raised in this callback, and DDP would wait for ever.
         try:
             value = check_result(self.name, done.value(), local)

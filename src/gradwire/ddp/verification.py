@@ -1,13 +1,14 @@
-"""A check that averaged gradients are the same on every rank, bit for bit."""
+"""A check that averaged gradients and parameters are the same on every rank, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gradwire.ddp.gradients import ModelGradients, local_gradient
+from gradwire.ddp.gradients import ModelGradients, local_gradient, local_part
 from gradwire.errors import WireError
 from gradwire.peers import Group, gather
 
@@ -18,6 +19,13 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # Weights 1 + n * _STRIDE are odd, and so is _CARRY. So every change of a single value changes the hash.
 _STRIDE, _CARRY = 0x1E3779B97F4A7C14, 0x1F123BB5159A55E5
 
+_GRADIENT = "the averaged gradient of "
+_ADVICE = {
+    True: "Something changed it after it was averaged, or the hook leaves each rank its own",
+    False: "Ranks have diverged: since then, one has changed gradients after backward() (clipped them, say), "
+    "skipped an optimizer step, loaded other values, or has other options in its optimizer",
+}
+
 
 def check_interval(verify_every: int) -> None:
     """Raise TypeError or ValueError unless ``verify_every`` is a number of steps, or 0 for never."""
@@ -27,8 +35,22 @@ def check_interval(verify_every: int) -> None:
         raise ValueError(f"verify_every must be 0 (never) or a number of steps, not {verify_every}")
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """Every rank's hashes on their way from the device to the host."""
+
+    step: int
+    rank: int
+    rows: Tensor
+    arrived: torch.cuda.Event
+
+
 class Verification:
-    """Compare hashes of the gradients over ranks, every so many steps."""
+    """Compare hashes of gradients and parameters over ranks, every so many steps.
+
+    Both are compared at the end of a backward pass. Parameters are then those that the last optimizer step
+    has left, so a gradient that was changed after its backward pass, on one rank, is found there.
+    """
 
     def __init__(
         self, every: int, gradients: ModelGradients, may_compare: Callable[[], bool] = lambda: True
@@ -36,53 +58,85 @@ class Verification:
         self._every = every
         self._gradients = gradients
         self._may_compare = may_compare
+        self._copied: _Copied | None = None
+        self._last_good: int | None = None
 
     def is_due(self, step: int) -> bool:
         return step % self._every == 0 and self._may_compare()
 
     def hashes(self, *, shadow: bool) -> Tensor:
         """Return a 1 and this rank's hashes; only zeros for a ``shadow`` rank, which is out of input."""
-        named = list(self._gradients.trained().items())
+        values = [value for _, value in self._values()]
+        device = next(iter(self._gradients.trained().values())).device
         if shadow:
-            return torch.zeros(1 + len(named), dtype=torch.int64)
-        device = named[0][1].device
-        hashes = [_hash(local_gradient(parameter)).to(device) for _, parameter in named]
+            return torch.zeros(1 + len(values), dtype=torch.int64, device=device)
+        hashes = [_hash(value).to(device) for value in values]
         return torch.stack([torch.ones_like(hashes[0]), *hashes])
 
-    def conclude(self, step: int, rank: int, everyone: list[list[int]]) -> None:
-        """Raise WireError with the first parameter that differs, if `compare` has found a difference."""
-        ranks = [r for r, row in enumerate(everyone) if row[0]]
-        if len({tuple(everyone[r]) for r in ranks}) < 2:
+    def compare(self, hashes: Tensor, step: int, rank: int, group: Group, device: torch.device) -> None:
+        """Compare ``hashes`` with those of all ranks of ``group``; raise WireError if they differ.
+
+        On CUDA, only start to copy them to the host: `conclude` compares them, a step later.
+        """
+        own = hashes.to(device)
+        if own.is_cuda:
+            rows = torch.stack(_gather(own, group)).to("cpu", non_blocking=True)
+            self._copied = _Copied(step, rank, rows, torch.cuda.current_stream(device).record_event())
             return
-        names = list(self._gradients.trained())
-        bad = [i for i in range(len(names)) if len({everyone[r][1 + i] for r in ranks}) > 1]
-        values = [everyone[r][1 + bad[0]] for r in ranks]
-        sides = [[r for r, v in zip(ranks, values, strict=True) if v == value] for value in set(values)]
+        everyone = _gather(torch.stack([own[0], _hash(own)]), group)
+        # Ranks that are out of input have no hashes.
+        if len({tuple(row.tolist()) for row in everyone if row[0]}) > 1:
+            self._require_same(step, rank, torch.stack(_gather(own, group)))
+        self._last_good = step
+
+    def conclude(self) -> None:
+        """Raise WireError if hashes that `compare` has copied differ."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            copied.arrived.synchronize()  # no wait in practice: a whole step lies between
+            self._require_same(copied.step, copied.rank, copied.rows)
+            self._last_good = copied.step
+
+    def _require_same(self, step: int, rank: int, rows: Tensor) -> None:
+        """Raise WireError with the first gradient or parameter that differs, if one does."""
+        everyone: list[list[int]] = rows.tolist()
+        ranks = [r for r, row in enumerate(everyone) if row[0]]
+        bad = [
+            (name, [everyone[r][number] for r in ranks])
+            for number, (name, _) in enumerate(self._values(), start=1)
+            if len({everyone[r][number] for r in ranks}) > 1
+        ]
+        if not bad:
+            return
+        name, hashes = bad[0]
+        sides = [[r for r, v in zip(ranks, hashes, strict=True) if v == value] for value in set(hashes)]
         told = ", another on ".join(
             f"rank(s) {', '.join(map(str, side))}"
             for side in sorted(sides, key=lambda side: (-len(side), side))
         )
         more = f" (as are {len(bad) - 1} more)" if len(bad) > 1 else ""
+        since = "no earlier step was compared"
+        if self._last_good is not None:
+            since = f"all were the same at step {self._last_good}"
         raise WireError(
-            f"rank {rank}, step {step}: the averaged gradient of {names[bad[0]]}{more} is not the same on "
-            f"every rank: one on {told}. Something changed it after it was averaged, or the hook leaves each "
-            "rank its own; resume from a checkpoint that is older than the difference"
+            f"rank {rank}, step {step}: {name}{more} is not the same on every rank: one on {told}. "
+            f"{since[0].upper()}{since[1:]}. {_ADVICE[name.startswith(_GRADIENT)]}; resume from a checkpoint "
+            "that is older than the difference"
         )
 
+    def _values(self) -> list[tuple[str, Tensor | None]]:
+        """Return what is compared: averaged gradients, then all parameters, each with a name for errors."""
+        trained, shared = self._gradients.trained(), self._gradients.shared()
+        gradients = [(f"{_GRADIENT}{name}", local_gradient(p)) for name, p in trained.items()]
+        return [*gradients, *((f"parameter {name}", local_part(p.detach())) for name, p in shared.items())]
 
-def compare(hashes: Tensor, group: Group, device: torch.device) -> list[list[int]]:
-    """Return every rank's hashes: one hash of them all, or each one if those differ."""
-    own = hashes.to(device)
-    everyone = _gather(torch.stack([own[0], _hash(own)]), group)
-    return everyone if len({tuple(row) for row in everyone if row[0]}) < 2 else _gather(own, group)
 
-
-def _gather(own: Tensor, group: Group) -> list[list[int]]:
+def _gather(own: Tensor, group: Group) -> list[Tensor]:
     rows = [torch.zeros_like(own) for _ in range(group.size)]
     rows[group.rank].copy_(own)
     if group.size > 1:
         gather([row.view(torch.uint8) for row in rows], group)
-    return [row.tolist() for row in rows]
+    return rows
 
 
 @torch.no_grad()
@@ -105,3 +159,9 @@ def _hash(values: Tensor | None) -> Tensor:
     for chunk in bits.split(_CHUNK):
         total = total * _CARRY + (chunk * weights[: chunk.numel()]).sum()
     return total
+
+
+def hash_of_parameters(parameters: Mapping[str, nn.Parameter]) -> str:
+    """Return a hash of all bits of the model's parameters, as 16 hexadecimal digits."""
+    hashes = [_hash(local_part(parameter.detach())).cpu() for parameter in parameters.values()]
+    return f"{_hash(torch.stack(hashes)).item() % 2**64:016x}"

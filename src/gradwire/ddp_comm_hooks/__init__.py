@@ -86,6 +86,7 @@ class DDPCommHookType(enum.Enum):
     INT4 = _member("int4")
     INT2 = _member("int2")
     SIGN = _member("sign")
+    TOPK = _member("topk")
     ACP = _member("acp")
 
 

@@ -23,6 +23,7 @@ from gradwire.ddp import (
     SteppingRunner,
     hook_name,
     hook_with_bridge,
+    num_bucketed,
     open_raw_lane,
     step_parameters,
 )
@@ -82,7 +83,7 @@ def _zero_hook(
     _check(group, zero)
     owners = _owners(zero, shard_buckets)
     _initialize(zero, owners)
-    ddp_ref = weakref.ref(ddp)
+    ddp_ref, num_parameters = weakref.ref(ddp), num_bucketed(ddp)
 
     def step(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], group: Group) -> None:
         # A scheduler changes only the param groups that the user sees.
@@ -97,7 +98,8 @@ def _zero_hook(
         assert model is not None, "only the model's reducer calls its hook"
         lane = open_raw_lane(model.process_group, bucket)
         runner = SteppingRunner(HookRunner(hook, state), lane, step, at_the_end=at_the_end)
-        return Bridge(runner, Layouts(model.module), model.process_group.rank())
+        layouts, rank = Layouts(model.module), model.process_group.rank()
+        return Bridge(runner, layouts, rank, num_parameters=num_parameters)
 
     return hook_with_bridge(open_bridge, f"zero_step({hook_name(hook)})", HookInfo(wraps=hook))
 

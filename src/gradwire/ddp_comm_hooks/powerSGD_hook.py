@@ -11,7 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.averaging import Engine, Grouping, LayoutCheck, RunState, Timeline, checkpoint
 from gradwire.buckets import Layouts, Memory
-from gradwire.ddp import Bridge, num_transient, open_raw_engine
+from gradwire.ddp import (
+    Bridge,
+    BucketOrder,
+    Position,
+    num_bucketed,
+    num_transient,
+    open_raw_engine,
+    queue_after_ddp,
+)
 from gradwire.ddp_comm_hooks._raw import group_or_world
 from gradwire.exchanges import LowRank
 from gradwire.recipes import Recipe, powersgd
@@ -112,11 +120,15 @@ class PowerSGDState:
         self._loaded_layouts: list[tuple[int, Grouping]] = []
         self._num_transient = _MAX_TRANSIENT
         self._bridges: dict[tuple[Recipe, str, int], Bridge] = {}
+        self._num_parameters: int | None = None
+        self._order = BucketOrder()
 
     def gradwire_bind(self, ddp: DistributedDataParallel) -> None:
         """Use the names of the model's parameters; `gradwire.attach` calls this."""
         self._layouts, self._has_names = Layouts(ddp.module), True
         self._num_transient = num_transient(ddp)
+        self._num_parameters = num_bucketed(ddp)
+        self._order = BucketOrder(self._num_parameters)
         self._bridges.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,9 +165,12 @@ class PowerSGDState:
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count a step if ``bucket`` is its last."""
         if bucket.is_last():
-            self.iter += 1
-            if self.iter == self.start_powerSGD_iter:
-                log.info("PowerSGD starts after %s steps", self.iter)
+            self._increase_iter()
+
+    def _increase_iter(self) -> None:
+        self.iter += 1
+        if self.iter == self.start_powerSGD_iter:
+            log.info("PowerSGD starts after %s steps", self.iter)
 
     def __getstate__(self) -> dict[str, Any]:
         log.warning("process groups do not pickle: a PowerSGDState is saved without its own")
@@ -221,12 +236,18 @@ class PowerSGDState:
                 layout_check=LayoutCheck() if self._has_names else None,
                 may_have_unused=whole,
             )
-            bridge = self._bridges[key] = Bridge(engine, self._layouts, group.rank())
-        if bucket.index() == 0:
+            bridge = self._bridges[key] = Bridge(
+                engine, self._layouts, group.rank(), num_parameters=self._num_parameters
+            )
+        position = self._order.next(bucket)
+        if position.index == 0:
             bridge.num_steps = self.iter
-        self._count(recipe, bucket)
+        self._count(recipe, bucket, position)
         future = bridge.run(bucket)
-        self.maybe_increase_iter(bucket)
+        if position.closes_pass and position.is_last:
+            self._increase_iter()
+        elif position.closes_pass:  # a delayed pass, of several buckets
+            queue_after_ddp(self._increase_iter)
         return future
 
     def _run_state(self, *, whole: bool) -> RunState:
@@ -237,16 +258,16 @@ class PowerSGDState:
             timeline.load(self.iter, self._loaded_layouts)
         return RunState(self._memory, timeline)
 
-    def _count(self, recipe: Recipe, bucket: GradBucket) -> None:
+    def _count(self, recipe: Recipe, bucket: GradBucket, position: Position) -> None:
         if self.iter < self.start_powerSGD_iter or bucket.buffer().is_sparse:
             return
         assert isinstance(recipe.exchange, LowRank)
-        index, flat, is_last = bucket.index(), bucket.buffer(), bucket.is_last()
-        layout = self._layouts.of(index, flat.dtype, bucket.parameters(), is_last=is_last)
+        flat, is_last = bucket.buffer(), position.is_last
+        layout = self._layouts.of(position.index, flat.dtype, bucket.parameters(), is_last=is_last)
         plan, numel = recipe.exchange.plan(layout), flat.numel()
         self.total_numel_before_compression += numel
         self.total_numel_after_compression += plan.left.numel + plan.right.numel + plan.num_plain
-        if bucket.is_last() and self.iter >= self.next_stats_report:
+        if is_last and self.iter >= self.next_stats_report:
             log.info(
                 "PowerSGD, step %s: rate %s, values before %s, after %s", self.iter, *self.compression_stats()
             )

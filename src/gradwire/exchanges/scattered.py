@@ -117,8 +117,10 @@ class Gathered:
 
 def _working_copy(flat: Tensor, codec: Codec, context: Context) -> Tensor:
     """Return ``flat`` itself, or a copy of it in the dtype that the codec takes."""
-    if codec.works_in in (None, flat.dtype):
+    is_widened = flat.is_cuda and codec.widens_on_cuda and flat.dtype.itemsize == 2
+    if is_widened or codec.works_in in (None, flat.dtype):
         return flat
+    assert codec.works_in is not None
     return context.scratch.like("values", flat, codec.works_in).copy_(flat)
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +14,14 @@ from typing import Any, Protocol
 
 from gradwire.headroom.script_task import ScriptResult, ScriptTask
 from gradwire.lab import Lab
-from gradwire.processes import describe_exit, kill_groups, rank_environment, under_torchrun, wait_for_all
+from gradwire.processes import (
+    describe_exit,
+    free_port,
+    kill_groups,
+    rank_environment,
+    under_torchrun,
+    wait_for_all,
+)
 from gradwire.torch_private import TCPStore
 
 _Starter = Callable[..., subprocess.Popen[Any]]
@@ -58,7 +62,7 @@ class _LocalLauncher:
 
     def run(self, task: ScriptTask, index: int) -> list[ScriptResult] | None:
         with _ScriptProcesses(task) as processes:
-            port = _free_port()
+            port = free_port()
             for rank in range(self._world_size):
                 processes.start(rank, self._starter(rank, port))
             return [ScriptResult.from_json(text) for text in processes.results()]
@@ -88,7 +92,7 @@ class _TorchrunLauncher:
     def run(self, task: ScriptTask, index: int) -> list[ScriptResult] | None:
         # The agent's store remembers the ranks of an earlier run, so each run gets a store of its own.
         if self._rank == 0:
-            self._store.set(f"gradwire/script/{index}/port", str(_free_port()))
+            self._store.set(f"gradwire/script/{index}/port", str(free_port()))
         port = self._store.get(f"gradwire/script/{index}/port").decode()
         own_store = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
         with _ScriptProcesses(task) as processes:
@@ -144,15 +148,3 @@ class _ScriptProcesses:
         os.close(self._lifeline)
         os.close(self._kept_open)
         self._folder.cleanup()
-
-
-def _free_port() -> int:
-    """Return a free port below those that the system hands out.
-
-    The system could give one of its own away before the script takes it.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port

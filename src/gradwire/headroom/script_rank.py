@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradwire.ddp import Attachments
 from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
 from gradwire.processes import end_with_parent
-from gradwire.scripts import SPAWN_HINT, Observations, observe, run_script, show_error
+from gradwire.scripts import SPAWN_HINT, Observations, observe, refuse_ray, run_script, show_error
 from gradwire.sharded import attach_to_all
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     stopwatch = _Stopwatch(task.num_steps)
     register_optimizer_step_post_hook(stopwatch)
     attaching = attach_to_all(task.recipe) if task.recipe else contextlib.nullcontext()
-    with attaching as attachments, observe() as seen:
+    with attaching as attachments, observe() as seen, refuse_ray():
         _run_until_enough(task, seen)
         wires = None if attachments is None else _totals(attachments)
     result = ScriptResult(

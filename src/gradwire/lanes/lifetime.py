@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+
+
+class _Exit:
+    """The end of the interpreter, which has begun or not."""
+
+    has_begun = False
+
+
+# Finalizers run at exit after functions that are registered with atexit after the first finalizer.
+weakref.finalize(_Exit, lambda: None)
+atexit.register(setattr, _Exit, "has_begun", True)
+
+
+def is_exiting() -> bool:
+    """Return True in a finalizer that runs because the interpreter ends."""
+    return _Exit.has_begun
 
 
 def register_finalizer(owner: object, end: Callable[..., None], *args: Any) -> weakref.finalize[Any, Any]:

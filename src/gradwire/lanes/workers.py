@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.errors import WireError, describe, locate
 from gradwire.exchanges import Scratch
-from gradwire.lanes.lifetime import join_threads, register_finalizer
+from gradwire.lanes.lifetime import is_exiting, join_threads, register_finalizer
 from gradwire.lanes.task import Task
 from gradwire.peers import Failure, GlooGroup, PeerUnreachable, Progress, SingleRankGroup, StallWatcher
 
@@ -136,7 +136,7 @@ class _Worker:
         self.group = group
         self.queue: queue.SimpleQueue[_QueuedTask | None] = queue.SimpleQueue()
         self._scratch = Scratch()
-        self._unconnected: RuntimeError | None = None
+        self._unconnected: PeerUnreachable | None = None
         self._at = -1, Progress(None, True, time.monotonic())
 
     @property
@@ -168,7 +168,7 @@ class _Worker:
         if isinstance(self.group, GlooGroup):
             try:
                 self.group.open()
-            except RuntimeError as error:
+            except PeerUnreachable as error:
                 self._unconnected = error
 
     def _results(self, pool: _Pool, queued: _QueuedTask, streams: contextlib.ExitStack) -> list[Tensor]:
@@ -196,11 +196,11 @@ class _Worker:
         task = queued.task
         if pool.failure.error is not None:
             return flats
-        if self._unconnected is not None:
-            raise self._unconnected
         before, begin = self.group.traffic.copy(), time.perf_counter()
         self._at = queued.number, Progress(task.place, False, time.monotonic())
         try:
+            if self._unconnected is not None:
+                raise self._unconnected
             results = task.results(flats, self.group, self._scratch)
         except PeerUnreachable as error:
             pool.explain(error)
@@ -235,7 +235,10 @@ def _end(pool: _Pool, threads: list[threading.Thread], watcher: StallWatcher) ->
             worker.queue.put(None)
     # Set before the queues end, so that no queued task begins. No peer is told.
     pool.failure.wait_until_posted()
+    has_failed = pool.failure.error is not None
     pool.failure.error = pool.failure.error or WireError("this wire has been detached")
     pool.close()
+    if has_failed and is_exiting():
+        pool.failure.wait_until_known()
     watcher.end()
     join_threads(threads)

@@ -92,8 +92,13 @@ def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
 
     Sums are as in `reduce_rows`, and are not encoded again.
     """
-    fast = _is_fast(terms.own) and dtype in (torch.float32, *_HALVES)
-    (_cpu_casts() if fast else reference_casts).sum_rows(terms, dtype)
+    dtypes = (torch.float32, *_HALVES)
+    kernels: ModuleType = reference_casts
+    if _is_fast(terms.own) and dtype in dtypes:
+        kernels = _cpu_casts()
+    elif terms.own.is_cuda and _has_triton() and {dtype, terms.own.dtype} <= set(dtypes):
+        kernels = _cuda_casts()
+    kernels.sum_rows(terms, dtype)
 
 
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
@@ -249,6 +254,12 @@ def _cuda_low_rank() -> ModuleType:
     from gradwire.ops.cuda import low_rank
 
     return low_rank
+
+
+def _cuda_casts() -> ModuleType:
+    from gradwire.ops.cuda import casts
+
+    return casts
 
 
 def _cuda_blocks() -> ModuleType:

@@ -5,9 +5,9 @@ The content of messages, and the thread or stream that sends them, do not belong
 
 from gradwire.peers.agreement import Claim, SealedClaim, agree, gather_if_same, require_same
 from gradwire.peers.collective import CollectiveCall
-from gradwire.peers.failure import Failure
+from gradwire.peers.failure import Failure, is_unreachable
 from gradwire.peers.failure_store import RankStatus
-from gradwire.peers.gloo import GlooGroup, open_gloo
+from gradwire.peers.gloo import GlooGroup, close_connections, open_gloo
 from gradwire.peers.groups import (
     Group,
     Messages,
@@ -40,8 +40,10 @@ __all__ = [
     "Traffic",
     "agree",
     "backend_name",
+    "close_connections",
     "gather",
     "gather_if_same",
+    "is_unreachable",
     "join_rendezvous",
     "next_rendezvous",
     "open_gloo",

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import torch.distributed as dist
 
 from gradwire.errors import PeerError, Place, WireError
+from gradwire.peers import last_words
 from gradwire.peers.failure_store import FailureStore, RankStatus
+from gradwire.peers.gloo import close_connections
 from gradwire.peers.groups import PeerUnreachable
 
 # A rank posts its text before it closes its connections, so ranks that see them closed find the text at
 # once. A rank that was killed posts nothing; the others give up looking for its text after this long.
 _PATIENCE_S = 0.5
-# In Gloo's error for a timeout; its error for a closed connection does not have it.
-_TIMED_OUT = "Timed out"
+# Ranks that see a connection closed say that they are there. Those that have not, after this long, are not.
+_ROLL_CALL_S = 1.0
+# Longer than the others need to look for the text; a rank that was killed never knows.
+_KNOWN_S = 2.0
+# In the errors of Gloo and the store for a timeout; those for a closed connection do not have it.
+_TIMED_OUT = re.compile("timed ?out", re.IGNORECASE)
+# In the errors of Gloo, of torch's sockets and of the store when another rank cannot be reached.
+_UNREACHABLE = re.compile(
+    r"gloo|Connection (closed|reset|refused)|Broken pipe|Failed to recv|timed ?out",
+    re.IGNORECASE,
+)
 
 
 class Failure:
@@ -27,6 +41,11 @@ class Failure:
         self.error: WireError | None = None
         self.store = None if group is None or group.size() == 1 else FailureStore(group, prefix)
         self._lock = threading.Lock()
+        self._group: Callable[[], dist.ProcessGroup | None] = (
+            (lambda: None) if group is None else weakref.ref(group)
+        )
+        if self.store is not None:
+            last_words.register(self)
 
     def set(self, error: WireError) -> None:
         """Keep ``error`` and post its text for the other ranks; do nothing after the first error."""
@@ -34,13 +53,28 @@ class Failure:
             if self.error is not None:
                 return
             self.error = error
-            if not isinstance(error, PeerError) and self.store is not None:
-                self.store.post_failure(str(error))
+            if self.store is not None:
+                if not isinstance(error, PeerError):
+                    self.store.post_failure(str(error))
+                self.store.post_known()
 
     def wait_until_posted(self) -> None:
         """Wait until a `set` that another thread has begun is over, for at most ten seconds."""
         if self._lock.acquire(timeout=10):
             self._lock.release()
+
+    def wait_until_known(self) -> None:
+        """Wait up to two seconds until all ranks know of the failure, if this process may host the store.
+
+        For the end of a process: with the store, the failure's text would be gone.
+        """
+        if self.error is None or self.store is None or not _may_host_store():
+            return
+        deadline = time.monotonic() + _KNOWN_S
+        while self.store.is_reachable and self.store.num_knowing() < self.store.size:
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.02)
 
     def posted_text(self) -> str | None:
         """Return the text of the failure that a rank has posted, or None if there is none so far."""
@@ -62,7 +96,7 @@ class Failure:
 
         Posts this rank's status before it calls ``close``: closing makes the other ranks look for it.
         """
-        peer, timed_out = unreachable.peer, _TIMED_OUT in str(unreachable)
+        peer, timed_out = unreachable.peer, _TIMED_OUT.search(str(unreachable)) is not None
         if self.store is not None:
             status = RankStatus(place.step, place.bucket, waits_for=peer, timed_out=timed_out)
             self.store.post_status(status)
@@ -72,6 +106,16 @@ class Failure:
         return WireError(
             f"{place}: {unreachable}. {self.describe_furthest_behind(peer, timed_out=timed_out)}"
         )
+
+    def describe_loss(self) -> str:
+        """Say why a rank cannot be reached, when not this wire but a collective of torch's has found out."""
+        assert self.store is not None
+        self.store.post_status(RankStatus(-1, -1, is_cut_off=True))
+        if (group := self._group()) is not None:
+            close_connections(group)  # the other ranks, which may wait in it, then tell the same
+        error = self.wait_for_peer_error() or PeerError(self.describe_furthest_behind(timed_out=False))
+        self.set(error)
+        return str(error)
 
     def describe_furthest_behind(self, peer: int | None = None, *, timed_out: bool) -> str:
         """Name the rank that is furthest behind, and what to do about it.
@@ -83,7 +127,12 @@ class Failure:
         store = self.store
         if store is None:
             return ""
-        statuses, silent = _follow_waits(store, list(range(store.size)) if peer is None else [peer])
+        asked = list(range(store.size)) if peer is None else [peer]
+        statuses, silent = _follow_waits(store, list(asked))
+        deadline = time.monotonic() + _ROLL_CALL_S
+        while len(silent) > 1 and store.is_reachable and time.monotonic() < deadline:
+            time.sleep(0.02)
+            statuses, silent = _follow_waits(store, list(asked))
         if not store.is_reachable:
             return (
                 "The group's store does not answer, so the other ranks cannot be asked. It lives with rank "
@@ -103,6 +152,21 @@ class Failure:
         order = min(status.order for status in statuses.values())
         last = ", ".join(str(rank) for rank, status in statuses.items() if status.order == order)
         return f"{waiting}Furthest behind is rank {last}; see what it does there{advice}"
+
+
+def _may_host_store() -> bool:
+    """Return True if this process hosts the default store, unless torchrun does."""
+    is_first = dist.is_initialized() and dist.get_rank() == 0
+    return is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return True if an error of torch's says that another rank, or the store, cannot be reached.
+
+    >>> is_unreachable(RuntimeError("Connection closed by peer [127.0.0.1]:80")), is_unreachable(KeyError(1))
+    (True, False)
+    """
+    return isinstance(error, RuntimeError) and _UNREACHABLE.search(str(error)) is not None
 
 
 def _follow_waits(store: FailureStore, ranks: list[int]) -> tuple[dict[int, RankStatus], list[int]]:

@@ -35,14 +35,18 @@ class RankStatus:
     """True if the rank has waited for the whole timeout."""
     doing: str = ""
     """The activity of the user's code between buckets."""
+    is_cut_off: bool = False
+    """True if a collective of torch's has failed on it because of another rank."""
 
     @property
-    def order(self) -> tuple[int, int, bool]:
+    def order(self) -> tuple[bool, int, int, bool]:
         """A key that sorts ranks by progress, those furthest behind first."""
-        return self.step, self.bucket, self.is_done
+        return self.is_cut_off, self.step, self.bucket, self.is_done
 
     def __str__(self) -> str:
         doing = f"; {self.doing}" if self.doing else ""
+        if self.is_cut_off:
+            return "is there, and has lost a connection too"
         if self.step < 0:
             return f"has started no bucket yet{doing}"
         place = f"step {self.step}, bucket {self.bucket}"
@@ -79,6 +83,14 @@ class FailureStore:
     def failure(self) -> str | None:
         """Return the text of the first failure, or None if there is none."""
         return self._read("failure")
+
+    def post_known(self) -> None:
+        """Note that this rank knows of the failure."""
+        self._ask(lambda store: store.add("known", 1))
+
+    def num_knowing(self) -> int:
+        """Return the number of ranks that know of the failure."""
+        return self._ask(lambda store: store.add("known", 0)) or 0
 
     def post_status(self, status: RankStatus) -> None:
         """Post this rank's status, in place of an earlier one."""

@@ -21,6 +21,8 @@ from gradwire.torch_private import (
     PrefixStore,
     ProcessGroupGloo,
     Store,
+    backend_of,
+    device_types,
     has_tcp_store,
     own_connection,
     store_of,
@@ -73,19 +75,63 @@ class GlooGroup:
         self._round = 0
         self._connections: tuple[Any, ...] = ()
         self._is_closed, self._closing = False, threading.Lock()
+        self._store, self._prefix, self._timeout = store, prefix, timeout
         self._connect = functools.partial(_connect, store, prefix, rank, size, timeout)
         self._is_late = late
         if not late:
-            self._connections = self._connect()
+            try:
+                self._connections = self._connect()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"rank {rank}: gradwire could not connect to the other ranks of the group: {error}"
+                ) from error
 
     def open(self) -> None:
-        """Connect a late group; also after `close`, since the other ranks wait for this one to connect."""
+        """Connect a late group; also after `close`, since the other ranks wait for this one to connect.
+
+        Raises PeerUnreachable if a rank cannot be reached.
+        """
         if self._is_late:
-            connections = self._connect()
+            try:
+                self._wait_for_all()
+                connections = self._connect()
+            except RuntimeError as error:
+                raise PeerUnreachable(None, _reason(error), connecting=True) from error
             with self._closing:
                 self._connections, self._is_late = connections, False
             if self._is_closed:
                 self.close()
+
+    def _wait_for_all(self) -> None:
+        """Wait until every rank is there; raise PeerUnreachable if one is missing, or closes before that.
+
+        Gloo's own wait cannot be ended, and a thread in it when the interpreter ends aborts the process.
+        """
+        here = [f"{self._prefix}/here/{rank}" for rank in range(self.size)]
+        gone = [f"{self._prefix}/gone/{rank}" for rank in range(self.size)]
+        deadline, pause_s = time.monotonic() + self._timeout.total_seconds(), 0.001
+        self._store.set(here[self.rank], "")
+
+        def missing(keys: Sequence[str]) -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+        while absent := missing(here):
+            if self._is_closed:
+                # In this order: a rank that finds all of them here looks who is gone after that.
+                self._store.set(gone[self.rank], "")
+                if absent := missing(here):
+                    raise PeerUnreachable(None, "this rank has closed the group", connecting=True)
+                break
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, absent))
+                limit = f"timed out after {self._timeout.total_seconds():g} s"
+                raise PeerUnreachable(absent[0], f"{limit}; rank(s) {ranks} did not come", connecting=True)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+        stayed = missing(gone)
+        left = [rank for rank in range(self.size) if rank not in (*stayed, self.rank)]
+        if left:
+            raise PeerUnreachable(left[0], f"rank {left[0]} has closed the group", connecting=True)
 
     def connection(self, sender: int, receiver: int) -> Any:
         """Return the Gloo process group by which ``sender`` sends to ``receiver``."""
@@ -109,13 +155,8 @@ class GlooGroup:
             connections, self._connections, self._is_closed = self._connections, (), True
         if self.size == 1:
             return
-        # Neither abort() nor shutdown() frees a thread that waits in this group. A receive that times
-        # out does: it closes every connection of this group, and of this group only.
         for connection in connections:
-            with contextlib.suppress(RuntimeError):
-                connection.recv([torch.zeros(1)], (self.rank + 1) % self.size, _CLOSING_TAG).wait(
-                    timedelta(milliseconds=1)
-                )
+            _close(connection, (self.rank + 1) % self.size)
 
 
 class _GlooMessages:
@@ -165,14 +206,25 @@ def _connect(store: Store, prefix: str, rank: int, size: int, timeout: timedelta
 
     They share one Gloo device, and so one thread.
     """
-    try:  # typed as Any: torch's stubs leave out most of this class
-        down: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/down", store), rank, size, timeout)
-        up: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/up", store), rank, size, down.options)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {rank}: gradwire could not connect to the other ranks of the group: {error}"
-        ) from error
+    # Typed as Any: torch's stubs leave out most of this class.
+    down: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/down", store), rank, size, timeout)
+    up: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/up", store), rank, size, down.options)
     return down, up
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close the Gloo connections of a user's group for good, so that whoever waits in it is freed."""
+    for device in device_types(group):
+        backend = backend_of(group, device)
+        if isinstance(backend, ProcessGroupGloo) and group.size() > 1:
+            _close(backend, (group.rank() + 1) % group.size())
+
+
+def _close(connection: Any, peer: int) -> None:
+    """Close every connection of a Gloo process group, and of this group only."""
+    # Neither abort() nor shutdown() frees a thread that waits in the group. A receive that times out does.
+    with contextlib.suppress(RuntimeError):
+        connection.recv([torch.zeros(1)], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
 
 
 @contextlib.contextmanager
@@ -181,9 +233,17 @@ def _name_peer(peer: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # "[file.cc:553] Connection closed by peer [127.0.0.1]:80. This is typically caused by ..."
-        reason = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". This is typically")[0]
-        raise PeerUnreachable(peer, reason) from error
+        raise PeerUnreachable(peer, _reason(error)) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return the telling part of an error's text.
+
+    >>> _reason(RuntimeError("[file.cc:553] Connection closed by peer [::1]:80. This is typically caused by"))
+    'Connection closed by peer [::1]:80'
+    """
+    first_line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", first_line).partition(". This is typically")[0]
 
 
 def _tag(number: int, row: Tensor) -> int:

@@ -69,8 +69,11 @@ class Group(Protocol):
 class PeerUnreachable(Exception):
     """A peer could not be reached: it closed its group, died, or took longer than the timeout."""
 
-    def __init__(self, peer: int, reason: str) -> None:
-        super().__init__(f"no message from rank {peer}: {reason}")
+    def __init__(self, peer: int | None, reason: str, *, connecting: bool = False) -> None:
+        """Say that ``peer`` sent no message, or could not be connected to; None if it is not known which."""
+        whom = "another rank" if peer is None else f"rank {peer}"
+        what = "could not connect to the other ranks" if connecting else f"no message from {whom}"
+        super().__init__(f"{what}: {reason}")
         self.peer = peer
 
 

@@ -12,12 +12,13 @@ from gradwire.processes.children import (
     terminate_all,
     wait_for_all,
 )
-from gradwire.processes.torchrun import rank_environment, under_torchrun
+from gradwire.processes.torchrun import free_port, rank_environment, under_torchrun
 
 __all__ = [
     "ChildFailure",
     "describe_exit",
     "end_with_parent",
+    "free_port",
     "kill_group",
     "kill_groups",
     "rank_environment",

@@ -1,8 +1,11 @@
-"""The environment by which torchrun tells a process which rank it is."""
+"""The environment by which torchrun tells a process which rank it is, and a port for it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import socket
 
 
 def under_torchrun() -> bool:
@@ -25,3 +28,15 @@ def rank_environment(
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
+
+
+def free_port() -> int:
+    """Return a free port below those that the system hands out.
+
+    The system could give one of its own away before the script takes it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port

@@ -23,6 +23,7 @@ from gradwire.recipes.registry import (
     noop,
     powersgd,
     sign,
+    topk,
 )
 from gradwire.recipes.resolution import (
     agree_on_nodes,
@@ -70,5 +71,6 @@ __all__ = [
     "scattered",
     "schedule",
     "sign",
+    "topk",
     "with_node_size",
 ]

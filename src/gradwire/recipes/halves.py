@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from gradwire.codecs import Top
 from gradwire.exchanges import Gathered, Hierarchical, LowRank, Noop, Scattered, TwoShot
 from gradwire.recipes.composed import map_leaves
 from gradwire.recipes.option_text import parse_options
@@ -48,6 +49,11 @@ def _half(kind: type[Scattered] | type[Gathered], what: str, leaf: Recipe) -> Re
     two_shot = exchange.between if isinstance(exchange, Hierarchical) else exchange
     if not isinstance(two_shot, TwoShot):
         raise ValueError(f"recipe {leaf} cannot do {what}: use a recipe with a name, such as int8")
+    if isinstance(two_shot.codec, Top):
+        raise ValueError(
+            f"recipe {leaf} cannot do {what}: most values would be lost, since it keeps no residuals. Use a "
+            "recipe that sends every value, such as int4, or average over replicas: see HSDP"
+        )
     if _asks_for_residuals(leaf):
         raise ValueError(
             f"recipe {leaf} keeps residuals, and {what} keeps none: they would take as much memory on every "

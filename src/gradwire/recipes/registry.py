@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from gradwire.buckets import BucketLayout, Slot
-from gradwire.codecs import Blocks, Cast, Codec, Raw, Rotated
+from gradwire.codecs import Blocks, Cast, Codec, Raw, Rotated, Top
 from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Noop, Selector, TwoShot
 from gradwire.recipes.option_text import format_spec, parse_options
 from gradwire.recipes.tuning import DEFAULT_BUDGET, Encoding, Tuning, between
@@ -256,6 +256,22 @@ def sign(
     return _two_shot(sign, locals(), Blocks("sign", block))
 
 
+def topk(
+    keep: int = 32,
+    block: int = 1024,
+    feedback: bool = True,
+    residual: Residual = "fp32",
+    reduction: Reduction = "mean",
+    local_size: int | None = None,
+    tables: Tables = "int4",
+) -> Recipe:
+    """Send the largest values of each block, in 4 bits with their places; feedback sends the others later.
+
+    For SGD and for outer optimizers. With AdamW it trains badly. Send tables by recipe ``tables``.
+    """
+    return _two_shot(topk, locals(), Top(keep, block))
+
+
 def powersgd(
     rank: int | None = None,
     start: int = 0,
@@ -325,7 +341,7 @@ def auto(
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     factory.__name__: factory
-    for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int2, sign, powersgd, acp, auto)
+    for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int2, sign, topk, powersgd, acp, auto)
 }
 
 

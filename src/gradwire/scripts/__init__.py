@@ -3,8 +3,31 @@
 Measuring the script does not belong here.
 """
 
+from gradwire.scripts.children import RunTask, note_forks, reach_children, serve_as_child
 from gradwire.scripts.launching import Script, run_script, show_error
-from gradwire.scripts.observing import SPAWN_HINT, Observations, observe
+from gradwire.scripts.observing import (
+    SPAWN_HINT,
+    Observations,
+    hide_from_launchers,
+    observe,
+    refuse_ray,
+)
+from gradwire.scripts.state_files import ScriptStates
 from gradwire.scripts.summary import summarize
 
-__all__ = ["SPAWN_HINT", "Observations", "Script", "observe", "run_script", "show_error", "summarize"]
+__all__ = [
+    "SPAWN_HINT",
+    "Observations",
+    "RunTask",
+    "Script",
+    "ScriptStates",
+    "hide_from_launchers",
+    "note_forks",
+    "observe",
+    "reach_children",
+    "refuse_ray",
+    "run_script",
+    "serve_as_child",
+    "show_error",
+    "summarize",
+]

@@ -6,26 +6,29 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gradwire.scripts.imports import ImportNotice
+
 SPAWN_HINT = (
-    "the script starts processes itself (torch.multiprocessing.spawn), and gradwire cannot reach those. Let "
-    "the script be one rank that reads RANK and WORLD_SIZE, as under torchrun, and let --ranks start them; "
-    "or call gradwire.attach in the function that is spawned"
+    "the script starts processes itself (torch.multiprocessing.spawn), and gradwire cannot measure those. "
+    "Let the script be one rank that reads RANK and WORLD_SIZE, as under torchrun, and let --ranks start them"
 )
+# Frameworks that take the number of ranks from the script, and wait for all of them.
+_COUNTING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 # Frameworks that start the other ranks themselves, unless they find LOCAL_RANK in the environment.
-_LAUNCHING = {"lightning", "lightning_fabric", "pytorch_lightning"}
+_LAUNCHING = ("lightning", "lightning_fabric")
 
 
 class LauncherRefused(RuntimeError):
-    """Raised in a script whose framework would wait for ranks that nobody starts."""
+    """Raised in a script whose framework would wait for ranks that nobody starts, or hide its ranks."""
 
 
 @dataclass
@@ -34,14 +37,15 @@ class Observations:
 
     num_optimizer_steps: int = 0
     has_spawned: bool = False
+    on_save: Callable[[], None] = lambda: None
+    """Called when the script has saved something with ``torch.save``."""
 
 
 @contextlib.contextmanager
-def observe(*, is_only_rank: bool = False) -> Iterator[Observations]:
+def observe() -> Iterator[Observations]:
     """Observe the script that runs inside this context.
 
-    With ``is_only_rank``, this process has the environment of a single rank. A framework that wants more
-    ranks then gets a `LauncherRefused`.
+    A framework that wants another number of ranks than there are gets a `LauncherRefused`.
     """
     seen = Observations()
 
@@ -53,6 +57,15 @@ def observe(*, is_only_rank: bool = False) -> Iterator[Observations]:
         def noted(*args: Any, **kwargs: Any) -> Any:
             seen.has_spawned = True
             return start(*args, **kwargs)
+
+        return noted
+
+    def note_save(save: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(save)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            saved = save(*args, **kwargs)
+            seen.on_save()
+            return saved
 
         return noted
 
@@ -69,9 +82,10 @@ def observe(*, is_only_rank: bool = False) -> Iterator[Observations]:
     handle = register_optimizer_step_post_hook(count)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_replaced(torch, "save", note_save))
             for module in (spawning, torch.multiprocessing):
                 stack.enter_context(_replaced(module, "start_processes", note_spawn))
-            for module in (dist, dist.distributed_c10d) if is_only_rank else ():
+            for module in (dist, dist.distributed_c10d):
                 stack.enter_context(_replaced(module, "init_process_group", check_size))
             yield seen
     finally:
@@ -90,17 +104,64 @@ def _replaced(
         setattr(module, name, before)
 
 
+@contextlib.contextmanager
+def hide_from_launchers(variables: Mapping[str, str]) -> Iterator[None]:
+    """Remove environment variables when a framework is imported that starts ranks itself.
+
+    With a LOCAL_RANK in the environment it would start none, and wait for them.
+    """
+
+    def remove(_: ModuleType) -> None:
+        for name, value in variables.items():
+            if os.environ.get(name) == value:
+                del os.environ[name]
+
+    with _when_imported(_LAUNCHING, remove):
+        yield
+
+
+@contextlib.contextmanager
+def refuse_ray() -> Iterator[None]:
+    """Raise `LauncherRefused` from ``TorchTrainer.fit``: Ray's workers are out of our reach."""
+
+    def refuse(module: ModuleType) -> None:
+        def fit(*_: Any, **__: Any) -> None:
+            raise LauncherRefused(
+                "Ray starts workers of its own, which `gradwire headroom` cannot measure. Measure the "
+                "training function alone, in a script that calls dist.init_process_group and then it"
+            )
+
+        module.TorchTrainer.fit = fit
+
+    with _when_imported(("ray.train.torch",), refuse):
+        yield
+
+
+@contextlib.contextmanager
+def _when_imported(names: Iterable[str], then: Callable[[ModuleType], None]) -> Iterator[None]:
+    notices = [ImportNotice(name, then) for name in names]
+    for notice in notices:
+        notice.watch()
+    try:
+        yield
+    finally:
+        for notice in notices:
+            notice.ignore()
+
+
 def _refuse_framework(world_size: int) -> None:
-    """Raise LauncherRefused if a framework in the stack wants more ranks than this one."""
-    size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
+    """Raise LauncherRefused if a framework in the stack wants another number of ranks than there are."""
+    num_ranks = os.environ.get("WORLD_SIZE", "")
+    size = world_size if world_size > 0 else int(num_ranks or "1")
+    if not num_ranks or size == int(num_ranks):
+        return
     frame: FrameType | None = sys._getframe(2)
     names = set()
     while frame is not None:
         names.add(frame.f_globals.get("__name__", "").partition(".")[0])
         frame = frame.f_back
-    found = names & _LAUNCHING
-    if size > 1 and found:
+    if found := names & _COUNTING:
         raise LauncherRefused(
-            f"{found.pop()} wants {size} ranks, but `gradwire run` without --ranks is a single one, and the "
-            f"framework starts no others. Start all of them: gradwire run --ranks {size} ..."
+            f"{found.pop()} wants {size} ranks, and this run has {num_ranks}: it would wait for ranks that "
+            f"nobody starts. Pass --ranks {size}, or give the script's trainer as many devices as WORLD_SIZE"
         )

@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from rich.filesize import decimal
 
 import gradwire
-from gradwire.ddp import AttachedModel, Attachments
+from gradwire.ddp import AttachedModel, Attachments, attachment_of
 from gradwire.recipes import make_plan, scattered
-from gradwire.scripts.observing import SPAWN_HINT, Observations
+from gradwire.scripts.observing import Observations
+from gradwire.scripts.state_files import ScriptStates
 from gradwire.tuning import decision_table
 
+_SPAWNED_WITHOUT_MODELS = (
+    "the script starts processes itself (torch.multiprocessing.spawn), and none of them has made a "
+    "DistributedDataParallel that gradwire could see"
+)
 
-def summarize(attachments: Attachments, seen: Observations) -> str:
-    """Return one line per model, as seen by this rank."""
+
+def summarize(
+    attachments: Attachments,
+    seen: Observations,
+    of_children: Sequence[str] = (),
+    num_children: int = 0,
+    states: ScriptStates | None = None,
+    saved_at: Collection[int] = (),
+) -> str:
+    """Return one line per model, as seen by this rank.
+
+    Args:
+        attachments: the models of this process.
+        seen: what else the script has done.
+        of_children: the lines of processes that the script has started itself.
+        num_children: the number of such processes that made models.
+        states: the states of the script's wires.
+        saved_at: the steps after which the script has saved a checkpoint.
+    """
+    lines = [*describe_models(attachments, seen, states, saved_at), *of_children]
+    if not lines and num_children:
+        lines.append(
+            f"attached in {num_children} processes that the script has started, which left no figures"
+        )
+    if not lines:
+        made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
+        lines.append(f"no model trained with it ({made})")
+        if seen.has_spawned:
+            lines.append(_SPAWNED_WITHOUT_MODELS)
+    return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
+
+
+def describe_models(
+    attachments: Attachments,
+    seen: Observations,
+    states: ScriptStates | None = None,
+    saved_at: Collection[int] = (),
+) -> list[str]:
+    """Return the lines about the models of this process; none if it has trained none."""
     lines = [_describe(a) for a in attachments.made if a.wire.stats().num_steps]
     if attachments.num_given_way:
         lines.append(f"{attachments.num_given_way} taken over by a hook of the script's own")
@@ -26,12 +70,20 @@ def summarize(attachments: Attachments, seen: Observations) -> str:
             f"{seen.num_optimizer_steps}: if it is to be trained, call the DistributedDataParallel itself, "
             "and not its .module, whose gradients stay on each rank"
         )
-    if not lines:
-        made = f"{len(attachments.made)} DistributedDataParallel made" if attachments.made else "none made"
-        lines.append(f"no model trained with it ({made})")
-        if seen.has_spawned:
-            lines.append(SPAWN_HINT)
-    return "\n".join(f"gradwire {attachments.recipe}: {line}" for line in lines)
+    if states is not None and states.are_kept:
+        lines += states.describe(saved_at)
+    elif saved_at and any(_remembers(a) for a in attachments.made):
+        lines.append(
+            "the script saved checkpoints without the state of this recipe (its step, what it holds back); "
+            "a resumed run starts with an empty one. Keep it with --state DIR"
+        )
+    return lines
+
+
+def _remembers(attachment: AttachedModel) -> bool:
+    """Return True if a run that loses the state of this wire differs from one that keeps it."""
+    state = attachment_of(attachment.wire).state
+    return bool(state.memory.named()) or "schedule" in str(attachment.wire.recipe)
 
 
 def _describe(attachment: AttachedModel) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire.ddp import AttachedModel, Attachments
+from gradwire.ddp import AfterAttach, AttachedModel, Attachments, Wire
 from gradwire.ddp import attach_to_all as attach_to_all_ddp
 from gradwire.recipes import Recipe
 from gradwire.sharded.attaching import attach
@@ -22,19 +22,30 @@ log = logging.getLogger("gradwire")
 
 
 @contextlib.contextmanager
-def attach_to_all(recipe: str | Recipe, **options: Any) -> Iterator[Attachments]:
+def attach_to_all(
+    recipe: str | Recipe, after_attach: AfterAttach = lambda model, wire: None, **options: Any
+) -> Iterator[Attachments]:
     """Attach ``recipe`` to every ``DistributedDataParallel`` and every sharded model inside this context.
 
-    ``options`` are those of `attach`. A sharded model is attached to at its first forward pass: a script
-    shards the parts of a model before the whole, and only then is it known which is the whole. A model that
-    cannot be attached to is left to torch, with a warning. Raises ValueError if there is no such recipe.
+    ``after_attach`` is called with each model and its wire. ``options`` are those of `attach`.
+
+    A sharded model is attached to at its first forward pass: a script shards the parts of a model before the
+    whole, and only then is it known which is the whole. A model that cannot be attached to is left to torch,
+    with a warning. Raises ValueError if there is no such recipe.
     """
-    with attach_to_all_ddp(recipe, **options) as attachments, _watching_shards(attachments, options):
-        yield attachments
+    with attach_to_all_ddp(recipe, after_attach, **options) as attachments:
+
+        def attach_to_shards(model: nn.Module) -> None:
+            wire = _attach(model, attachments, options)
+            if wire is not None:
+                after_attach(model, wire)
+
+        with _watching_shards(attach_to_shards):
+            yield attachments
 
 
 @contextlib.contextmanager
-def _watching_shards(attachments: Attachments, options: dict[str, Any]) -> Iterator[None]:
+def _watching_shards(attach_to: Callable[[nn.Module], None]) -> Iterator[None]:
     import torch.distributed.fsdp as torch_fsdp  # here, since it takes a second
 
     original = getattr(torch_fsdp, "fully_shard", None)
@@ -46,7 +57,7 @@ def _watching_shards(attachments: Attachments, options: dict[str, Any]) -> Itera
     def shard_and_watch(module: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = original(module, *args, **kwargs)
         for each in [module] if isinstance(module, nn.Module) else module:
-            _attach_at_first_forward(each, attachments, options)
+            _at_first_forward(each, attach_to)
         return sharded
 
     setattr(torch_fsdp, "fully_shard", shard_and_watch)  # noqa: B010  # the stubs know a function there
@@ -56,7 +67,7 @@ def _watching_shards(attachments: Attachments, options: dict[str, Any]) -> Itera
         setattr(torch_fsdp, "fully_shard", original)  # noqa: B010
 
 
-def _attach_at_first_forward(module: nn.Module, attachments: Attachments, options: dict[str, Any]) -> None:
+def _at_first_forward(module: nn.Module, attach_to: Callable[[nn.Module], None]) -> None:
     remove: Callable[[], None]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -64,18 +75,19 @@ def _attach_at_first_forward(module: nn.Module, attachments: Attachments, option
         remove()
         units = find_units(root)
         if units and not any(is_attached(unit) for unit in units):
-            _attach(root, attachments, options)
+            attach_to(root)
 
     # Before torch's own hook, which gathers parameters.
     remove = module.register_forward_pre_hook(attach_once, prepend=True).remove
 
 
-def _attach(model: nn.Module, attachments: Attachments, options: dict[str, Any]) -> None:
+def _attach(model: nn.Module, attachments: Attachments, options: dict[str, Any]) -> Wire | None:
     try:
         wire = attach(model, attachments.recipe, **options)
     except ValueError as error:
         attachments.num_refused += 1
         log.warning("%s is not attached, and torch averages as usual: %s", attachments.recipe, error)
-        return
+        return None
     group = wire.group
     attachments.made.append(AttachedModel(wire, group.rank(), group.size()))
+    return wire

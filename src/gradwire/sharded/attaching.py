@@ -80,12 +80,10 @@ def attach(
 
     With the environment variable ``GRADWIRE_DISABLE=1`` the model is left to torch's own averaging.
 
-    Example::
-
-        model = DistributedDataParallel(net)
-        wire = gradwire.attach(model, "bf16")
-        ...  # train as before
-        print(wire.stats())
+    >>> wire = gradwire.attach(model, "bf16")
+    >>> model(inputs).sum().backward()  # train as before
+    >>> wire.stats().num_steps
+    1
     """
     root = uncompiled(model)
     if not is_sharded(root):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.buckets import BucketLayout
+from gradwire.buckets import BucketLayout, canonical_name
 from gradwire.exchanges import Route
 from gradwire.recipes import Recipe, fingerprint, require_fixed, route_module_tables, scattered
 from gradwire.sharded.units import ShardedParameter, find_units
@@ -126,6 +126,9 @@ class ShardedGradients:
 
     def trained(self) -> dict[str, nn.Parameter]:
         return {each.name: each.parameter for each in self._model.trained()}
+
+    def shared(self) -> dict[str, nn.Parameter]:
+        return {canonical_name(name): parameter for name, parameter in self._model.root.named_parameters()}
 
     def clear(self) -> None:
         for parameter in self._model.root.parameters():

@@ -4,7 +4,7 @@ Code that changes what is averaged does not belong here.
 """
 
 from gradwire.telemetry.meter import Meter, ScaleOf
-from gradwire.telemetry.recorder import HasLayouts, Recorder, Telemetry
+from gradwire.telemetry.recorder import HasLayouts, Recorder, Telemetry, combine
 from gradwire.telemetry.stats import BucketStats, ParameterStats, StatsCollector, StepStats, WireStats
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "StepStats",
     "Telemetry",
     "WireStats",
+    "combine",
 ]

@@ -152,7 +152,7 @@ class Recorder:
         parameters: dict[str, dict[str, float | None]] = {}
         if self._meter is not None and (compared := self._meter.read()):
             self.parameters = compared
-            figures |= _combine(self.parameters)
+            figures |= combine(self.parameters)
             parameters = {
                 each.name: {figure: getattr(each, figure) for figure in _PER_PARAMETER}
                 for each in self.parameters
@@ -174,7 +174,7 @@ class Recorder:
             self._writer = None
 
 
-def _combine(parameters: Sequence[ParameterStats]) -> dict[str, float | None]:
+def combine(parameters: Sequence[ParameterStats]) -> dict[str, float | None]:
     """Return the figures of all parameters taken as one vector, without those that are not known."""
     known = [each for each in parameters if each.gradient_norm and each.relative_error is not None]
     exact = math.hypot(*(each.gradient_norm or 0.0 for each in known))

@@ -58,6 +58,7 @@ PRIVATE_NAMES = tuple(
         ("torch._C:Future", "what every hook returns", "torch.futures.Future"),
         # Autograd and tensors.
         ("torch._C:_current_graph_task_id", "tells a backward pass from join()", "a flag of our own hooks"),
+        ("torch._C:_current_autograd_node", "tells a pass from the callbacks after it", "count all buckets"),
         ("torch._C._autograd:_profiler_enabled", "records ranges only if read", "record them always"),
         (
             "torch.profiler:record_function._call_end_callbacks_on_future",
@@ -171,6 +172,11 @@ def backward_pass() -> int:
     return number
 
 
+def is_in_node() -> bool:
+    """Return True if a node of the autograd graph calls this, and not a callback after the backward pass."""
+    return torch._C._current_autograd_node() is not None
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the backward pass under way; an error that it raises leaves it."""
     Variable._execution_engine.queue_callback(callback)
@@ -225,7 +231,7 @@ def has_tcp_store(store: Any) -> bool:
 def own_connection(store: Any, group_name: str) -> Any:
     """Return a group's ``store`` with a connection of its own, if it has connections.
 
-    Versions before 2.6 cannot clone a store. There, the keys of this one are apart from the group's.
+    torch 2.6 cannot clone a store, 2.8 can. Without that, the keys of this one are apart from the group's.
     """
     if hasattr(store, "clone"):
         return store.clone()

@@ -1,0 +1,64 @@
+"""Sums of whole values in Triton, for values in CUDA memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.ops.operands import Scale, Terms
+
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["numel", "num_rows", "own_index"])
+def _sum(
+    own, rows, numel, num_rows, stride, own_index, factor, factors,
+    HAS_FACTORS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = offsets < numel
+    mine = tl.load(own + offsets, exists, other=0.0).to(tl.float32)
+    x = tl.full(mine.shape, -0.0, tl.float32)  # added to a zero, -0.0 keeps the zero's sign
+    row = rows + offsets
+    for r in range(num_rows):
+        if HAS_FACTORS:
+            factor = tl.load(factors + r)
+        value = mine
+        if r != own_index:
+            value = tl.load(row, exists, other=0.0).to(tl.float32)
+        x += value * factor
+        # Advanced row by row: the product r * stride may overflow 32 bits.
+        row += stride
+    tl.store(own + offsets, x.to(own.dtype.element_ty), exists)
+
+
+def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
+    own = terms.own
+    rows = terms.rows.view(dtype)[:, terms.header_bytes // dtype.itemsize :]
+    _sum[(triton.cdiv(own.numel(), _BLOCK),)](
+        own=own,
+        rows=rows,
+        numel=own.numel(),
+        num_rows=len(rows),
+        stride=rows.stride(0),
+        own_index=terms.own_index,
+        **_factors(terms.scales, own),
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,  # each product is rounded before it is added
+    )
+
+
+def _factors(scales: Sequence[Scale], own: Tensor) -> dict[str, Any]:
+    """Return the factors of the terms; as a tensor if one of them is, since its value is not known here."""
+    if not any(isinstance(scale, Tensor) for scale in scales):
+        return {"factor": scales[0], "factors": own, "HAS_FACTORS": False}
+    each = [
+        scale.to(torch.float32) if isinstance(scale, Tensor) else own.new_full((), scale, dtype=torch.float32)
+        for scale in scales
+    ]
+    return {"factor": 1.0, "factors": torch.stack(each), "HAS_FACTORS": True}

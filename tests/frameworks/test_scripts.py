@@ -1,0 +1,130 @@
+"""Scripts that use a framework, started in every way that the docs promise."""
+
+import pytest
+import torch
+
+from gradwire.headroom import read_records
+from tests.frameworks.scripts import TORCHRUN, example, run, run_until, run_well, weights
+
+RECIPE = "int4"
+RUN = ["-m", "gradwire", "run", "--recipe", RECIPE]
+AS_RANK = ["-m", "gradwire.run", "--recipe", RECIPE]
+# With --cpu it would start one process; the scripts choose the CPU themselves.
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+ACCELERATE += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+STEPS = 16
+"""Steps of two epochs: 128 rows in batches of 8 on two ranks."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Run an example to the end, unchanged, once; return its folder and what it said."""
+    folders = {}
+
+    def run_whole(name):
+        if name not in folders:
+            folder = tmp_path_factory.mktemp(name)
+            # Ray starts its workers itself.
+            ranks = [] if name == "ray" else ["--ranks", "2"]
+            folders[name] = folder, run_well([*RUN, *ranks, "--", example(name), "--folder", folder], folder)
+        return folders[name]
+
+    return run_whole
+
+
+def assert_averaged(said):
+    assert said.count(f"gradwire {RECIPE}: {STEPS} steps") == 1, said[-4000:]
+    assert "sent by rank 0 instead of" in said
+    assert "no errors" in said
+
+
+@pytest.mark.parametrize("name", ["lightning", "fabric", "accelerate", "transformers", "ray"])
+def test_gradwire_run_takes_a_script_without_a_change(whole, name):
+    _, said = whole(name)
+    assert_averaged(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("lightning", [*TORCHRUN, *AS_RANK]),
+        ("accelerate", [*ACCELERATE, *AS_RANK]),
+        ("transformers", [*ACCELERATE, *AS_RANK]),
+        ("lightning", [*RUN, "--"]),  # Lightning starts the other rank
+        ("fabric", [*RUN, "--"]),
+    ],
+    ids=[
+        "lightning-torchrun",
+        "accelerate-launch",
+        "transformers-launch",
+        "lightning-itself",
+        "fabric-itself",
+    ],
+)
+def test_other_launchers_take_a_script_without_a_change(whole, tmp_path, name, command):
+    assert_averaged(run_well([*command, example(name), "--folder", tmp_path], tmp_path))
+    assert torch.equal(weights(tmp_path), weights(whole(name)[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "checkpoint"),
+    [
+        ("lightning", [], "epoch=0.ckpt"),
+        ("fabric", [], "epoch=0.ckpt"),
+        ("accelerate", TORCHRUN, "epoch=0"),
+        ("transformers", TORCHRUN, "checkpoint-8"),
+    ],
+)
+def test_a_script_that_is_killed_and_resumed_ends_as_one_that_was_not(
+    whole, tmp_path, name, launcher, checkpoint
+):
+    command = [*launcher, example(name), "--recipe", RECIPE, "--folder", tmp_path]
+    # The Trainer's learning rate depends on the number of epochs; the others would end before the kill.
+    longer = [] if name == "transformers" else ["--epochs", "1000"]
+    run_until([*command, *longer], tmp_path, line=f"step {STEPS // 2 + 2}")
+    assert not (tmp_path / "weights.pt").exists()
+    said = run_well([*command, "--resume", tmp_path / checkpoint], tmp_path)
+    assert f"trained {STEPS} steps in all" in said
+    assert torch.equal(weights(tmp_path), weights(whole(name)[0]))
+
+
+def test_workers_of_ray_save_and_resume_their_states(whole, tmp_path):
+    run_well([example("ray"), "--recipe", RECIPE, "--folder", tmp_path, "--fail-after", "1"], tmp_path)
+    assert torch.equal(weights(tmp_path), weights(whole("ray")[0]))
+
+
+@pytest.mark.parametrize("name", ["lightning", "fabric", "accelerate", "transformers"])
+def test_headroom_measures_a_script_without_a_change(tmp_path, name):
+    record = tmp_path / "record.json"
+    options = ["--ranks", "2", "--recipe", "noop", "--steps", "6", "--json", record, "--"]
+    run_well(["-m", "gradwire", "headroom", *options, example(name), "--folder", tmp_path], tmp_path)
+    (found,) = read_records(record.read_text())
+    assert [row.recipe for row in found.rows] == ["allreduce", "noop"]
+
+
+def test_headroom_refuses_ray_at_once(tmp_path):
+    command = ["-m", "gradwire", "headroom", "--ranks", "1", "--recipe", RECIPE, "--"]
+    code, said = run([*command, example("ray"), "--folder", tmp_path], tmp_path)
+    assert code == 1
+    assert "Ray starts workers of its own" in said
+
+
+NOTEBOOK = """
+import torch
+from accelerate import Accelerator, notebook_launcher
+
+def train():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(40, 5))
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(2, 40)).square().mean())
+
+if __name__ == "__main__":
+    notebook_launcher(train, num_processes=2)
+"""
+
+
+def test_ranks_of_the_notebook_launcher_are_attached_to(tmp_path):
+    (tmp_path / "train.py").write_text(NOTEBOOK)
+    said = run_well([*RUN, "--", "train.py"], tmp_path)
+    assert said.count(f"gradwire {RECIPE}: 3 steps") == 1, said[-4000:]

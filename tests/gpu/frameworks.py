@@ -1,0 +1,89 @@
+"""The frameworks' examples over two NCCL ranks: ``python -m tests.gpu.frameworks``, with them installed.
+
+Two ranks share the GPU as if they were two nodes with one GPU each. Every example is run to the end, resumed
+from its first checkpoint, and run unchanged under ``gradwire.run``.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from gradwire.processes import free_port, rank_environment
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {
+    "lightning": (["--devices", "1", "--nodes", "2"], "epoch=0.ckpt"),
+    "fabric": (["--devices", "1", "--nodes", "2"], "epoch=0.ckpt"),
+    "accelerate": ([], "epoch=0"),
+    "transformers": ([], "checkpoint-8"),
+}
+LIMIT_S = 120
+
+
+def run(command):
+    """Run ``python COMMAND`` as two ranks; return what they said."""
+    port, ranks = free_port(), []
+    for rank in range(2):
+        environment = rank_environment(
+            rank, 2, local_rank=0, local_world_size=1, address="127.0.0.1", port=port
+        )
+        environment |= {"NODE_RANK": str(rank), "GROUP_RANK": str(rank), "OMP_NUM_THREADS": "2"}
+        environment |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+        environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                env={**os.environ, **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(each[-3000:] for each in said)
+    return "\n".join(said)
+
+
+def check(name, folder):
+    options, checkpoint = EXAMPLES[name]
+    script = [ROOT / "examples" / f"{name}_train.py", *options]
+    whole, resumed = folder / "whole", folder / "resumed"
+    run([*script, "--recipe", "int4", "--folder", whole])
+    run([*script, "--recipe", "int4", "--folder", resumed, "--resume", whole / checkpoint])
+    parts = [torch.load(each / "weights.pt", map_location="cpu") for each in (whole, resumed)]
+    assert all(torch.equal(parts[0][key], parts[1][key]) for key in parts[0]), "a resumed run differs"
+    said = run(["-m", "gradwire.run", "--recipe", "int4", *script, "--folder", folder / "unchanged"])
+    return next(line for line in said.splitlines() if line.startswith("gradwire int4"))
+
+
+def main():
+    assert torch.cuda.is_available(), "these checks need a CUDA device"
+    num_failed = 0
+    for name in EXAMPLES:
+        if importlib.util.find_spec("lightning" if name == "fabric" else name) is None:
+            print(f"absent {name}", flush=True)
+            continue
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                said = check(name, Path(folder))
+            except Exception as error:
+                num_failed += 1
+                print(f"FAILED {name}: {error!r}"[:6000].replace("\\n", "\n"), flush=True)
+            else:
+                print(f"ok     {name} ({time.perf_counter() - begin:.1f} s): {said}", flush=True)
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
