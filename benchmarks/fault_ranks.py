@@ -200,5 +200,6 @@ def become_rank(fault: Fault, rank: int, folder: Path) -> None:
     os.dup2(out, 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(fault.world_size), LOCAL_RANK=str(rank))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # for ranks that hang
     torch.set_num_threads(1)

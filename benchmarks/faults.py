@@ -110,14 +110,18 @@ class Run:
     def end(self) -> dict[int, str]:
         """Kill what is left, and return the verdict on every survivor, by rank."""
         verdicts = {rank: self._verdict(rank) for rank in self.pids if rank != self.fault.rank}
+        for rank in verdicts.keys() - self.codes.keys():
+            os.kill(self.pids[rank], signal.SIGUSR1)  # it writes its stack
+            time.sleep(0.5)
+        self.kill()
+        return verdicts
+
+    def kill(self) -> None:
+        """Kill every rank that is left."""
         for rank, pid in self.pids.items():
             if rank not in self.codes:
-                if rank != self.fault.rank:
-                    os.kill(pid, signal.SIGUSR1)  # it writes its stack
-                    time.sleep(0.5)
-                os.killpg(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        return verdicts
 
     def text(self, rank: int) -> str:
         """Return what a rank has written."""
@@ -186,6 +190,8 @@ def run_all(
                 shutil.rmtree(run.folder)
     finally:
         if os.getpid() == parent:  # the errors of ranks, which are forked, pass by here too
+            for run in running:
+                run.kill()
             os.kill(launcher, signal.SIGKILL)
             os.waitpid(launcher, 0)
             shutil.rmtree(folder)
@@ -224,6 +230,7 @@ def main() -> int:
     drawn = [draw(options.seed, number) for number in options.only or range(options.faults)]
     faults = NAMED if options.named else drawn
     begin = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks end with this process
     for name in RECIPES:  # load kernels once: ranks are forked from this process
         warm_up(torch.device("cpu"), gradwire.recipe(name).exchange.kernels)
     deadline = begin + options.seconds

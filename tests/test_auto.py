@@ -247,10 +247,10 @@ def through_a_file(value):
 
 def check_resumed(rank, spec):
     model, optimizer, wire = make(spec)
-    train(model, optimizer, range(30))
+    train(model, optimizer, range(24))
     saved = through_a_file([model.module.state_dict(), optimizer.state_dict(), wire.state_dict()])
     decisions = wire.decisions()
-    train(model, optimizer, range(30, 75))
+    train(model, optimizer, range(24, 62))
     assert len(wire.decisions()) >= len(decisions) > 0
     wire.detach()
     again, optimizer, resumed = make(spec)
@@ -258,7 +258,7 @@ def check_resumed(rank, spec):
     optimizer.load_state_dict(saved[1])
     resumed.load_state_dict(saved[2])
     assert resumed.decisions() == decisions
-    train(again, optimizer, range(30, 75))
+    train(again, optimizer, range(24, 62))
     assert torch.equal(flat(model), flat(again)), "bit for bit"
     assert resumed.decisions() == wire.decisions()
     resumed.detach()

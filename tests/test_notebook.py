@@ -22,9 +22,11 @@ def test_the_notebook_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     for number, cell in enumerate(cells):
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
     (picture,) = shown
-    assert picture.count("<tr>") == 4  # plain DDP, two recipes, no communication
+    measured = {name for name, _ in names["rows"]}  # some also with smaller buckets, so rows may be more
+    assert measured == {"allreduce", "int8", "int4", "noop"}
+    assert picture.count("<tr>") == len(names["rows"])
+    assert names["record"]["verdict"]
     printed = capsys.readouterr().out
-    assert "ommunication takes" in printed
     losses = [float(line.split()[-1]) for line in printed.splitlines() if "loss " in line]
     assert len(losses) == 2
     assert losses[1] < 2 * losses[0] < 64  # an untrained model has 64

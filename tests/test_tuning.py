@@ -294,6 +294,18 @@ def test_if_nothing_is_faster_it_goes_back_to_16_bits_for_good():
     assert run.run(1000) == []
 
 
+def test_a_trial_that_a_slow_minute_has_spoilt_is_repeated():
+    run = Simulated()
+    run.link_s = 0.3
+    run.run(FIRST + 1)
+    run.compute_s = 0.6  # from here on, everything is slower
+    run.run(3 * (NUM_SETTLING + NUM_TIMED))
+    assert set(run.last.encodings.values()) == {"bf16"}, "it seemed to be faster before"
+    run.run(3 * CHECK_EVERY)
+    assert set(run.last.encodings.values()) == {"int4"}
+    assert run.policy.state.phase == "keep"
+
+
 def test_it_follows_a_link_that_becomes_slow_and_fast_again():
     run = Simulated()
     run.run(200)

@@ -48,7 +48,7 @@ def _half(kind: type[Scattered] | type[Gathered], what: str, leaf: Recipe) -> Re
         return leaf
     two_shot = exchange.between if isinstance(exchange, Hierarchical) else exchange
     if not isinstance(two_shot, TwoShot):
-        raise ValueError(f"recipe {leaf} cannot do {what}: use a recipe with a name, such as int8")
+        raise ValueError(f"recipe {leaf} cannot do {what}: use a recipe of one encoding, such as int8")
     if isinstance(two_shot.codec, Top):
         raise ValueError(
             f"recipe {leaf} cannot do {what}: most values would be lost, since it keeps no residuals. Use a "

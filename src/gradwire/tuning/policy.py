@@ -240,7 +240,8 @@ class Policy:
         if kept == state.num_allowed:
             state.settled = times
             return None
-        state.settled = UNKNOWN
+        # If it is slower now than it was, the machine has become slower, and the trial was unfair.
+        state.settled = replace(trial.times, step=tried[kept])
         choice = choosing.finest(trial.table) if kept == 1 else choosing.best(trial.table, kept)
         return self._decide(at, "faster before", choice, kept, tried[kept])
 
