@@ -30,7 +30,6 @@ class Top:
     keeps_residual = True
     max_error = 1.0  # a value that is left out is at most the largest
     stochastic = False
-    widens_on_cuda = False
     kernels: ClassVar[frozenset[ops.Family]] = frozenset()
 
     def __post_init__(self) -> None:
