@@ -341,9 +341,10 @@ def test_a_plan_of_a_model_has_the_bytes_that_a_wire_of_it_counts(world_size):
     ranks = run_ranks(bytes_of_wires, world_size, args=(NAMES,))
     for name in NAMES:
         counted = max(rank[name] for rank in ranks)
-        assert sent(name, Words(), Cluster(world_size), bucket_mb=0.05) == pytest.approx(
-            counted, rel=0.005
-        ), name
+        # DDP's buckets after its first step may have other parameters. Blocks of topk are never cut short.
+        rel = 0.01 if name == "topk" else 0.005
+        planned = sent(name, Words(), Cluster(world_size), bucket_mb=0.05)
+        assert planned == pytest.approx(counted, rel=rel), name
 
 
 def test_the_command_plans_the_tables_of_a_model_as_attach_sends_them(tmp_path):
