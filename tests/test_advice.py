@@ -53,7 +53,7 @@ def test_what_is_no_model_is_refused():
 # --- recipes ---
 
 
-@pytest.mark.parametrize("text", ["topk", "nop", "none", "no", "top", "loop", "noob", "zoop", "random"])
+@pytest.mark.parametrize("text", ["topn", "nop", "none", "no", "top", "loop", "noob", "zoop", "random"])
 def test_no_slip_of_the_pen_suggests_not_to_average(text):
     with pytest.raises(ValueError, match=r"there is no recipe|Recipes:") as caught:
         gradwire.recipe(text)

@@ -17,6 +17,7 @@ from gradwire.headroom import (
     Benchmark,
     ModelFactory,
     Workload,
+    describe_proposal,
     give_verdict,
     measure_here,
     measure_steps,
@@ -161,11 +162,12 @@ def test_the_command_measures_and_writes_what_it_shows(all_recipes):
     proposed = measured.proposal
     assert 0.002 < proposed.error < 0.15
     assert 0 < proposed.bytes_per_step < measured.allreduce.bytes_per_step / 3
-    assert f"auto:budget=0.15 would send {proposed.bytes_per_step:,}" in result.stdout
+    assert f"auto would send {proposed.bytes_per_step:,}" in result.stdout
     assert measured.bucket_mb == 0.01
     assert {len(row.samples_ms) for row in measured.rows} == {4}
     assert all(row.recipe in result.stdout for row in measured.rows)
-    assert give_verdict(measured) == " ".join(result.stdout.split("\n\n")[-1].split())
+    said = f"{give_verdict(measured)} {describe_proposal(measured)}"
+    assert said == " ".join(result.stdout.split("\n\n")[-1].split())
 
 
 def test_rows_differ_in_what_they_send_and_in_how_far_off_that_is(all_recipes):

@@ -50,7 +50,7 @@ def runs(*, always):
             row,
             size,
             id=f"{row.spec}-{size}",
-            marks=() if always or size == row.world_size or row.spec == "fp32" else pytest.mark.full,
+            marks=() if always or size == row.world_size else pytest.mark.full,
         )
         for row in ROWS
         for size in row.world_sizes

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from gradwire.headroom import read_records
 
 SCRIPT = """
@@ -58,6 +60,7 @@ def test_json_on_stdout_stands_alone_whatever_the_script_prints(tmp_path):
     assert done.stderr.count(b"and one past python") == 2
 
 
+@pytest.mark.full
 def test_json_on_stdout_stands_alone_whatever_a_model_prints(tmp_path):
     (tmp_path / "mine.py").write_text(PRINTING_MODEL)
     options = ["--model", "mine:make", "--ranks", "1", "--recipe", "noop", "--steps", "1", "--json", "-"]

@@ -181,6 +181,7 @@ def test_training_the_module_inside_a_model_is_told(tmp_path):
     assert "and not its .module" in said
 
 
+@pytest.mark.full
 def test_a_script_that_spawns_its_ranks_is_told_what_to_do(tmp_path):
     code, printed, said = run(tmp_path, SPAWNING)
     assert code == 0, said
