@@ -33,7 +33,7 @@ MAX_BYTES = {"attach and detach": 65536.0, "models": 65536.0, "steps": 41.0}
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds."""
+    """The threads, files, sockets and memory of a process."""
 
     threads: int
     files: int

@@ -16,7 +16,7 @@ from gradwire.testing import run_virtual_ranks
 from gradwire.tuning.choices import Choosing
 from gradwire.tuning.errors import ErrorTable, measure_errors
 from gradwire.tuning.policy import CHECK_EVERY, NUM_SETTLING, NUM_TIMED, Policy
-from gradwire.tuning.policy_state import Report
+from gradwire.tuning.policy_state import StepReport
 from gradwire.tuning.sampling import PIECE, Sample, pieces_of
 from gradwire.tuning.saved import read_state, write_state
 from gradwire.tuning.times import UNKNOWN, Times, combine
@@ -242,7 +242,7 @@ class Simulated:
             if want != "nothing":
                 self.wanted.append((self.step, want))
                 table = ErrorTable([1.0] * len(self.used), [self.errors] * len(self.used))
-                report = Report(self.times, self.used, table if want == "errors" else None)
+                report = StepReport(self.times, self.used, table if want == "errors" else None)
                 self.policy.conclude(self.step, report, self.choosing)
             self.step += 1
         return [decision.step for decision in self.policy.state.decisions[before:]]
@@ -433,7 +433,7 @@ def test_another_number_of_ranks_looks_again_soon():
 
 def test_reports_without_the_times_that_are_needed_are_ignored():
     run = Simulated()
-    report = Report(UNKNOWN, run.used, ErrorTable([1.0] * 2, [run.errors] * 2))
+    report = StepReport(UNKNOWN, run.used, ErrorTable([1.0] * 2, [run.errors] * 2))
     assert run.policy.conclude(FIRST, report, run.choosing) is None
     assert run.policy.wants(FIRST + 1) == "errors"
     run.policy = Policy(run.tuning, needs_times=False)

@@ -7,7 +7,7 @@ from gradwire.ddp.attach_to_all import AfterAttach, AttachedModel, Attachments, 
 from gradwire.ddp.attached import Attached
 from gradwire.ddp.attaching import attach
 from gradwire.ddp.bridge import Bridge, queue_after_ddp
-from gradwire.ddp.bucket_order import BucketOrder, Position
+from gradwire.ddp.bucket_order import BucketOrder, BucketPosition
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import Hook, HookInfo, hook_name, register_hook_info
@@ -42,6 +42,7 @@ __all__ = [
     "Attachments",
     "Bridge",
     "BucketOrder",
+    "BucketPosition",
     "Choice",
     "DDPBucket",
     "Hook",
@@ -50,7 +51,6 @@ __all__ = [
     "HookTaken",
     "OnNonfinite",
     "Options",
-    "Position",
     "Runner",
     "StepChecks",
     "SteppingRunner",

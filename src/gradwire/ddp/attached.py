@@ -24,7 +24,7 @@ from gradwire.torch_private import backward_pass
 
 
 class StepSource(Protocol):
-    """What takes a model's gradients to a runner, and counts steps."""
+    """The way of a model's gradients to a runner; it counts steps."""
 
     runner: Runner
     checks: StepChecks

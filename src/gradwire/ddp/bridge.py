@@ -11,7 +11,7 @@ from torch.futures import Future
 from torch.profiler import record_function
 
 from gradwire.buckets import Layouts
-from gradwire.ddp.bucket_order import BucketOrder, Position
+from gradwire.ddp.bucket_order import BucketOrder, BucketPosition
 from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import record_use
 from gradwire.ddp.runner import Runner
@@ -87,7 +87,7 @@ class Bridge:
             self.checks.record_failure(self.num_steps - 1, self.runner.failure)
             raise self.runner.failure.with_traceback(None)
 
-    def _bucket(self, grad_bucket: GradBucket, position: Position) -> DDPBucket:
+    def _bucket(self, grad_bucket: GradBucket, position: BucketPosition) -> DDPBucket:
         flat, parameters, is_last = grad_bucket.buffer(), grad_bucket.parameters(), position.is_last
         layout = self._layouts.of(position.index, flat.dtype, parameters, is_last=is_last)
         return DDPBucket(

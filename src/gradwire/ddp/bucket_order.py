@@ -8,7 +8,7 @@ from gradwire.torch_private import GradBucket, backward_pass, is_in_node
 
 
 @dataclass(frozen=True)
-class Position:
+class BucketPosition:
     """The position of a bucket in its backward pass."""
 
     index: int
@@ -37,19 +37,19 @@ class BucketOrder:
         self._delayed_pass = -1
         self._num_buckets = self._num_seen = 0
 
-    def next(self, bucket: GradBucket) -> Position:
+    def next(self, bucket: GradBucket) -> BucketPosition:
         """Return the position of the bucket that DDP hands out now; call it once per bucket."""
         this_pass = backward_pass()
         in_backward = this_pass != -1
         if not in_backward or not self._is_delayed(bucket, this_pass):
-            return Position(bucket.index(), bucket.is_last(), bucket.is_last(), in_backward)
+            return BucketPosition(bucket.index(), bucket.is_last(), bucket.is_last(), in_backward)
         if self._delayed_pass != this_pass:
             self._delayed_pass, self._num_buckets, self._num_seen = this_pass, 0, 0
         index = self._num_buckets
         self._num_buckets += 1
         self._num_seen += len(bucket.parameters())
         is_last = bucket.is_last() or self._num_seen == self._num_parameters
-        return Position(index, is_last, index == 0, in_backward)
+        return BucketPosition(index, is_last, index == 0, in_backward)
 
     def _is_delayed(self, bucket: GradBucket, this_pass: int) -> bool:
         """Return True if the bucket comes after its backward pass, when no node of the graph runs."""

@@ -14,7 +14,7 @@ from gradwire.buckets import Layouts, Memory
 from gradwire.ddp import (
     Bridge,
     BucketOrder,
-    Position,
+    BucketPosition,
     num_bucketed,
     num_transient,
     open_raw_engine,
@@ -258,7 +258,7 @@ class PowerSGDState:
             timeline.load(self.iter, self._loaded_layouts)
         return RunState(self._memory, timeline)
 
-    def _count(self, recipe: Recipe, bucket: GradBucket, position: Position) -> None:
+    def _count(self, recipe: Recipe, bucket: GradBucket, position: BucketPosition) -> None:
         if self.iter < self.start_powerSGD_iter or bucket.buffer().is_sparse:
             return
         assert isinstance(recipe.exchange, LowRank)

@@ -33,7 +33,7 @@ class LauncherRefused(RuntimeError):
 
 @dataclass
 class Observations:
-    """What has been seen so far."""
+    """The observations so far."""
 
     num_optimizer_steps: int = 0
     has_spawned: bool = False

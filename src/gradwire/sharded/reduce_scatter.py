@@ -15,7 +15,7 @@ from gradwire.sharded.units import Unit, UnnamedValues
 
 
 class UnitReduceScatter:
-    """What ``set_custom_reduce_scatter`` takes: it sums the gradients of one unit by a recipe.
+    """An argument of ``set_custom_reduce_scatter``: it sums the gradients of one unit by a recipe.
 
     On CPU torch writes nothing to gradients before the pass ends, unless it accumulates or converts them.
     So there a reduce-scatter may end while the next unit's backward runs. Elsewhere the result is complete

@@ -1,4 +1,4 @@
-"""What ranks that hold different shards tell one another, over torch's own group."""
+"""Messages between ranks that hold different shards, over torch's own group."""
 
 from __future__ import annotations
 

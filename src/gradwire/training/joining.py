@@ -17,7 +17,7 @@ from gradwire.training.outer_loop import OuterLoop
 
 @dataclass(frozen=True)
 class Position:
-    """Where the state of a rank is in the run."""
+    """The place of a rank's state in the run."""
 
     num_steps: int
     turn: Turn

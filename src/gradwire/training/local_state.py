@@ -17,7 +17,7 @@ from gradwire.ddp import bucketed_parameters, trained_parameters
 
 @dataclass(frozen=True)
 class Turn:
-    """Where a run is between its averagings."""
+    """The place of a run between its averagings."""
 
     num_begun: int = 0
     """Averagings that have begun; the same on all ranks."""

@@ -112,7 +112,7 @@ class OuterLoop:
 
     @property
     def turn(self) -> Turn:
-        """Where this run is between its averagings."""
+        """The place of this run between its averagings."""
         under_way = {each.number: each.steps_left for each in self.fragments if each.is_under_way}
         work = tuple(float(each.work) for each in self.fragments)
         return Turn(self.num_begun, self.num_averages, work, under_way)

@@ -3,21 +3,21 @@
 Encodings themselves belong to `codecs`, and the averaging by them to `exchanges`.
 """
 
-from gradwire.tuning.choices import Choice, Choosing
+from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.decisions import Decision, decision_cells, decision_table
 from gradwire.tuning.policy import Policy
-from gradwire.tuning.policy_state import PolicyState, Report
+from gradwire.tuning.policy_state import PolicyState, StepReport
 from gradwire.tuning.proposal import propose
 from gradwire.tuning.saved import read_state
 from gradwire.tuning.tuner import Tuner
 
 __all__ = [
-    "Choice",
     "Choosing",
     "Decision",
+    "EncodingChoice",
     "Policy",
     "PolicyState",
-    "Report",
+    "StepReport",
     "Tuner",
     "decision_cells",
     "decision_table",

@@ -12,7 +12,7 @@ from gradwire.exchanges import Exchange, Hierarchical, TwoShot
 from gradwire.recipes import Tuning
 from gradwire.tuning.allocation import allocate
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.units import Unit, units_of
+from gradwire.tuning.units import TuningUnit, units_of
 
 # A sample is off by a few percent, and so is one step from the next.
 _MARGIN = 0.95
@@ -20,7 +20,7 @@ _NUM_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class EncodingChoice:
     """An encoding for each parameter."""
 
     encodings: Mapping[str, str]
@@ -35,7 +35,7 @@ class Choosing:
     """Makes choices for the buckets of a model, and knows their bytes."""
 
     def __init__(self, layouts: Sequence[BucketLayout], tuning: Tuning, world_size: int) -> None:
-        self.units: tuple[Unit, ...] = units_of(layouts, tuning.tables)
+        self.units: tuple[TuningUnit, ...] = units_of(layouts, tuning.tables)
         self._layouts = tuple(layouts)
         self._tuning = tuning
         self._world_size = world_size
@@ -45,11 +45,11 @@ class Choosing:
     def num_encodings(self) -> int:
         return len(self._tuning.encodings)
 
-    def finest(self, table: ErrorTable | None) -> Choice:
+    def finest(self, table: ErrorTable | None) -> EncodingChoice:
         """Return the choice of the finest encoding for all."""
         return self._choice([0] * len(self.units), table)
 
-    def best(self, table: ErrorTable, num_allowed: int) -> Choice:
+    def best(self, table: ErrorTable, num_allowed: int) -> EncodingChoice:
         """Return the best choice from the ``num_allowed`` finest encodings."""
         allowed = [self._num_allowed(unit, num_allowed) for unit in self.units]
         sent = 2 * (self._world_size - 1) / self._world_size
@@ -70,7 +70,7 @@ class Choosing:
             target -= choice.num_bytes - limit
         return choice
 
-    def again(self, choice: Choice, table: ErrorTable) -> Choice:
+    def again(self, choice: EncodingChoice, table: ErrorTable) -> EncodingChoice:
         """Return the same choice with the error that it has by now."""
         names = self._tuning.names
         number = {name: index for index, name in enumerate(names)}
@@ -78,10 +78,10 @@ class Choosing:
         numbers = [number.get(choice.encodings.get(unit.names[0], ""), 0) for unit in self.units]  # type: ignore[call-overload]
         return self._choice(numbers, table)
 
-    def _num_allowed(self, unit: Unit, num_allowed: int) -> int:
+    def _num_allowed(self, unit: TuningUnit, num_allowed: int) -> int:
         return min(num_allowed, *(self._tuning.num_allowed(name) for name in unit.names))
 
-    def _choice(self, numbers: Sequence[int], table: ErrorTable | None) -> Choice:
+    def _choice(self, numbers: Sequence[int], table: ErrorTable | None) -> EncodingChoice:
         names = self._tuning.names
         encodings = {
             name: names[number]
@@ -95,7 +95,7 @@ class Choosing:
         if table is not None and (whole := math.fsum(table.norms)):
             left_out = math.fsum(row[n] for row, n in zip(table.errors, numbers, strict=True))
             error = math.sqrt(left_out / whole)
-        return Choice(encodings, num_bytes, error)
+        return EncodingChoice(encodings, num_bytes, error)
 
 
 def codec_of(exchange: Exchange) -> Codec:

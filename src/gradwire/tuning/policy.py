@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gradwire.recipes import Tuning
-from gradwire.tuning.choices import Choice, Choosing
+from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState, Report, Trial, Want
+from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState, StepReport, Trial, Want
 from gradwire.tuning.times import UNKNOWN, Times
 
 # Steps after a change that are not timed, and steps that are.
@@ -61,11 +61,11 @@ class _Look(_Measured):
     """One look: what was measured, and the choices that there are."""
 
     table: ErrorTable
-    fine: Choice
+    fine: EncodingChoice
     """The finest encoding for all."""
-    now: Choice
+    now: EncodingChoice
     """The present choice, with its present error."""
-    target: Choice
+    target: EncodingChoice
     """The choice with the fewest bytes within the budget."""
 
 
@@ -107,7 +107,7 @@ class Policy:
             return "nothing"
         return "errors" if state.phase == "measure" else "times"
 
-    def conclude(self, step: int, report: Report, choosing: Choosing) -> Decision | None:
+    def conclude(self, step: int, report: StepReport, choosing: Choosing) -> Decision | None:
         """Take the report of a step; return a decision, if there is one.
 
         A report with numbers that are not finite is ignored, and one without times that are needed. The
@@ -262,7 +262,7 @@ class Policy:
         self,
         at: _Measured,
         reason: str,
-        choice: Choice,
+        choice: EncodingChoice,
         num_allowed: int,
         expected_s: float | None = None,
     ) -> Decision:

@@ -1,4 +1,4 @@
-"""What a policy gets and what it remembers: reports, trials, and the state that a checkpoint holds."""
+"""The input and the memory of a policy: reports, trials, and the state that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gradwire.tuning.choices import Choice
+from gradwire.tuning.choices import EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.times import UNKNOWN, Times
@@ -20,7 +20,7 @@ FIRST_INTERVAL = 50
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """Measurements of all ranks together, the same on every rank."""
 
     times: Times
@@ -68,7 +68,7 @@ class PolicyState:
     used: tuple[bool, ...] = ()
     settled: Times = UNKNOWN
     """The times of the present choice."""
-    choice: Choice | None = None
+    choice: EncodingChoice | None = None
     """The present choice; None for the finest encoding."""
     trial: Trial | None = None
     decisions: list[Decision] = field(default_factory=list)

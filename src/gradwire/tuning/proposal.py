@@ -10,14 +10,14 @@ from torch import Tensor
 from gradwire.buckets import BucketLayout
 from gradwire.peers import Group
 from gradwire.recipes import Tuning
-from gradwire.tuning.choices import Choice, Choosing
+from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.errors import measure_errors
 from gradwire.tuning.sampling import Sample
 
 
 def propose(
     gradients: Mapping[str, Tensor], layouts: Sequence[BucketLayout], tuning: Tuning, group: Group
-) -> Choice:
+) -> EncodingChoice:
     """Return the choice for this rank's own ``gradients``, which are not averaged; collective."""
     choosing = Choosing(layouts, tuning, group.size)
     sample = Sample(choosing.units, step=0)

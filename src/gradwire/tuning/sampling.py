@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import as_real
-from gradwire.tuning.units import Unit
+from gradwire.tuning.units import TuningUnit
 
 PIECE = 1024
 """Values of a piece: a multiple of every encoding's block, so that a piece is encoded as in a bucket."""
@@ -37,7 +37,7 @@ class Piece:
 
 
 @functools.lru_cache(8)
-def pieces_of(units: tuple[Unit, ...], step: int) -> tuple[Piece, ...]:
+def pieces_of(units: tuple[TuningUnit, ...], step: int) -> tuple[Piece, ...]:
     """Return the pieces to take in a step, in order: at least one of each parameter.
 
     Pieces are spread evenly over a parameter (systematic sampling), from a start that differs from step to
@@ -71,7 +71,7 @@ def _spread(size: int, share: float, step: int) -> list[tuple[int, int]]:
 class Sample:
     """Copies of pieces of this rank's gradients in one step."""
 
-    def __init__(self, units: tuple[Unit, ...], step: int) -> None:
+    def __init__(self, units: tuple[TuningUnit, ...], step: int) -> None:
         self.units = units
         self._pieces = pieces_of(units, step)
         self._taken: dict[int, Tensor] = {}

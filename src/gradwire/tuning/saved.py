@@ -8,7 +8,7 @@ import math
 from typing import Any, get_args
 
 from gradwire.recipes import ENCODINGS
-from gradwire.tuning.choices import Choice
+from gradwire.tuning.choices import EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.policy_state import Phase, PolicyState, Trial
@@ -51,10 +51,10 @@ def read_state(text: str) -> PolicyState:
         ) from None
 
 
-def _choice(found: object) -> Choice:
-    fields = dict(_fields(found, Choice))
+def _choice(found: object) -> EncodingChoice:
+    fields = dict(_fields(found, EncodingChoice))
     error = None if fields["error"] is None else _number(fields["error"])
-    return Choice(_encodings(fields["encodings"]), _whole(fields["num_bytes"]), error)
+    return EncodingChoice(_encodings(fields["encodings"]), _whole(fields["num_bytes"]), error)
 
 
 def _times(found: object) -> Times:

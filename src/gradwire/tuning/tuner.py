@@ -15,7 +15,7 @@ from gradwire.tuning.choices import Choosing
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable, measure_errors
 from gradwire.tuning.policy import Policy, combine_used
-from gradwire.tuning.policy_state import PolicyState, Report, Want
+from gradwire.tuning.policy_state import PolicyState, StepReport, Want
 from gradwire.tuning.sampling import Sample
 from gradwire.tuning.saved import write_state
 from gradwire.tuning.times import UNKNOWN, StepTimer, Times, combine
@@ -43,7 +43,7 @@ class Tuner:
         self._sample: Sample | None = None
         self._step = 0
         self._want: Want = "nothing"
-        self._report: Report | None = None
+        self._report: StepReport | None = None
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -94,7 +94,7 @@ class Tuner:
             table = ErrorTable(
                 figures[:num_units], [rest[width * u : width * (u + 1)] for u in range(num_units)]
             )
-        self._report = Report(
+        self._report = StepReport(
             combine([Times(*row[:3]) for row in ranks]),
             combine_used([[each > 0 for each in row[3 : 3 + num_units]] for row in ranks]),
             table,

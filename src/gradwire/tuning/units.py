@@ -14,7 +14,7 @@ _SMALLEST = 1 << 14
 
 
 @dataclass(frozen=True)
-class Unit:
+class TuningUnit:
     """Neighbouring parameters of one bucket."""
 
     bucket: int
@@ -27,7 +27,7 @@ class Unit:
     """Number of real values of each parameter."""
 
 
-def units_of(layouts: Iterable[BucketLayout], tables: Collection[str] = ()) -> tuple[Unit, ...]:
+def units_of(layouts: Iterable[BucketLayout], tables: Collection[str] = ()) -> tuple[TuningUnit, ...]:
     """Return the units of a model's buckets, in order; every parameter with values is in one of them.
 
     A parameter of ``tables`` shares a unit only with others of them.
@@ -39,7 +39,7 @@ def units_of(layouts: Iterable[BucketLayout], tables: Collection[str] = ()) -> t
         for slots in _group([slot for slot in layout.slots if slot.numel], least, tables):
             sizes = tuple(pairs * slot.numel for slot in slots)
             names = tuple(slot.name for slot in slots)
-            units.append(Unit(layout.index, pairs * slots[0].offset, sum(sizes), names, sizes))
+            units.append(TuningUnit(layout.index, pairs * slots[0].offset, sum(sizes), names, sizes))
     return tuple(units)
 
 
