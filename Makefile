@@ -22,7 +22,7 @@ help:
 	@echo "make test-frameworks  test with Lightning, Accelerate, Transformers and Ray, in a .venv of their own"
 	@echo "make test-gpu      test on this machine's GPU, with this machine's Python"
 	@echo "make test-torch    test on another torch: make test-torch TORCH=2.6.0 [PYTHON=python3.12]"
-	@echo "make test-wheel    build the wheel, install it elsewhere, and use it"
+	@echo "make test-wheel    build the wheel, install it elsewhere, and use it; run the notebook"
 	@echo "make docs          build the documentation in docs/_build/html"
 	@echo "make bench         time kernels against a copy, and steps against DDP and torch's hooks"
 	@echo "make clean         remove .venv and caches"
@@ -82,7 +82,7 @@ test-torch:
 		$(CORE_TESTS:%=tests/test_%.py)
 
 test-wheel: $(VENV)/installed
-	$(BIN)/python -m pytest -m full tests/test_wheel.py
+	$(BIN)/python -m pytest -m full tests/test_wheel.py tests/test_notebook.py
 
 $(VENV)/docs: pyproject.toml constraints.txt $(VENV)/installed
 	@$(PIP_INSTALL) $(if $(TORCH),,-c constraints.txt) -e '.[docs]'

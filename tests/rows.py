@@ -110,7 +110,7 @@ ROWS = [
     # Ranks in a grid of two by two, where sums of rows are encoded once more.
     Row("bf16:local_size=2,within=same", 2.0**-7, two_bytes, world_size=None),
     Row("int8:local_size=2,within=same", ROUNDED_UP / 254, packed(8, 256), world_size=None),
-    Row("int4:local_size=2,within=same", ROUNDED_UP / 14, packed(4, 128), world_size=4),
+    Row("int4:local_size=2,within=same", ROUNDED_UP / 14, packed(4, 128), world_size=None),
     # Errors of rotated values have no bound of use: six deviations.
     Row("int2", 6 * 0.343, rotated(2, 1024)),
     Row("int2:local_size=2", 6 * 0.343, rotated(2, 1024), world_size=None),

@@ -69,6 +69,7 @@ def figures(printed):
     return [float(figure) for figure in found.groups()]
 
 
+@pytest.mark.full
 def test_the_example_goes_on_from_its_checkpoint_as_if_it_had_not_been_ended(tmp_path):
     folder, aside = tmp_path / "run", tmp_path / "aside"
     options = ["--recipe", "schedule(0=int8:feedback=true; 8=powersgd)", "--every", "6", "--width", "32"]

@@ -70,6 +70,7 @@ def test_json_on_stdout_stands_alone_whatever_a_model_prints(tmp_path):
     assert b"made" in done.stderr
 
 
+@pytest.mark.full
 def test_a_script_whose_name_is_not_utf8_is_measured_like_any_other(tmp_path):
     done = measure(tmp_path, "--html", "page.html", name=b"train\xff.py")
     assert done.returncode == 0, done.stderr

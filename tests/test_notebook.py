@@ -5,9 +5,12 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
+
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
 
 
+@pytest.mark.full
 def test_the_notebook_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     notebook = json.loads(NOTEBOOK.read_text())
     assert notebook["nbformat"] == 4

@@ -197,6 +197,7 @@ def test_a_measured_script_that_spawns_its_ranks_is_told_what_to_do(tmp_path, ho
     assert said.count("the script starts processes itself (torch.multiprocessing.spawn)") == 1
 
 
+@pytest.mark.full  # make test-frameworks has the real ones
 def test_ranks_that_a_framework_starts_are_attached_to(tmp_path):
     (tmp_path / "lightning_fabric.py").write_text(LAUNCHER)
     code, printed, said = run(tmp_path, "import lightning_fabric; lightning_fabric.start(2)" + TRAINED)
@@ -205,6 +206,7 @@ def test_ranks_that_a_framework_starts_are_attached_to(tmp_path):
     assert said.count("gradwire bf16: 3 steps") == said.count("sent by rank 0 instead of") == 1
 
 
+@pytest.mark.full
 def test_a_framework_that_would_wait_for_other_ranks_is_refused_at_once(tmp_path):
     (tmp_path / "lightning_fabric.py").write_text(LAUNCHER)
     source = "import lightning_fabric; lightning_fabric.start(3)"
