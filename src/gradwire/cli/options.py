@@ -15,7 +15,8 @@ import gradwire
 
 Options = TypeVar("Options")
 
-ALL_RECIPES = tuple(name for name in gradwire.RECIPES if name not in ("noop", "auto"))
+# Without topk, which is for outer optimizers, and is slow in every step.
+ALL_RECIPES = tuple(name for name in gradwire.RECIPES if name not in ("noop", "auto", "topk"))
 
 Recipes = Annotated[
     list[str] | None,
