@@ -94,9 +94,12 @@ def test_a_wire_that_has_not_begun_says_so_and_saves_nothing(tmp_path):
 
 @pytest.mark.parametrize("name", ["lightning", "fabric", "accelerate", "transformers"])
 def test_without_its_framework_an_adapter_says_what_to_install(name, monkeypatch):
+    for module in [*sys.modules]:
+        if module.partition(".")[0] in ("lightning", "accelerate", "transformers"):
+            monkeypatch.delitem(sys.modules, module)
     for framework in ("lightning", "accelerate", "transformers"):
-        if importlib.util.find_spec(framework) is not None:
-            pytest.skip(f"{framework} is installed here")
+        monkeypatch.setitem(sys.modules, framework, None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, f"gradwire.adapters.{name}", raising=False)
     extra = "lightning" if name == "fabric" else name
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'gradwire\[{extra}\]'"):
         importlib.import_module(f"gradwire.adapters.{name}")
