@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
+from gradwire.codecs.decoded_sums import sum_decoded
 from gradwire.ops import affine
 
 _RANGE_BYTES = 8  # a step and the code of zero, in fp32
@@ -64,12 +65,7 @@ class Affine:
     def sum(
         self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
-        term, total = torch.empty_like(values), torch.zeros_like(values)
-        for r in range(len(rows)):
-            if r != rank:
-                self.decode(rows[r], term)
-            total.add_(values * scale if r == rank else term.mul_(scale))
-        values.copy_(total)
+        sum_decoded(values, rows, rank, scale, lambda r, term: self.decode(rows[r], term))
 
     def _encode(self, values: Tensor, row: Tensor) -> None:
         codes, ranges = self._split(row, values.numel())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
+from gradwire.codecs.decoded_sums import sum_decoded
 from gradwire.ops import Chunk, RotatedFormat, RotatedRows
 
 
@@ -94,9 +95,7 @@ class Rotated:
     def sum(
         self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
-        term, total = torch.empty_like(values), torch.zeros_like(values)
-        for r in range(len(rows)):
-            if r != rank:
-                self.to_owner.decode(rows[r], term, seed.of_rank(r))
-            total.add_(values * scale if r == rank else term.mul_(scale))
-        values.copy_(total)
+        def decode(r: int, term: Tensor) -> None:
+            self.to_owner.decode(rows[r], term, seed.of_rank(r))
+
+        sum_decoded(values, rows, rank, scale, decode)

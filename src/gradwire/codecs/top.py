@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
+from gradwire.codecs.decoded_sums import sum_decoded
 from gradwire.ops import Chunk, top
 
 
@@ -69,12 +70,7 @@ class Top:
     def sum(
         self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
-        term, total = torch.empty_like(values), torch.zeros_like(values)
-        for r in range(len(rows)):
-            if r != rank:
-                self.decode(rows[r], term)
-            total.add_(values * scale if r == rank else term.mul_(scale))
-        values.copy_(total)
+        sum_decoded(values, rows, rank, scale, lambda r, term: self.decode(rows[r], term))
 
     def _encode(self, x: Tensor, chunk: Chunk, factor: Tensor | float = 1.0) -> Tensor:
         """Encode ``x`` to the chunk's row, keep what it leaves out times ``factor``, return what it sends."""
