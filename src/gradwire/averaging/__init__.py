@@ -10,9 +10,11 @@ from gradwire.averaging.coalesce import Coalescer
 from gradwire.averaging.engine import Engine, open_engine
 from gradwire.averaging.gathering import gather_states
 from gradwire.averaging.layout_check import LayoutCheck
+from gradwire.averaging.native import NativeMean
 from gradwire.averaging.pending import Pending
 from gradwire.averaging.state import RunState
 from gradwire.averaging.timeline import Grouping, Timeline, grouping_of
+from gradwire.averaging.tuned import Share, Tuned
 
 __all__ = [
     "Bucket",
@@ -20,9 +22,12 @@ __all__ = [
     "Engine",
     "Grouping",
     "LayoutCheck",
+    "NativeMean",
     "Pending",
     "RunState",
+    "Share",
     "Timeline",
+    "Tuned",
     "checkpoint",
     "gather_states",
     "grouping_of",
