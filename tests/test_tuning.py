@@ -16,6 +16,7 @@ from gradwire.tuning.choices import Choosing
 from gradwire.tuning.errors import ErrorTable, measure_errors
 from gradwire.tuning.sampling import PIECE, Sample, pieces_of
 from gradwire.tuning.times import UNKNOWN, Times, combine
+from gradwire.tuning.tuner import Tuner
 from gradwire.tuning.units import units_of
 
 TUNING = gradwire.recipe("auto:budget=0.1,every=100").tuning
@@ -201,3 +202,12 @@ def test_the_exposed_part_of_a_step_follows_the_bytes():
     times = Times(1.0, 0.6, 0.8)
     assert times.predict(100, 25) == pytest.approx(0.55)
     assert times.predict(25, 100) == pytest.approx(2.8)
+
+
+def test_the_time_of_measuring_is_counted():
+    tuner, layout = Tuner(TUNING, 0, 2), layout_of([10])
+    tuner.arrive(layout, torch.ones(10), 0, is_last=True)
+    assert tuner.looking == 0
+    with tuner.count():
+        torch.randn(1000).sort()
+    assert 0 < tuner.looking < 1
