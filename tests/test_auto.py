@@ -261,6 +261,23 @@ def test_exact_gradients_are_left_to_ddp_if_they_are_fastest(two_ranks):
     two_ranks.run(check_exact)
 
 
+def check_join(rank):
+    results = []
+    for spec in ("noop", "auto:floor=fp32"):
+        model, optimizer, wire = make(spec)
+        if spec == "noop":
+            wire.detach()  # plain DDP
+        with model.join():
+            train(model, optimizer, range(FIRST + 3 + 4 * rank))
+        results.append(flat(model))
+        wire.detach()
+    assert torch.equal(*results)
+
+
+def test_exact_gradients_work_where_ranks_have_uneven_inputs(two_ranks):
+    two_ranks.run(check_join)
+
+
 # --- changes by the user, checkpoints ---
 
 

@@ -133,10 +133,10 @@ class Policy:
             state.next_look = min(state.next_look, step + state.interval)
         if report.table is not None:
             return self._look(step, report, report.table, choosing)
-        fits = state.table is not None and len(state.table.norms) == len(choosing.units)
-        if has_changed and fits and not has_new_gradients:
-            return self._search(step, report.times, state.table, choosing)
-        return None
+        table = state.table
+        if not has_changed or has_new_gradients or table is None or len(table.norms) != len(choosing.units):
+            return None
+        return self._search(step, report.times, table, choosing)
 
     def _used_so_far(self, used: tuple[bool, ...]) -> tuple[bool, ...]:
         """Return the units that have had gradients, by now or before; units change with the buckets."""
