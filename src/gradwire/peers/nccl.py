@@ -39,6 +39,12 @@ class NcclGroup:
         self.traffic.num_messages += 2 * (self.size - 1)
         dist.all_reduce(tensor, group=self._group)
 
+    def native_scatter(self, values: Tensor, own: Tensor) -> None:
+        """Sum by NCCL's reduce-scatter: not in rank order."""
+        self.traffic.bytes_sent += (self.size - 1) * own.numel() * own.element_size()
+        self.traffic.num_messages += self.size - 1
+        dist.reduce_scatter_tensor(own, values, group=self._group)
+
     def close(self) -> None:
         """Do nothing: the group belongs to the user."""
 
