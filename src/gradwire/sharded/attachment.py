@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch import nn
 
 from gradwire.averaging import checkpoint
 from gradwire.buckets import BucketLayout
+from gradwire.codecs import Codec
 from gradwire.ddp import Attached, Choice
 from gradwire.errors import WireError
 from gradwire.recipes import Recipe, WirePlan, make_plan
 from gradwire.sharded.backward import Backward
 from gradwire.sharded.model import ShardedModel
+from gradwire.sharded.weights import gather_bytes
 
 
 class ShardedAttachment(Attached):
@@ -31,12 +34,14 @@ class ShardedAttachment(Attached):
         choice: Choice,
         timeout: timedelta,
         undo: contextlib.ExitStack,
+        weights: Codec | None = None,
         *,
         is_disabled: bool = False,
     ) -> None:
         self._model = model
         self._backward = backward
         self._undo = undo
+        self._weights = weights
         self._group = weakref.ref(model.group)
         self._is_attached = not is_disabled
         super().__init__(
@@ -81,7 +86,15 @@ class ShardedAttachment(Attached):
 
     def plan(self, recipe: Recipe, step: int | None) -> WirePlan:
         layouts = self._backward.current() or self._model.expected_layouts()
-        return make_plan(recipe, layouts, self.group.rank(), self.group.size(), step)
+        plan = make_plan(recipe, layouts, self.group.rank(), self.group.size(), step)
+        return replace(plan, note=self._describe_gathers())
+
+    def _describe_gathers(self) -> str:
+        """Say what this rank sends in the all-gathers of parameters, which are no part of a recipe."""
+        units, num_peers = self._model.units, self._model.num_shards - 1
+        sent = sum(unit.num_gathers * num_peers * gather_bytes(unit, self._weights) for unit in units)
+        encoded = "" if self._weights is None else "encoded "
+        return f"Beside gradients, {encoded}parameters are gathered: {sent:,} bytes sent in a step."
 
     def read(self, state: Mapping[str, Any]) -> checkpoint.Saved:
         trained = self._model.trained()
