@@ -9,8 +9,8 @@
 
 Rows are measured in the same processes, in turns whose order changes from round to round. A ratio is the
 median of the ratios within each round. A step is zero_grad, forward and backward; times are those of the
-slowest rank. Memory is the most that a rank has used beyond what it had before the row: of its resident set,
-or of CUDA's allocator.
+slowest rank. In noop gradients are not averaged, so no recipe is faster. Memory is the most that a rank has
+used beyond what it had before the row: of its resident set, or of CUDA's allocator.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,7 +39,7 @@ BASE = "torch"
 RECIPES = {
     "scatter": ["fp32", "bf16", "int8", "int4"],
     "step": ["fp32", "bf16", "int8", "int4"],
-    "hsdp": ["fp32", "int8", "int4", "sign", "powersgd", "powersgd:rank=4"],
+    "hsdp": ["fp32", "int8", "int4", "sign", "powersgd", "powersgd:rank=4", "noop"],
 }
 NUM_RANKS = {"scatter": 2, "step": 2, "hsdp": 4}
 CPU, GPU = Workload(), Workload(width=1024, num_layers=8, batch=8, sequence=128)
@@ -122,11 +123,16 @@ def time_scatter(
 
 
 def time_steps(
-    rank: int, names: list[str], rounds: int, device: str, is_hsdp: bool, weights: str | None
+    rank: int,
+    names: list[str],
+    rounds: int,
+    device: str,
+    is_hsdp: bool,
+    weights: str | None,
+    workload: Workload,
 ) -> dict[str, Row]:
     """Time steps of FSDP2 with parameters gathered twice and once, or of HSDP."""
     group = prepare(rank, device)
-    workload = CPU if device == "cpu" else GPU
     built = workload.build().to(torch.device(device))
     if is_hsdp:
         mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -180,6 +186,9 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=["fp32", "bf16"], default="fp32", help="dtype of what is scattered"
     )
+    parser.add_argument(
+        "--batch", type=int, default=CPU.batch, help="sequences of 64 tokens per rank, on CPU"
+    )
     parser.add_argument("--weights", help="an encoding: rows with encoded gathers of parameters too")
     options = parser.parse_args()
     names = options.rows or RECIPES[options.what]
@@ -195,9 +204,9 @@ def main() -> None:
             rows = run_ranks(time_scatter, num_ranks, limit, args=args, lab=lab)[0]
             report(f"{options.mb:g} MB of {options.dtype}, ms", rows)
         else:
-            args = names, options.rounds, options.device, options.what == "hsdp", options.weights
+            workload = replace(CPU, batch=options.batch) if options.device == "cpu" else GPU
+            args = names, options.rounds, options.device, options.what == "hsdp", options.weights, workload
             rows = run_ranks(time_steps, num_ranks, limit, args=args, lab=lab)[0]
-            workload = CPU if options.device == "cpu" else GPU
             report("a step, ms", rows)
             print(f"{workload}; parameters are {4 * workload.num_parameters / 1e6:.1f} MB")
 

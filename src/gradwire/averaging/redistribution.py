@@ -26,11 +26,11 @@ def memory_of(
     Residuals on another number of shards are cut anew from those of whole parameters, whose ``shapes`` are
     given. Factors of a shard are those of no other: they start anew.
     """
-    if not fields.entries:
-        return {}  # nothing was held back on any rank
     saved, shard = fields.grid, rank % grid.num_shards
     if saved == grid:
         return _tensors(fields, rank, grid)
+    if not fields.entries:
+        return {}  # nothing was held back on any rank
     if saved.num_shards == grid.num_shards:
         memories = [_tensors(fields, each, grid) for each in saved.holders(shard)]
     else:
@@ -45,7 +45,7 @@ def _tensors(fields: Fields, rank: int, grid: Grid) -> States:
     """Return the tensors of one saved rank; ValueError if one is missing, unknown or of another shape."""
     saved, expected = fields.grid, fields.entries
     states = fields.memory.get(rank, {})
-    if not states:
+    if expected and not states:
         why = (
             f"; it was saved on {_words(saved)} and this model has {_words(grid)}, so the states of all of "
             "them are needed: see gradwire.merge_state_dicts"
