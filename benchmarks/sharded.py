@@ -205,8 +205,8 @@ def main() -> None:
             report(f"{options.mb:g} MB of {options.dtype}, ms", rows)
         else:
             workload = replace(CPU, batch=options.batch) if options.device == "cpu" else GPU
-            args = names, options.rounds, options.device, options.what == "hsdp", options.weights, workload
-            rows = run_ranks(time_steps, num_ranks, limit, args=args, lab=lab)[0]
+            more = names, options.rounds, options.device, options.what == "hsdp", options.weights, workload
+            rows = run_ranks(time_steps, num_ranks, limit, args=more, lab=lab)[0]
             report("a step, ms", rows)
             print(f"{workload}; parameters are {4 * workload.num_parameters / 1e6:.1f} MB")
 
