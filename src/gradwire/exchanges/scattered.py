@@ -47,7 +47,7 @@ class Scattered:
         start, end = even_bounds(flat.numel(), group.size)[group.rank]
         if group.size == 1:
             flat.mul_(context.scale)
-        elif group.native_scatter and is_exact(codec, flat.dtype) and flat.numel() % group.size == 0:
+        elif group.native_scatter and _is_sum_exact(codec, flat, group.size):
             group.native_scatter(flat.mul_(context.scale), flat[start:end])
         else:
             values = _working_copy(flat, codec, context)
@@ -119,6 +119,12 @@ class Gathered:
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
         return Links(0, 1)
+
+
+def _is_sum_exact(codec: Codec, flat: Tensor, num_ranks: int) -> bool:
+    """Return True if a backend may sum ``flat`` itself: a sum of two values is rounded once in any dtype."""
+    may_sum = is_exact(codec, flat.dtype) or (codec.in_place and num_ranks == 2)
+    return may_sum and flat.numel() % num_ranks == 0
 
 
 def _working_copy(flat: Tensor, codec: Codec, context: Context) -> Tensor:
