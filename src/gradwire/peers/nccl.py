@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
+
+# torch 2.13 has renamed it.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class NcclGroup:
@@ -43,7 +47,7 @@ class NcclGroup:
         """Sum by NCCL's reduce-scatter: not in rank order."""
         self.traffic.bytes_sent += (self.size - 1) * own.numel() * own.element_size()
         self.traffic.num_messages += self.size - 1
-        dist.reduce_scatter_tensor(own, values, group=self._group)
+        _reduce_scatter(own, values, group=self._group)
 
     def close(self) -> None:
         """Do nothing: the group belongs to the user."""

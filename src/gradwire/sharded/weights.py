@@ -19,6 +19,8 @@ from gradwire.sharded.units import Unit
 
 # Rows and segments start at multiples of so many bytes, so that kernels can use vector loads.
 _ALIGNMENT = 64
+# torch 2.13 has renamed it.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # With fewer bits, weights are too far from those that the optimizer steps.
 _ENCODINGS = ("fp32", "fp16", "bf16", "int8", "fp8", "int4")
 
@@ -102,7 +104,7 @@ class UnitAllGather:
         is_whole = input_tensor.numel() == sum(shape.numel() for shape in shapes)
         # Shards of a smaller mesh are parts of decoded weights already, and bytes are of several dtypes.
         if not (is_whole and input_tensor.is_floating_point()):
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         dtype = input_tensor.dtype
         if dtype not in self._segments:
             self._segments[dtype] = segments_of(shapes, dtype, self._codec)
@@ -112,7 +114,7 @@ class UnitAllGather:
         own = rows[group.rank()]
         for each in segments:
             _encode(each, input_tensor, own)
-        dist.all_gather_into_tensor(rows.view(-1), own, group=group)
+        _all_gather(rows.view(-1), own, group=group)
         for row, values in zip(rows, output_tensor.view(group.size(), -1), strict=True):
             for each in segments:
                 _decode(each, row, values)
