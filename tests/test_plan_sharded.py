@@ -98,6 +98,13 @@ def test_gathers_stay_within_nodes_that_hold_a_replica():
     assert step("hsdp", "fp32").bytes_per_step == pytest.approx(2 * 4 * 10e6 * 3 / 4, rel=0.01)
 
 
+def test_replicas_that_share_a_node_send_no_more_than_one():
+    nodes = Cluster(2, 4, 1e9)
+    spread = predict_sharded("int8", SHAPES, 0.1, nodes, SPEEDS, ShardedPlan(Sharding("hsdp", 4)))
+    shared = predict_sharded("int8", SHAPES, 0.1, nodes, SPEEDS, ShardedPlan(Sharding("hsdp", 2)))
+    assert shared.bytes_per_step == pytest.approx(spread.bytes_per_step, rel=0.02)
+
+
 def test_one_worker_only_computes():
     assert step("fsdp", cluster=Cluster(1)).step_s == pytest.approx(0.1)
     alone = step("hsdp", cluster=Cluster(1, 2))

@@ -77,16 +77,16 @@ def sharded_traffic(recipe: str, model: Model, cluster: Cluster, plan: ShardedPl
     if shards % local and local % shards:
         raise ValueError(f"{shards} shards do not fit nodes of {local} workers: one must divide the other")
     units = _units(model, plan.reshards)
-    # The ranks of a replica, and those that hold the same shard.
-    replica = replace(cluster, num_nodes=max(1, shards // local), workers_per_node=min(shards, local))
-    between = replace(cluster, num_nodes=num_replicas, workers_per_node=1) if num_replicas > 1 else cluster
     is_fsdp = plan.sharding.kind == "fsdp"
+    # The ranks of a replica, and those that average: with replicas, the ranks that hold the same shard.
+    replica = replace(cluster, num_nodes=max(1, shards // local), workers_per_node=min(shards, local))
+    per_node = max(1, local // shards)
+    peers = replace(cluster, num_nodes=num_replicas // per_node, workers_per_node=per_node)
     layouts = [shard_layout(0, unit.shapes, shards, shards if is_fsdp else 1) for unit in units]
-    averages = StepTraffic(())
-    if cluster.num_workers > 1 and (is_fsdp or num_replicas > 1):
-        averages = _averages(recipe, model, layouts, cluster if is_fsdp else between, is_fsdp=is_fsdp)
-    if not is_fsdp:  # each worker of a node averages its own shard
-        buckets = (replace(each, node_bytes=local * each.node_bytes) for each in averages.buckets)
+    averages = _averages(recipe, model, layouts, cluster if is_fsdp else peers, is_fsdp=is_fsdp)
+    if not is_fsdp:  # each shard of a node has such an average
+        factor = local // per_node
+        buckets = (replace(each, node_bytes=factor * each.node_bytes) for each in averages.buckets)
         averages = replace(averages, buckets=tuple(buckets))
     found = [
         UnitTraffic(
@@ -106,13 +106,16 @@ def _averages(
     recipe: str, model: Model, layouts: Sequence[BucketLayout], cluster: Cluster, *, is_fsdp: bool
 ) -> StepTraffic:
     """Return the traffic of averages over ``cluster``: of whole gradients, or of a shard between replicas."""
+    if cluster.num_workers == 1:
+        return StepTraffic(())
     if recipe == ALLREDUCE:
         # Over Gloo torch's reduce-scatter is a whole all-reduce too.
         return StepTraffic(tuple(ring_traffic(layout, cluster) for layout in layouts))
     chosen = gradwire.recipe(recipe)
     if isinstance(model, nn.Module):
         chosen = route_module_tables(chosen, model, trained_parameters(model))
-    chosen = scattered(chosen) if is_fsdp else placed(chosen, 1, cluster.num_workers)
+    node_size = cluster.workers_per_node if cluster.num_nodes > 1 else 1
+    chosen = scattered(chosen) if is_fsdp else placed(chosen, node_size, cluster.num_workers)
     return layout_traffic(chosen, layouts, cluster)
 
 
