@@ -48,7 +48,6 @@ class Tuned:
         ``share`` gives reports to ranks that average other parts of the parameters, and returns theirs.
         ``native`` averages exact gradients, if it is given.
         """
-        self._world_size = world_size
         self.tuner = Tuner(tuning, rank, world_size)
         self._tuning = tuning
         self._engine = engine
@@ -56,7 +55,7 @@ class Tuned:
         self._on_decision = on_decision
         self._share = share
         self._native = native
-        self._load(None, step, look_soon=False)
+        self.load(None, step, look_soon=False)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -93,11 +92,8 @@ class Tuned:
         """Return the tuner's part of a saved state; ValueError if it cannot be read."""
         return read_state(saved.tuning) if saved.tuning else None
 
-    def load(self, state: PolicyState | None, saved: Saved) -> None:
-        """Go on from the state that `read` has returned."""
-        self._load(state, saved.step, look_soon=saved.world_size != self._world_size)
-
-    def _load(self, state: PolicyState | None, step: int, *, look_soon: bool) -> None:
+    def load(self, state: PolicyState | None, step: int, *, look_soon: bool) -> None:
+        """Go on at ``step`` from the state that `read` has returned; after a change of ranks, look soon."""
         self.tuner.load(state, step, look_soon=look_soon)
         self._use_choice()
 

@@ -163,7 +163,7 @@ class Wire:
         if own.engine is not None:
             own.engine.state.load(saved, own.device)
         if own.tuned is not None:
-            own.tuned.load(policy, saved)
+            own.tuned.load(policy, saved.step, look_soon=saved.world_size != own.world_size)
         own.record_event("load", saved_by=saved.recipe)
 
     def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Wire:
             wire.load_state_dict(saved["wire"])
         """
         own = self._attachment
-        return checkpoint.template(metadata.state_dict_metadata, key, own.rank, own.world_size)
+        return checkpoint.template(metadata.state_dict_metadata, key, own.rank, own.grid)
 
     def swap(self, recipe: str | Recipe) -> None:
         """Average by another recipe from the next step on; collective, between steps.

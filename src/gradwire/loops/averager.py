@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.averaging import Bucket, Engine, RunState, Timeline, Tuned, checkpoint, open_engine
+from gradwire.averaging import Bucket, Engine, Grid, RunState, Timeline, Tuned, checkpoint, open_engine
 from gradwire.errors import Place, WireError, locate
 from gradwire.lanes import open_lane
 from gradwire.loops.choices import (
@@ -254,7 +254,7 @@ class Averager:
         """
         self._wait_for_lane()
         run, group = self._engine.state, self._group
-        state = run.save(str(self._recipe), self._num_calls, group.rank(), group.size())
+        state = run.save(str(self._recipe), self._num_calls, group.rank(), Grid(group.size()))
         return state if self._tuned is None else {**state, "tuning": self._tuned.tuner.save()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -271,7 +271,7 @@ class Averager:
         self._require_usable()
         with CollectiveCall(self._group, self._timeout, "Averager.load_state_dict") as call:
             rank, size = self._group.rank(), self._group.size()
-            saved = checkpoint.read(state, None, (), rank, size, self._recipe.reduction)
+            saved = checkpoint.read(state, None, (), rank, Grid(size), self._recipe.reduction)
             policy = None if self._tuned is None else self._tuned.read(saved)
             facts = {"the saved step": str(saved.step), "the saved tuning": saved.tuning or "none"}
             call.agree({**facts, **fingerprint.of_version()})
@@ -281,7 +281,7 @@ class Averager:
         self._may_have_state |= bool(saved.memory)
         self._engine.state.load(saved, self._device)
         if self._tuned is not None:
-            self._tuned.load(policy, saved)
+            self._tuned.load(policy, saved.step, look_soon=saved.world_size != size)
 
     def swap(self, recipe: str | Recipe) -> None:
         """Average by another recipe from the next call on; collective.
