@@ -1,7 +1,8 @@
 """The frameworks' examples over two NCCL ranks: ``python -m tests.gpu.frameworks``, with them installed.
 
-Two ranks share the GPU as if they were two nodes with one GPU each. Every example is run to the end, resumed
-from its first checkpoint, and run unchanged under ``gradwire.run``.
+To run only some, name them: ``python -m tests.gpu.frameworks lightning fabric``. Two ranks share the GPU as
+if they were two nodes with one GPU each. Every example is run to the end, resumed from its first checkpoint,
+and run unchanged under ``gradwire.run``.
 """
 
 import importlib.util
@@ -69,7 +70,7 @@ def check(name, folder):
 def main():
     assert torch.cuda.is_available(), "these checks need a CUDA device"
     num_failed = 0
-    for name in EXAMPLES:
+    for name in sys.argv[1:] or EXAMPLES:
         if importlib.util.find_spec("lightning" if name == "fabric" else name) is None:
             print(f"absent {name}", flush=True)
             continue
