@@ -22,7 +22,9 @@ EXAMPLES = {
     "lightning": (["--devices", "1", "--nodes", "2"], "epoch=0.ckpt"),
     "fabric": (["--devices", "1", "--nodes", "2"], "epoch=0.ckpt"),
     "accelerate": ([], "epoch=0"),
+    "accelerate-shard": (["--shard"], "epoch=0"),
     "transformers": ([], "checkpoint-8"),
+    "transformers-shard": (["--shard"], "checkpoint-8"),
 }
 LIMIT_S = 120
 
@@ -57,7 +59,7 @@ def run(command):
 
 def check(name, folder):
     options, checkpoint = EXAMPLES[name]
-    script = [ROOT / "examples" / f"{name}_train.py", *options]
+    script = [ROOT / "examples" / f"{name.partition('-')[0]}_train.py", *options]
     whole, resumed = folder / "whole", folder / "resumed"
     run([*script, "--recipe", "int4", "--folder", whole])
     run([*script, "--recipe", "int4", "--folder", resumed, "--resume", whole / checkpoint])
@@ -71,7 +73,7 @@ def main():
     assert torch.cuda.is_available(), "these checks need a CUDA device"
     num_failed = 0
     for name in sys.argv[1:] or EXAMPLES:
-        if importlib.util.find_spec("lightning" if name == "fabric" else name) is None:
+        if importlib.util.find_spec("lightning" if name == "fabric" else name.partition("-")[0]) is None:
             print(f"absent {name}", flush=True)
             continue
         begin = time.perf_counter()
