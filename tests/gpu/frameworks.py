@@ -5,8 +5,10 @@ if they were two nodes with one GPU each. Every example is run to the end, resum
 and run unchanged under ``gradwire.run``.
 """
 
+import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,33 +28,42 @@ EXAMPLES = {
     "transformers": ([], "checkpoint-8"),
     "transformers-shard": (["--shard"], "checkpoint-8"),
 }
-LIMIT_S = 120
+LIMIT_S = 100
+"""Seconds for one run, of which imports take the most."""
 
 
-def run(command):
-    """Run ``python COMMAND`` as two ranks; return what they said."""
-    port, ranks = free_port(), []
-    for rank in range(2):
+def run(command, folder):
+    """Run ``python COMMAND`` as two ranks; return what they said. Slow ranks show their stacks and end."""
+    port, ranks, logs = free_port(), [], [folder / f"rank{rank}.log" for rank in range(2)]
+    for rank, log in enumerate(logs):
         environment = rank_environment(
             rank, 2, local_rank=0, local_world_size=1, address="127.0.0.1", port=port
         )
         environment |= {"NODE_RANK": str(rank), "GROUP_RANK": str(rank), "OMP_NUM_THREADS": "2"}
         environment |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-        environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, command)],
-                env={**os.environ, **environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+        environment |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONFAULTHANDLER": "1"}
+        with log.open("w") as file:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, command)],
+                    env={**os.environ, **environment},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
             )
-        )
+    end = time.monotonic() + LIMIT_S
     try:
-        said = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+        for process in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(signal.SIGABRT)
+                process.wait(10)
     finally:
         for process in ranks:
             process.kill()
+    said = [log.read_text() for log in logs]
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(each[-3000:] for each in said)
     return "\n".join(said)
 
@@ -61,11 +72,12 @@ def check(name, folder):
     options, checkpoint = EXAMPLES[name]
     script = [ROOT / "examples" / f"{name.partition('-')[0]}_train.py", *options]
     whole, resumed = folder / "whole", folder / "resumed"
-    run([*script, "--recipe", "int4", "--folder", whole])
-    run([*script, "--recipe", "int4", "--folder", resumed, "--resume", whole / checkpoint])
+    run([*script, "--recipe", "int4", "--folder", whole], folder)
+    run([*script, "--recipe", "int4", "--folder", resumed, "--resume", whole / checkpoint], folder)
     parts = [torch.load(each / "weights.pt", map_location="cpu") for each in (whole, resumed)]
     assert all(torch.equal(parts[0][key], parts[1][key]) for key in parts[0]), "a resumed run differs"
-    said = run(["-m", "gradwire.run", "--recipe", "int4", *script, "--folder", folder / "unchanged"])
+    command = ["-m", "gradwire.run", "--recipe", "int4", *script, "--folder", folder / "unchanged"]
+    said = run(command, folder)
     return next(line for line in said.splitlines() if line.startswith("gradwire int4"))
 
 

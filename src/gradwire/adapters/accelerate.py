@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import weakref
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwire.adapters.accelerators import is_to_average
 from gradwire.adapters.adapted_wire import AdaptedWire
 from gradwire.adapters.methods import AveragedGradients, LocalSteps, Method
 from gradwire.adapters.packages import import_framework
@@ -22,7 +22,6 @@ import_framework("accelerate", "accelerate")
 
 __all__ = ["attach", "attach_local_sgd"]
 
-log = logging.getLogger("gradwire")
 _num_wires: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -79,15 +78,8 @@ def _adapt(
     wire = AdaptedWire(method)
     index = _num_wires.get(accelerator, 0)
     _num_wires[accelerator] = index + 1
-    if accelerator.num_processes == 1:
-        log.warning("this is the only process, so there is nothing to average: gradwire is not attached")
+    if not is_to_average(accelerator):
         return wire
-    if not (accelerator.distributed_type.startswith("MULTI_") or accelerator.is_fsdp2):
-        raise TypeError(
-            f"the accelerator trains by {accelerator.distributed_type.value}, which averages gradients by "
-            "itself, and gradwire cannot take its place: use DistributedDataParallel, Accelerate's default, "
-            "or FSDP2 by FullyShardedDataParallelPlugin(fsdp_version=2)"
-        )
     if is_ddp(uncompiled(model)) or is_sharded(model):
         wire.begin(model, optimizers, accelerator.scaler)
     else:
