@@ -40,6 +40,9 @@ NAMED = [
     Fault(-3, 3, "int8", "kill", "optimizer", 1, 0, 0, rank_0_hosts=False),
     Fault(-4, 2, "int4", "ValueError", "data", 1, 2, 0, rank_0_hosts=True),
     Fault(-5, 3, "raw allreduce", "exit", "data", 2, 0, 0, rank_0_hosts=True),
+    Fault(-6, 4, "a hook with callbacks", "kill", "optimizer", 2, 3, 1, rank_0_hosts=True),
+    Fault(-7, 3, "torch's hook", "MemoryError", "optimizer", 0, 0, 0, rank_0_hosts=True),
+    Fault(-8, 3, "torch's hook", "ValueError", "hook", 0, 3, 0, rank_0_hosts=True),
 ]
 SLOW_START_S = 120.0
 HANGS, ABORTS, SWALLOWS, ANONYMOUS, GOOD = "hang", "abort", "no error", "origin not named", "good"
@@ -141,12 +144,13 @@ class Run:
 def names_origin(text: str, fault: Fault) -> bool:
     """Return True if an error's text names the rank that failed, and no other."""
     error = text[text.rfind("Traceback (most recent call last)") :]
-    origin = rf"(Error|Interrupt)\w*: rank {fault.rank}, step|[Ff]urthest behind is rank {fault.rank}\b"
-    told = rf"{origin}|failed on rank {fault.rank}\b|rank\(s\) {fault.rank} of"
-    told += rf"|rank {fault.rank}: its program ended|had failed: rank {fault.rank}, step"
+    rank = fault.rank
+    told = rf"(Error|Interrupt|^gradwire)\w*: rank {rank}, step|[Ff]urthest behind is rank {rank}\b"
+    told += rf"|failed on rank {rank}\b|rank\(s\) {rank} of|rank {rank}: its program ended"
+    told += rf"|had failed: rank {rank}, step"
     if fault.host_fails:
         told += "|The group's store does not answer"
-    return re.search(told, error) is not None
+    return re.search(told, error, re.MULTILINE) is not None
 
 
 def host_store() -> tuple[int, int]:

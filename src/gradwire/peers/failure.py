@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gradwire.errors import PeerError, Place, WireError
 from gradwire.peers import last_words
 from gradwire.peers.failure_store import FailureStore, RankStatus
-from gradwire.peers.gloo import close_connections
+from gradwire.peers.gloo import TIMED_OUT, close_connections
 from gradwire.peers.groups import PeerUnreachable
 
 # A rank posts its text before it closes its connections, so ranks that see them closed find the text at
@@ -24,8 +24,6 @@ _PATIENCE_S = 0.5
 _ROLL_CALL_S = 1.0
 # Longer than the others need to look for the text; a rank that was killed never knows.
 _KNOWN_S = 2.0
-# In the errors of Gloo and the store for a timeout; those for a closed connection do not have it.
-_TIMED_OUT = re.compile("timed ?out", re.IGNORECASE)
 # In the errors of Gloo, of torch's sockets and of the store when another rank cannot be reached.
 _UNREACHABLE = re.compile(
     r"gloo|Connection (closed|reset|refused)|Broken pipe|Failed to recv|timed ?out",
@@ -96,7 +94,7 @@ class Failure:
 
         Posts this rank's status before it calls ``close``: closing makes the other ranks look for it.
         """
-        peer, timed_out = unreachable.peer, _TIMED_OUT.search(str(unreachable)) is not None
+        peer, timed_out = unreachable.peer, TIMED_OUT.search(str(unreachable)) is not None
         if self.store is not None:
             status = RankStatus(place.step, place.bucket, waits_for=peer, timed_out=timed_out)
             self.store.post_status(status)
