@@ -40,6 +40,7 @@ for step in range(int(sys.argv[1])):
     optimizer.zero_grad()
     model(torch.randn(2, 64)).square().mean().backward()
     optimizer.step()
+torch.save(model.state_dict(), f"rank{dist.get_rank()}.pt")
 dist.destroy_process_group()
 """
 LOGGING = """
@@ -135,9 +136,10 @@ def test_warnings_are_shown_until_the_script_sets_up_logging(tmp_path):
 
 @pytest.mark.full
 def test_a_script_that_shards_its_model_gets_the_recipe(tmp_path):
-    code, _, said = run(tmp_path, SHARDED, ["--ranks", "2", "--recipe", "int8"], ["3"])
+    code, _, said = run(tmp_path, SHARDED, ["--ranks", "2", "--recipe", "int8", "--state", "states"], ["3"])
     assert code == 0, said
     assert "gradwire int8: 3 steps" in said
+    assert len(list((tmp_path / "states").glob("model0-step3-*-rank[01]of2.pt"))) == 2
     assert "(75% saved), no errors" in said or "(74% saved), no errors" in said
 
 
