@@ -29,7 +29,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import gradwire
-from fault_ranks import HOOKS, KINDS, PLACES, RAW, RECIPES, Fault, become_rank, run_rank
+from fault_ranks import HOOKS, KINDS, PLACES, PLANTED, RAW, RECIPES, Fault, become_rank, run_rank
 from gradwire.headroom import Machine
 from gradwire.ops import warm_up
 
@@ -110,6 +110,11 @@ class Run:
         waited_s = time.monotonic() - (self.failed_at or self.begin + SLOW_START_S)
         return not survivors_left or waited_s > 3 * self.timeout_s + 10
 
+    @property
+    def began(self) -> bool:
+        """True if the fault has happened, or the ranks have trained without it."""
+        return (self.folder / PLANTED).exists() or 0 in self.codes.values()
+
     def end(self) -> dict[int, str]:
         """Kill what is left, and return the verdict on every survivor, by rank."""
         verdicts = {rank: self._verdict(rank) for rank in self.pids if rank != self.fault.rank}
@@ -184,7 +189,11 @@ def run_all(
             for run in [run for run in running if run.poll()]:
                 running.remove(run)
                 verdicts = run.end()
-                results.append((run.fault, verdicts))
+                if run.began:
+                    results.append((run.fault, verdicts))
+                else:
+                    print(f"{run.fault}: not counted, since its ranks were too slow to meet in time")
+                    verdicts = {}
                 bad = {rank: verdict for rank, verdict in verdicts.items() if verdict != GOOD}
                 for rank, verdict in bad.items():
                     print(f"{run.fault}\n  rank {rank}: {verdict}: {_last_lines(run.text(rank))}", flush=True)

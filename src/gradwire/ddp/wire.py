@@ -185,7 +185,7 @@ class Wire:
             wire.load_state_dict(saved["wire"])
         """
         own = self._attachment
-        return checkpoint.template(metadata.state_dict_metadata, key, own.rank, own.world_size)
+        return checkpoint.template(metadata.state_dict_metadata, key, own.rank, own.grid)
 
     def swap(self, recipe: str | Recipe) -> None:
         """Average by another recipe from the next step on; collective, between steps.

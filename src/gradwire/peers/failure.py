@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
@@ -125,12 +125,16 @@ class Failure:
         store = self.store
         if store is None:
             return ""
-        asked = list(range(store.size)) if peer is None else [peer]
-        statuses, silent = _follow_waits(store, list(asked))
+        everyone = range(store.size)
+        asked = everyone if peer is None else [peer]
+        statuses, silent = _follow_waits(store, asked)
+        if not silent and not timed_out:  # the peer, which is there, has closed since another one is gone
+            asked = everyone
+            statuses, silent = _follow_waits(store, asked)
         deadline = time.monotonic() + _ROLL_CALL_S
         while len(silent) > 1 and store.is_reachable and time.monotonic() < deadline:
             time.sleep(0.02)
-            statuses, silent = _follow_waits(store, list(asked))
+            statuses, silent = _follow_waits(store, asked)
         if not store.is_reachable:
             return (
                 "The group's store does not answer, so the other ranks cannot be asked. It lives with rank "
@@ -167,13 +171,13 @@ def is_unreachable(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _UNREACHABLE.search(str(error)) is not None
 
 
-def _follow_waits(store: FailureStore, ranks: list[int]) -> tuple[dict[int, RankStatus], list[int]]:
-    """Return the statuses of ``ranks`` and of those they wait for, and the ranks that posted none.
+def _follow_waits(store: FailureStore, asked: Iterable[int]) -> tuple[dict[int, RankStatus], list[int]]:
+    """Return the statuses of ranks and of those they wait for, and the ranks that posted none.
 
     Following who waits for whom leads to a rank that has posted nothing: the others wait for it.
     """
     statuses: dict[int, RankStatus] = {}
-    silent = []
+    silent, ranks = [], list(asked)
     for rank in ranks:  # grows while it is read
         status = store.status(rank)
         if status is None:

@@ -39,9 +39,9 @@ class ShardedParameter:
         return shape
 
     @property
-    def is_padded(self) -> bool:
-        """True if this rank's shard is smaller than others."""
-        return bool(self.fsdp_param.sharded_size != self.padded_shape)
+    def shard_dim(self) -> int:
+        """The dimension in which it is cut."""
+        return fsdp.shard_dim(self.fsdp_param)
 
     @property
     def has_hooks(self) -> bool:
@@ -128,6 +128,22 @@ class Unit:
     def reduce_scatter(self) -> Any:
         """The object that reduces and scatters gradients."""
         return fsdp.reduce_scatter_of(self.group)
+
+    @property
+    def all_gather(self) -> Any:
+        """The object that gathers parameters."""
+        return fsdp.all_gather_of(self.group)
+
+    @property
+    def num_gathers(self) -> int:
+        """The number of times that parameters are gathered in a step."""
+        return 2 if fsdp.gathers_twice(self.group) else 1
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype in which parameters are gathered."""
+        dtype: torch.dtype = self.group.mp_policy.param_dtype or self.parameters[0].parameter.dtype
+        return dtype
 
     @property
     def all_reduce_hook(self) -> Any:

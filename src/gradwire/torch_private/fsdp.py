@@ -24,6 +24,7 @@ FSDP_NAMES = (
             "_all_reduce_hook": "finds a hook of the user's",
         }.items()
     ),
+    ("param_group:_all_gather_comm", "finds an all-gather of the user's", "refuse weights="),
     *(
         (f"fsdp_param:{name}", "the layout of reduced gradients", "refuse sharded models")
         for name in (
@@ -32,6 +33,7 @@ FSDP_NAMES = (
             "sharded_size",
             "padded_sharded_param_size",
             "offload_to_cpu",
+            "fsdp_placement",
             "_orig_size",
             "_module_info",
         )
@@ -58,6 +60,12 @@ def whole_shape(fsdp_param: Any) -> torch.Size:
     """Return the shape of a parameter before it was sharded."""
     shape: torch.Size = fsdp_param._orig_size
     return shape
+
+
+def shard_dim(fsdp_param: Any) -> int:
+    """Return the dimension in which a parameter is cut into shards."""
+    dim: int = fsdp_param.fsdp_placement.dim
+    return dim
 
 
 def owner_of(fsdp_param: Any) -> tuple[Any, str]:
@@ -88,6 +96,16 @@ def reduce_dtype(fsdp_param: Any) -> torch.dtype:
 def reduce_scatter_of(param_group: Any) -> Any:
     """Return the object that reduces and scatters a group's gradients."""
     return param_group._reduce_scatter_comm
+
+
+def all_gather_of(param_group: Any) -> Any:
+    """Return the object that gathers a group's parameters; None in a torch that has none."""
+    return getattr(param_group, "_all_gather_comm", None)
+
+
+def gathers_twice(param_group: Any) -> bool:
+    """Return True if parameters are freed after the forward pass, and gathered again for the backward."""
+    return param_group.post_forward_mesh_info is not None
 
 
 def all_reduce_hook_of(param_group: Any) -> Any:
