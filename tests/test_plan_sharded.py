@@ -53,7 +53,7 @@ def check_fsdp(rank, specs):
 
 
 def test_a_plan_has_the_bytes_of_a_wire_of_the_sharded_model(two_ranks):
-    two_ranks.run(check_fsdp, ["int8", "sign"])
+    two_ranks.run(check_fsdp, ["sign"])
 
 
 def check_hsdp(rank, specs):
@@ -67,7 +67,7 @@ def check_hsdp(rank, specs):
 
 
 def test_a_plan_has_the_bytes_of_a_wire_between_replicas(four_ranks):
-    four_ranks.run(check_hsdp, ["int4", "powersgd:rank=2"])
+    four_ranks.run(check_hsdp, ["powersgd:rank=2"])
 
 
 def step(kind="fsdp", recipe="int8", cluster=None, compute_s=0.1, **more):

@@ -117,6 +117,7 @@ def check_factors(rank):
     wire.detach()
 
 
+@pytest.mark.full
 def test_factors_of_other_shards_start_anew(four_ranks):
     four_ranks.run(check_factors)
 

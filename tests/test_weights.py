@@ -84,6 +84,7 @@ def test_all_ranks_compute_with_the_same_decoded_weights(spec, two_ranks):
     two_ranks.run(check_weights, spec, ERRORS[spec], True)
 
 
+@pytest.mark.full
 def test_weights_may_stay_whole_after_the_forward_pass(two_ranks):
     two_ranks.run(check_weights, "int8", ERRORS["int8"], False)
 
@@ -129,6 +130,7 @@ def check_mixed_precision(rank):
         assert far <= (ERRORS["int8"] + 2.0**-7) * master.abs().max(), name
 
 
+@pytest.mark.full
 def test_weights_of_16_bits_are_encoded_too(two_ranks):
     two_ranks.run(check_mixed_precision)
 

@@ -241,6 +241,11 @@ class Wire:
         return f"<Wire {self._attachment.choice.name}, {'attached' if self.attached else 'detached'}>"
 
 
+def attached_of(wire: Wire) -> Attached:
+    """Return the parts behind a wire on any model; internal to gradwire."""
+    return wire._attachment
+
+
 def attachment_of(wire: Wire) -> Attachment:
     """Return the attachment behind a wire on a DDP model; internal to gradwire."""
     assert isinstance(wire._attachment, Attachment), "this wire is not on a DDP model"

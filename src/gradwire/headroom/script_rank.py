@@ -24,7 +24,7 @@ from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.records import Proposal
 from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
 from gradwire.processes import end_with_parent
-from gradwire.scripts import SPAWN_HINT, Observations, observe, refuse_ray, run_script, show_error
+from gradwire.scripts import observe, refuse_launchers, run_script, show_error
 from gradwire.sharded import attach_to_all
 
 
@@ -66,8 +66,8 @@ def main() -> None:
     stopwatch = _Stopwatch(task.num_steps)
     register_optimizer_step_post_hook(stopwatch)
     attaching = attach_to_all(task.recipe) if task.recipe else contextlib.nullcontext()
-    with attaching as attachments, observe() as seen, refuse_ray():
-        _run_until_enough(task, seen)
+    with attaching as attachments, observe(), refuse_launchers():
+        _run_until_enough(task)
         wires = None if attachments is None else _totals(attachments)
         is_over = len(stopwatch.ends_s) > task.num_steps
         proposal = _propose(attachments, task.budget) if attachments is not None and is_over else None
@@ -77,7 +77,6 @@ def main() -> None:
         backend=stopwatch.backend,
         device=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
         num_optimizer_steps=len(stopwatch.ends_s),
-        has_spawned=seen.has_spawned,
         wires=wires,
         proposal=proposal,
     )
@@ -91,7 +90,7 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def _run_until_enough(task: ScriptTask, seen: Observations) -> None:
+def _run_until_enough(task: ScriptTask) -> None:
     """Run the script until it ends or has taken enough steps; exit with its error if it fails."""
     try:
         run_script(task.script)
@@ -102,8 +101,6 @@ def _run_until_enough(task: ScriptTask, seen: Observations) -> None:
             raise
     except Exception as error:
         show_error(error)
-        if seen.has_spawned:
-            print(f"gradwire headroom: {SPAWN_HINT}", file=sys.stderr)
         sys.exit(1)
 
 

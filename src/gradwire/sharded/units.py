@@ -122,9 +122,7 @@ class Unit:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which torch reduces gradients."""
-        policy = self.group.mp_policy
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or self.trained[0].parameter.dtype
-        return dtype
+        return fsdp.reduce_dtype(self.trained[0].fsdp_param)
 
     @property
     def reduce_scatter(self) -> Any:
@@ -167,7 +165,7 @@ class Unit:
 
         Then nothing reads the values before the backward pass ends.
         """
-        is_plain = self.all_reduce_hook is None and dtype == fsdp.parameter_dtype(self.group)
+        is_plain = self.all_reduce_hook is None and dtype == fsdp.gradient_dtype(self.group)
         return is_plain and all(
             each.parameter.grad is None and not each.has_hooks and not each.fsdp_param.offload_to_cpu
             for each in self.parameters

@@ -18,7 +18,6 @@ FSDP_NAMES = (
             "mesh_info": "the ranks that hold shards",
             "post_forward_mesh_info": "takes replicas over from torch",
             "device": "the device of gradients",
-            "mp_policy": "the dtype of gradients",
             "all_reduce_grads": "knows the last micro-batch",
             "gradient_divide_factor": "knows who divides",
             "_reduce_scatter_comm": "finds a reduce-scatter of the user's",
@@ -29,6 +28,7 @@ FSDP_NAMES = (
     *(
         (f"fsdp_param:{name}", "the layout of reduced gradients", "refuse sharded models")
         for name in (
+            "mp_policy",
             "sharded_param",
             "sharded_size",
             "padded_sharded_param_size",
@@ -74,9 +74,22 @@ def owner_of(fsdp_param: Any) -> tuple[Any, str]:
     return info.module, info.param_name
 
 
-def parameter_dtype(param_group: Any) -> torch.dtype | None:
-    """Return the dtype of a group's parameters; None before the first forward pass."""
-    dtype: torch.dtype | None = getattr(param_group, "_orig_dtype", None)
+def gradient_dtype(param_group: Any) -> torch.dtype | None:
+    """Return the dtype of a group's gradients; None before the first forward pass, or if it has several."""
+    if hasattr(param_group, "_orig_dtype"):  # before torch 2.15
+        dtype: torch.dtype | None = param_group._orig_dtype
+        return dtype
+    trained = [each for each in param_group.fsdp_params if each.sharded_param.requires_grad]
+    dtypes = {getattr(each, "sharded_grad_dtype", None) for each in trained}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def reduce_dtype(fsdp_param: Any) -> torch.dtype:
+    """Return the dtype in which torch reduces a parameter's gradient."""
+    policy = fsdp_param.mp_policy
+    # From torch 2.15 on, gradients are not reduced in the dtype of the computation.
+    computed = None if hasattr(type(fsdp_param), "unsharded_grad_dtype") else policy.param_dtype
+    dtype: torch.dtype = policy.reduce_dtype or computed or fsdp_param.sharded_param.dtype
     return dtype
 
 
