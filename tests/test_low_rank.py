@@ -528,6 +528,12 @@ def test_messages_that_go_in_two_shots_lose_nothing_either(num_rounds, world_siz
     assert torch.allclose(sent[0] + kept.mean(0), given.mean(0), atol=1e-4)
 
 
+def test_what_is_not_encoded_travels_with_the_first_factor():
+    layout = layout_of((900, 800), (50,), (700, 900))
+    for rounds, world_size, spec in ((2, 2, "powersgd:rank=4"), (4, 2, "powersgd"), (4, 8, "powersgd")):
+        assert gradwire.recipe(spec).exchange.link_rounds(layout, world_size, 0).across == rounds
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_was_held_back_is_released_on_one_rank_and_where_nothing_is_compressed(dtype):
     layout = layout_of((30, 20), (20,), dtype=dtype)
