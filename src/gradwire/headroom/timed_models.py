@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.ddp import wrap
+from gradwire.ddp import make_ddp
 from gradwire.headroom.benchmark import Benchmark, Measurement, Variant
 from gradwire.headroom.devices import largest_of_ranks, open_group
 from gradwire.headroom.records import Row
@@ -40,7 +40,7 @@ class TimedModel:
         """Times of the steps before the measurement, each that of the slowest rank."""
         self.times_s: list[float] = []
         """Times of the measured steps on this rank."""
-        self.model = wrap(built.model, bucket_cap_mb=variant.bucket_mb, process_group=group)
+        self.model = make_ddp(built.model, bucket_cap_mb=variant.bucket_mb, process_group=group)
         self.wire = None if variant.recipe is None else gradwire.attach(self.model, variant.recipe)
         if self.wire is not None and not self.wire.attached:
             raise RuntimeError(
