@@ -38,11 +38,12 @@ def best_bucket_mb(recipe: Recipe, module: nn.Module, trained: Iterable[nn.Param
 
 def suggest_buckets(ddp: DistributedDataParallel, recipe: Recipe) -> None:
     """Log what to write instead, once, if a recipe would be faster with smaller buckets than DDP's."""
-    if ddp.process_group.rank() != 0 or not recipe.exchange.communicates:
-        return
-    best, facts = best_bucket_mb(recipe, ddp.module, trained_parameters(ddp).values()), ddp_facts(ddp)
+    facts = ddp_facts(ddp)
     used, whole = (facts[name] / 2**20 for name in ("bucket_cap_bytes", "total_parameter_size_bytes"))
-    if best is not None and min(used, whole) > 2 * best:
+    if ddp.process_group.rank() != 0 or min(used, whole) <= 2 * _SMALL_MB or not recipe.exchange.communicates:
+        return
+    best = best_bucket_mb(recipe, ddp.module, trained_parameters(ddp).values())
+    if best is not None:
         _log_once(
             f"buckets of {used:g} MB are large for {recipe}, and a step waits for the last of them; make the "
             f"model by gradwire.wrap(module, {str(recipe)!r}), or with bucket_cap_mb={best:g}"
