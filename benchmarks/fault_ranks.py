@@ -23,6 +23,8 @@ import gradwire
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 NUM_STEPS = 8
+PLANTED = "planted"
+"""A file in the folder of a case, made when its fault happens."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}
 ERRORS = {"ValueError": ValueError, "MemoryError": MemoryError, "KeyboardInterrupt": KeyboardInterrupt}
 KINDS = (*SIGNALS, *ERRORS, "exit", "_exit")
@@ -62,8 +64,9 @@ class Fault:
 class Saboteur:
     """Fail on one rank, at one step, in one place."""
 
-    def __init__(self, fault: Fault, rank: int) -> None:
+    def __init__(self, fault: Fault, rank: int, folder: Path) -> None:
         self.step = -1
+        self._planted = folder / PLANTED
         self._fault = fault
         self._is_faulty = rank == fault.rank
 
@@ -74,6 +77,7 @@ class Saboteur:
             return
         if bucket is not None and bucket != fault.bucket:
             return
+        self._planted.touch()
         if fault.kind in SIGNALS:
             os.kill(os.getpid(), SIGNALS[fault.kind])
             time.sleep(60)
@@ -110,7 +114,7 @@ def run_rank(fault: Fault, rank: int, folder: Path, launcher_port: int, timeout_
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 4))
     model = DistributedDataParallel(net, bucket_cap_mb=0.004)
-    saboteur = Saboteur(fault, rank)
+    saboteur = Saboteur(fault, rank, folder)
     model.module.register_forward_pre_hook(lambda module, inputs: saboteur.pass_by("forward"))
     average(model, fault, saboteur)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

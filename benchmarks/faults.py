@@ -29,7 +29,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import gradwire
-from fault_ranks import HOOKS, KINDS, PLACES, RAW, RECIPES, Fault, become_rank, run_rank
+from fault_ranks import HOOKS, KINDS, PLACES, PLANTED, RAW, RECIPES, Fault, become_rank, run_rank
 from gradwire.headroom import Machine
 from gradwire.ops import warm_up
 
@@ -40,6 +40,9 @@ NAMED = [
     Fault(-3, 3, "int8", "kill", "optimizer", 1, 0, 0, rank_0_hosts=False),
     Fault(-4, 2, "int4", "ValueError", "data", 1, 2, 0, rank_0_hosts=True),
     Fault(-5, 3, "raw allreduce", "exit", "data", 2, 0, 0, rank_0_hosts=True),
+    Fault(-6, 4, "a hook with callbacks", "kill", "optimizer", 2, 3, 1, rank_0_hosts=True),
+    Fault(-7, 3, "torch's hook", "MemoryError", "optimizer", 0, 0, 0, rank_0_hosts=True),
+    Fault(-8, 3, "torch's hook", "ValueError", "hook", 0, 3, 0, rank_0_hosts=True),
 ]
 SLOW_START_S = 120.0
 HANGS, ABORTS, SWALLOWS, ANONYMOUS, GOOD = "hang", "abort", "no error", "origin not named", "good"
@@ -107,6 +110,11 @@ class Run:
         waited_s = time.monotonic() - (self.failed_at or self.begin + SLOW_START_S)
         return not survivors_left or waited_s > 3 * self.timeout_s + 10
 
+    @property
+    def began(self) -> bool:
+        """True if the fault has happened, or the ranks have trained without it."""
+        return (self.folder / PLANTED).exists() or 0 in self.codes.values()
+
     def end(self) -> dict[int, str]:
         """Kill what is left, and return the verdict on every survivor, by rank."""
         verdicts = {rank: self._verdict(rank) for rank in self.pids if rank != self.fault.rank}
@@ -141,12 +149,13 @@ class Run:
 def names_origin(text: str, fault: Fault) -> bool:
     """Return True if an error's text names the rank that failed, and no other."""
     error = text[text.rfind("Traceback (most recent call last)") :]
-    origin = rf"(Error|Interrupt)\w*: rank {fault.rank}, step|[Ff]urthest behind is rank {fault.rank}\b"
-    told = rf"{origin}|failed on rank {fault.rank}\b|rank\(s\) {fault.rank} of"
-    told += rf"|rank {fault.rank}: its program ended|had failed: rank {fault.rank}, step"
+    rank = fault.rank
+    told = rf"(Error|Interrupt|^gradwire)\w*: rank {rank}, step|[Ff]urthest behind is rank {rank}\b"
+    told += rf"|failed on rank {rank}\b|rank\(s\) {rank} of|rank {rank}: its program ended"
+    told += rf"|had failed: rank {rank}, step"
     if fault.host_fails:
         told += "|The group's store does not answer"
-    return re.search(told, error) is not None
+    return re.search(told, error, re.MULTILINE) is not None
 
 
 def host_store() -> tuple[int, int]:
@@ -180,7 +189,11 @@ def run_all(
             for run in [run for run in running if run.poll()]:
                 running.remove(run)
                 verdicts = run.end()
-                results.append((run.fault, verdicts))
+                if run.began:
+                    results.append((run.fault, verdicts))
+                else:
+                    print(f"{run.fault}: not counted, since its ranks were too slow to meet in time")
+                    verdicts = {}
                 bad = {rank: verdict for rank, verdict in verdicts.items() if verdict != GOOD}
                 for rank, verdict in bad.items():
                     print(f"{run.fault}\n  rank {rank}: {verdict}: {_last_lines(run.text(rank))}", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -14,16 +14,21 @@ from gradwire.exchanges.links import Links
 from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.selector import Selector
 from gradwire.ops import Family, cached_on_owner
+from gradwire.torch_private import copy_all_
 
-Part = tuple[Exchange, BucketLayout, tuple[Slot, ...]]
-"""An exchange, the layout of its part of a bucket, and the part's parameters as they lie in the bucket."""
+Stretch = tuple[int, int]
+"""The first value of neighbours in a bucket, and the one behind the last."""
+
+Part = tuple[Exchange, BucketLayout, tuple[Stretch, ...]]
+"""An exchange, the layout of its part of a bucket, and the stretches of the bucket that it consists of."""
 
 
 @dataclass(frozen=True)
 class Route:
     """Average each parameter by the exchange of the first selector that fits it.
 
-    The parameters of each exchange are copied into a bucket of their own, averaged, and copied back.
+    The parameters of each exchange are copied into a bucket of their own, averaged, and copied back. If they
+    lie together, they are averaged where they are.
     """
 
     routes: tuple[tuple[Selector, Exchange], ...]
@@ -57,23 +62,20 @@ class Route:
         return _split(layout, self)
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
-        parts = self.split(context.layout)
-        for number, (exchange, layout, places) in enumerate(parts):
-            inner = replace(context, layout=layout)
-            if len(parts) == 1:
-                yield from exchange.rounds(flat, inner)
-                return
+        for number, (exchange, layout, stretches) in enumerate(self.split(context.layout)):
+            inner, num_shards = replace(context, layout=layout), layout.num_shards
+            if len(stretches) == 1 and (num_shards == 1 or layout.numel == flat.numel()):
+                ((begin, end),) = stretches
+                yield from exchange.rounds(flat[begin:end], inner)
+                continue
             size = layout.numel * flat.element_size()
             part = context.scratch.bytes(f"route{number}", size, flat.device).view(flat.dtype)
-            pairs = [
-                (_columns(flat, place, layout.num_shards), _columns(part, slot, layout.num_shards))
-                for place, slot in zip(places, layout.slots, strict=True)
-            ]
-            for whole, own in pairs:
-                own.copy_(whole)
+            rows = flat.view(num_shards, -1)
+            there = [rows[:, begin // num_shards : end // num_shards] for begin, end in stretches]
+            here = list(part.view(num_shards, -1).split([each.shape[1] for each in there], dim=1))
+            copy_all_(here, there)
             yield from exchange.rounds(part, inner)
-            for whole, own in pairs:
-                whole.copy_(own)
+            copy_all_(there, here)
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         # A bucket waits as a whole. So if one part can share messages, the bytes of all parts count.
@@ -109,11 +111,18 @@ def _split(layout: BucketLayout, route: Route) -> tuple[Part, ...]:
             # Each part has its own index, since seeds of stochastic rounding must differ between parts.
             index = layout.index * len(route.routes) + number
             part = BucketLayout.packed(index, layout.dtype, own, layout.num_shards)
-            parts.append((exchange, part, own))
+            parts.append((exchange, part, tuple(_stretches(own))))
     return tuple(parts)
 
 
-def _columns(flat: Tensor, slot: Slot, num_shards: int) -> Tensor:
-    """Return the values of a parameter, a row for each shard."""
-    start, end = slot.offset // num_shards, (slot.offset + slot.numel) // num_shards
-    return flat.view(num_shards, -1)[:, start:end]
+def _stretches(slots: Iterable[Slot]) -> Iterator[Stretch]:
+    """Yield the stretches of a bucket that these parameters fill."""
+    begin = end = 0
+    for slot in slots:
+        if slot.offset != end:
+            if end > begin:
+                yield begin, end
+            begin = slot.offset
+        end = slot.offset + slot.numel
+    if end > begin:
+        yield begin, end

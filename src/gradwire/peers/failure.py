@@ -7,14 +7,14 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
 from gradwire.errors import PeerError, Place, WireError
 from gradwire.peers import last_words
 from gradwire.peers.failure_store import FailureStore, RankStatus
-from gradwire.peers.gloo import close_connections
+from gradwire.peers.gloo import TIMED_OUT, close_connections
 from gradwire.peers.groups import PeerUnreachable
 
 # A rank posts its text before it closes its connections, so ranks that see them closed find the text at
@@ -24,8 +24,6 @@ _PATIENCE_S = 0.5
 _ROLL_CALL_S = 1.0
 # Longer than the others need to look for the text; a rank that was killed never knows.
 _KNOWN_S = 2.0
-# In the errors of Gloo and the store for a timeout; those for a closed connection do not have it.
-_TIMED_OUT = re.compile("timed ?out", re.IGNORECASE)
 # In the errors of Gloo, of torch's sockets and of the store when another rank cannot be reached.
 _UNREACHABLE = re.compile(
     r"gloo|Connection (closed|reset|refused)|Broken pipe|Failed to recv|timed ?out",
@@ -96,7 +94,7 @@ class Failure:
 
         Posts this rank's status before it calls ``close``: closing makes the other ranks look for it.
         """
-        peer, timed_out = unreachable.peer, _TIMED_OUT.search(str(unreachable)) is not None
+        peer, timed_out = unreachable.peer, TIMED_OUT.search(str(unreachable)) is not None
         if self.store is not None:
             status = RankStatus(place.step, place.bucket, waits_for=peer, timed_out=timed_out)
             self.store.post_status(status)
@@ -127,12 +125,16 @@ class Failure:
         store = self.store
         if store is None:
             return ""
-        asked = list(range(store.size)) if peer is None else [peer]
-        statuses, silent = _follow_waits(store, list(asked))
+        everyone = range(store.size)
+        asked = everyone if peer is None else [peer]
+        statuses, silent = _follow_waits(store, asked)
+        if not silent and not timed_out:  # the peer, which is there, has closed since another one is gone
+            asked = everyone
+            statuses, silent = _follow_waits(store, asked)
         deadline = time.monotonic() + _ROLL_CALL_S
         while len(silent) > 1 and store.is_reachable and time.monotonic() < deadline:
             time.sleep(0.02)
-            statuses, silent = _follow_waits(store, list(asked))
+            statuses, silent = _follow_waits(store, asked)
         if not store.is_reachable:
             return (
                 "The group's store does not answer, so the other ranks cannot be asked. It lives with rank "
@@ -169,13 +171,13 @@ def is_unreachable(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _UNREACHABLE.search(str(error)) is not None
 
 
-def _follow_waits(store: FailureStore, ranks: list[int]) -> tuple[dict[int, RankStatus], list[int]]:
-    """Return the statuses of ``ranks`` and of those they wait for, and the ranks that posted none.
+def _follow_waits(store: FailureStore, asked: Iterable[int]) -> tuple[dict[int, RankStatus], list[int]]:
+    """Return the statuses of ranks and of those they wait for, and the ranks that posted none.
 
     Following who waits for whom leads to a rank that has posted nothing: the others wait for it.
     """
     statuses: dict[int, RankStatus] = {}
-    silent = []
+    silent, ranks = [], list(asked)
     for rank in ranks:  # grows while it is read
         status = store.status(rank)
         if status is None:

@@ -32,6 +32,8 @@ from gradwire.torch_private import (
 _CLOSING_TAG = 0
 _WATCHING_TAG = 1
 _NUM_ROUNDS = 1 << 15
+# In the errors of Gloo and the store for a timeout; those for a closed connection do not have it.
+TIMED_OUT = re.compile("timed ?out", re.IGNORECASE)
 
 
 def open_gloo(group: dist.ProcessGroup, prefix: str, *, late: bool = False) -> GlooGroup:
@@ -153,10 +155,8 @@ class GlooGroup:
     def close(self) -> None:
         with self._closing:
             connections, self._connections, self._is_closed = self._connections, (), True
-        if self.size == 1:
-            return
         for connection in connections:
-            _close(connection, (self.rank + 1) % self.size)
+            _close(connection, self.rank, self.size)
 
 
 class _GlooMessages:
@@ -216,15 +216,26 @@ def close_connections(group: dist.ProcessGroup) -> None:
     """Close the Gloo connections of a user's group for good, so that whoever waits in it is freed."""
     for device in device_types(group):
         backend = backend_of(group, device)
-        if isinstance(backend, ProcessGroupGloo) and group.size() > 1:
-            _close(backend, (group.rank() + 1) % group.size())
+        if isinstance(backend, ProcessGroupGloo):
+            _close(backend, group.rank(), group.size())
 
 
-def _close(connection: Any, peer: int) -> None:
+def _close(connection: Any, rank: int, size: int) -> None:
     """Close every connection of a Gloo process group, and of this group only."""
     # Neither abort() nor shutdown() frees a thread that waits in the group. A receive that times out does.
-    with contextlib.suppress(RuntimeError):
+    # One from a rank that is gone fails at once, and leaves the connections to the others open.
+    for peer in (*range(rank + 1, size), *range(rank)):
+        if _times_out(connection, peer):
+            return
+
+
+def _times_out(connection: Any, peer: int) -> bool:
+    """Wait a millisecond for a message that never comes; return False if ``peer`` is gone."""
+    try:
         connection.recv([torch.zeros(1)], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError as error:
+        return TIMED_OUT.search(str(error)) is not None
+    return False
 
 
 @contextlib.contextmanager

@@ -68,6 +68,5 @@ def _explain(error: BaseException) -> None:
 
     if isinstance(error, WireError) or not is_unreachable(error):
         return
-    found = [failure for failure in list(_failures) if failure.error is None]
-    for failure in found[:1]:  # they all know the same ranks
-        print(f"gradwire: {failure.describe_loss()}", file=sys.stderr, flush=True)
+    for failure in list(_failures)[:1]:  # they all know the same ranks
+        print(f"gradwire: {failure.error or failure.describe_loss()}", file=sys.stderr, flush=True)
