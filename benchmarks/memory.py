@@ -26,7 +26,7 @@ from gradwire.testing import run_ranks
 from gradwire.torch_private import tree_map_only
 from steps import CPU, GPU, print_table
 
-# DDP rebuilds its buckets after the first step, and buckets are regrouped in the second.
+# In the first two steps, all parameters are in one bucket.
 NUM_STEPS = 5
 DEFAULT_ROWS = ["fp32", "bf16", "int8", "int4", "int4:residual=bf16", "int2", "sign", "powersgd", "acp"]
 

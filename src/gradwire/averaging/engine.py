@@ -152,7 +152,8 @@ class Engine:
             self._start_collective(self._follow_loss_scale, job.place, job.flat.device)
         work = None if self._layout_check is None else self._layout_check.work_for(job.layout, self.recipe)
         if work is not None:
-            self._start_collective(work, job.place, job.flat.device)
+            # DDP's first bucket holds all parameters: the next ones need less memory.
+            self._start_collective(work, job.place, job.flat.device, frees_scratch=True)
 
     def _submit(self, batch: list[Job]) -> None:
         """Submit jobs that share messages; the statistics count the messages for the last job."""
@@ -171,9 +172,11 @@ class Engine:
     def _is_measured(self, job: Job) -> bool:
         return self._meter is not None and self._meter.is_due(job.place.step) and not job.flat.is_sparse
 
-    def _start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Future[Tensor]:
+    def _start_collective(
+        self, work: CollectiveWork, place: Place, device: torch.device, *, frees_scratch: bool = False
+    ) -> Future[Tensor]:
         assert self._lane is not None
-        task = collective_task(work, place, device)
+        task = collective_task(work, place, device, frees_scratch=frees_scratch)
         self._lane.submit(task)
         return task.promises[0].future
 
