@@ -2,14 +2,15 @@
 
     python benchmarks/sharded.py scatter                     a reduce-scatter alone, two ranks
     python benchmarks/sharded.py scatter --link 1gbit        each rank behind a link (root, iproute2)
-    python benchmarks/sharded.py scatter --device cuda       two NCCL ranks, which may share one GPU
+    python benchmarks/sharded.py scatter --device cuda --dtype bf16    two NCCL ranks, which may share one GPU
     python benchmarks/sharded.py step --link 100mbit         a step of FSDP2 on two hosts
+    python benchmarks/sharded.py step --weights int8         the same, with parameters gathered by int8 too
     python benchmarks/sharded.py hsdp --link 100mbit         a step of HSDP, two hosts of two ranks each
 
 Rows are measured in the same processes, in turns whose order changes from round to round. A ratio is the
 median of the ratios within each round. A step is zero_grad, forward and backward; times are those of the
-slowest rank. Memory is the most that a rank has used beyond what it had before the row: of its resident set,
-or of CUDA's allocator.
+slowest rank. In noop gradients are not averaged, so no recipe is faster. Memory is the most that a rank has
+used beyond what it had before the row: of its resident set, or of CUDA's allocator.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,7 +39,7 @@ BASE = "torch"
 RECIPES = {
     "scatter": ["fp32", "bf16", "int8", "int4"],
     "step": ["fp32", "bf16", "int8", "int4"],
-    "hsdp": ["fp32", "int8", "int4", "sign", "powersgd", "powersgd:rank=4"],
+    "hsdp": ["fp32", "int8", "int4", "sign", "powersgd", "powersgd:rank=4", "noop"],
 }
 NUM_RANKS = {"scatter": 2, "step": 2, "hsdp": 4}
 CPU, GPU = Workload(), Workload(width=1024, num_layers=8, batch=8, sequence=128)
@@ -99,10 +101,12 @@ def resident_bytes(field: str) -> float:
     return 1024.0 * int(line.split()[1])
 
 
-def time_scatter(rank: int, names: list[str], rounds: int, device: str, numel: int) -> dict[str, Row]:
-    """Time a reduce-scatter alone: fp32 values on CPU, bf16 ones on CUDA."""
+def time_scatter(
+    rank: int, names: list[str], rounds: int, device: str, dtype: torch.dtype, numel: int
+) -> dict[str, Row]:
+    """Time a reduce-scatter alone."""
     group = prepare(rank, device)
-    flat = torch.randn(numel, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    flat = torch.randn(numel, device=device, dtype=dtype)
     shard = flat.new_empty(numel // group.size())
 
     def by_torch() -> None:
@@ -118,10 +122,17 @@ def time_scatter(rank: int, names: list[str], rounds: int, device: str, numel: i
     return measure(ways, rounds, device)
 
 
-def time_steps(rank: int, names: list[str], rounds: int, device: str, is_hsdp: bool) -> dict[str, Row]:
+def time_steps(
+    rank: int,
+    names: list[str],
+    rounds: int,
+    device: str,
+    is_hsdp: bool,
+    weights: str | None,
+    workload: Workload,
+) -> dict[str, Row]:
     """Time steps of FSDP2 with parameters gathered twice and once, or of HSDP."""
     group = prepare(rank, device)
-    workload = CPU if device == "cpu" else GPU
     built = workload.build().to(torch.device(device))
     if is_hsdp:
         mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -136,27 +147,30 @@ def time_steps(rank: int, names: list[str], rounds: int, device: str, is_hsdp: b
         return run
 
     ways = {}
+    rows: list[tuple[str, str | None]] = [(name, None) for name in (BASE, *names)]
+    rows += [(name, weights) for name in names if weights is not None]
     for reshards in (True,) if is_hsdp else (True, False):
-        for name in (BASE, *names):
+        for name, encoding in rows:
             torch.manual_seed(0)
             model: nn.Module = workload.model().to(device)
             for block in model.children():
                 fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
             fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
             if name != BASE:
-                gradwire.attach(model, name)
-            ways[name if is_hsdp or reshards else f"{name}, gathered once"] = step(model)
+                gradwire.attach(model, name, weights=encoding)
+            label = name if encoding is None else f"{name}, weights {encoding}"
+            ways[label if is_hsdp or reshards else f"{label}, gathered once"] = step(model)
     ways["no exchange"] = step(workload.model().to(device))
     return measure(ways, rounds, device)
 
 
 def report(what: str, rows: dict[str, Row]) -> None:
-    print(f"\n{what:28} {'median':>8} {'min':>8} {'max':>8}   over torch's   torch's over it   MB at most")
+    print(f"\n{what:36} {'median':>8} {'min':>8} {'max':>8}   over torch's   torch's over it   MB at most")
     for name, (ms, memory) in rows.items():
         base = rows[f"{BASE}, gathered once" if name.endswith("once") else BASE][0]
         ratio = statistics.median(a / b for a, b in zip(ms, base, strict=True))
         times = f"{statistics.median(ms):8.1f} {min(ms):8.1f} {max(ms):8.1f}"
-        print(f"{name:28} {times} {ratio:14.3f} {1 / ratio:17.2f} {memory:12.1f}")
+        print(f"{name:36} {times} {ratio:14.3f} {1 / ratio:17.2f} {memory:12.1f}")
 
 
 def main() -> None:
@@ -168,7 +182,14 @@ def main() -> None:
     parser.add_argument("--link", help="rate of each host's link, such as 1gbit; by default no limit")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rows", nargs="+", help="recipes")
-    parser.add_argument("--mb", type=float, default=64.0, help="size of what is scattered, in fp32 on CPU")
+    parser.add_argument("--mb", type=float, default=64.0, help="size of what is scattered")
+    parser.add_argument(
+        "--dtype", choices=["fp32", "bf16"], default="fp32", help="dtype of what is scattered"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=CPU.batch, help="sequences of 64 tokens per rank, on CPU"
+    )
+    parser.add_argument("--weights", help="an encoding: rows with encoded gathers of parameters too")
     options = parser.parse_args()
     names = options.rows or RECIPES[options.what]
     num_ranks, limit = NUM_RANKS[options.what], timedelta(minutes=20).total_seconds()
@@ -177,15 +198,15 @@ def main() -> None:
     print(f"{where}; {num_ranks} ranks, {link}; torch {torch.__version__}")
     with Lab(2, options.link) if options.link else contextlib.nullcontext() as lab:
         if options.what == "scatter":
-            itemsize = 2 if options.device == "cuda" else 4
-            numel = int(options.mb * 1e6) // itemsize // num_ranks * num_ranks
-            args = names, options.rounds, options.device, numel
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+            numel = int(options.mb * 1e6) // dtype.itemsize // num_ranks * num_ranks
+            args = names, options.rounds, options.device, dtype, numel
             rows = run_ranks(time_scatter, num_ranks, limit, args=args, lab=lab)[0]
-            report(f"{options.mb:g} MB, ms", rows)
+            report(f"{options.mb:g} MB of {options.dtype}, ms", rows)
         else:
-            args = names, options.rounds, options.device, options.what == "hsdp"
-            rows = run_ranks(time_steps, num_ranks, limit, args=args, lab=lab)[0]
-            workload = CPU if options.device == "cpu" else GPU
+            workload = replace(CPU, batch=options.batch) if options.device == "cpu" else GPU
+            more = names, options.rounds, options.device, options.what == "hsdp", options.weights, workload
+            rows = run_ranks(time_steps, num_ranks, limit, args=more, lab=lab)[0]
             report("a step, ms", rows)
             print(f"{workload}; parameters are {4 * workload.num_parameters / 1e6:.1f} MB")
 

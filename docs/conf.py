@@ -33,6 +33,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_use_rtype = False
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # gradwire.adapters imports them
 
 
 def list_other_pages(app: Any, name: str, source: list[str]) -> None:

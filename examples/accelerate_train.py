@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -18,13 +18,17 @@ def main() -> None:
     """Train, and save the weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", help="average gradients by this recipe of gradwire")
+    parser.add_argument("--shard", action="store_true", help="shard the model by FSDP2, on GPUs")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("runs/accelerate"))
     parser.add_argument("--resume", help="a checkpoint to resume from")
     options = parser.parse_args()
 
     set_seed(0)
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if options.shard else None,
+    )
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     loader = DataLoader(torch.randn(128, 16), batch_size=8)
@@ -46,8 +50,9 @@ def main() -> None:
             step += 1
             accelerator.print("step", step, flush=True)
         accelerator.save_state(options.folder / f"epoch={epoch}")
+    weights = accelerator.get_state_dict(net)
     if accelerator.is_main_process:
-        torch.save(accelerator.unwrap_model(net).state_dict(), options.folder / "weights.pt")
+        torch.save(weights, options.folder / "weights.pt")
         print("trained", step, "steps in all")
     accelerator.end_training()
 

@@ -26,6 +26,7 @@ def main() -> None:
     """Train, and save the weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", help="average gradients by this recipe of gradwire")
+    parser.add_argument("--shard", action="store_true", help="shard the model by FSDP2, on GPUs")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("runs/transformers"))
     parser.add_argument("--resume", help="a checkpoint to resume from")
@@ -43,6 +44,7 @@ def main() -> None:
             per_device_train_batch_size=8,
             save_strategy="epoch",
             ddp_find_unused_parameters=False,
+            fsdp=True if options.shard else None,
             report_to=[],
             disable_tqdm=True,
         ),
@@ -54,8 +56,9 @@ def main() -> None:
 
         attach(trainer, options.recipe)
     trainer.train(resume_from_checkpoint=options.resume)
+    weights = trainer.accelerator.get_state_dict(trainer.model)
     if trainer.is_world_process_zero():
-        torch.save(trainer.model.state_dict(), options.folder / "weights.pt")
+        torch.save(weights, options.folder / "weights.pt")
         print("trained", trainer.state.global_step, "steps in all")
     if dist.is_initialized():
         dist.destroy_process_group()

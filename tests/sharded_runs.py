@@ -6,6 +6,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import gradwire
+
 VOCABULARY, WIDTH, LENGTH = 50, 16, 6
 
 
@@ -51,6 +53,16 @@ def shard(model, mesh=None, **options):
 
 def mesh_of(*sizes, names=("replicate", "shard")):
     return init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])
+
+
+def attached(spec, native, options=None, grid=(2, 2), **more):
+    """Return a model with replicas of shards, sharded in one of two ways, and its wire."""
+    mesh = mesh_of(*grid)
+    if native:
+        model = shard(make(), mesh, **(options or {}))
+        return model, gradwire.attach(model, spec, **more)
+    model = shard(make(), mesh["shard"], **(options or {}))
+    return model, gradwire.attach(model, spec, replicas=mesh["replicate"], **more)
 
 
 def batch(rank, step):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradwire
 from tests.sharded_runs import (
+    attached,
     batch,
     exact_gradients,
     full_gradients,
@@ -18,7 +18,6 @@ from tests.sharded_runs import (
     require_near,
     same_bits,
     shard,
-    train,
     world,
 )
 
@@ -38,19 +37,9 @@ FIRST = ("powersgd:rank=2",)
 SPECS = [spec if spec in FIRST else pytest.param(spec, marks=pytest.mark.full) for spec in TOLERANCES]
 
 
-def attached(spec, native, options=None, **more):
-    """Return a model with two replicas of two shards, sharded in one of two ways, and its wire."""
-    mesh = mesh_of(2, 2)
-    if native:
-        model = shard(make(), mesh, **(options or {}))
-        return model, gradwire.attach(model, spec, **more)
-    model = shard(make(), mesh["shard"], **(options or {}))
-    return model, gradwire.attach(model, spec, replicas=mesh["replicate"], **more)
-
-
-def residuals_of(wire, rank):
+def residuals_of(wire):
     """Return what this rank holds back, by parameter."""
-    states = wire.state_dict()["memory"].get(f"rank{rank}", {})
+    (states,) = wire.state_dict()["memory"].values()
     kept = [own for key, own in states.items() if key.startswith("residual")]
     return {name: tensor.float() for own in kept for name, tensor in own.items()}
 
@@ -74,7 +63,7 @@ def check_recipe(rank, spec, tolerance, native, options):
         dist.all_gather_object(everyone, {name: p.grad.to_local() for name, p in model.named_parameters()})
         assert same_bits(everyone[0], everyone[2]), "replicas differ"
         assert same_bits(everyone[1], everyone[3]), "replicas differ"
-    held = residuals_of(wire, rank)
+    held = residuals_of(wire)
     parameters = dict(model.named_parameters())
     for name, left in sorted(held.items()):
         # Conservation, shard by shard: gradients are what was sent and what both replicas hold back.
@@ -163,59 +152,6 @@ def check_divisor(rank):
 
 def test_a_divisor_divides_the_sum_over_all_ranks(four_ranks):
     four_ranks.run(check_divisor)
-
-
-def check_resume(rank, path):
-    """A run that was stopped and loaded from a checkpoint has the bits of one that was not."""
-    model, wire = attached("powersgd:rank=2", False)
-    train(model, range(3), rank)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    dcp.save({"wire": wire.state_dict()}, checkpoint_id=path)
-    want = train(model, range(3, 6), rank)
-    wire.detach()
-    model, wire = attached("powersgd:rank=2", True)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.to_local().copy_(weights[name].to_local())
-    saved = {"wire": wire.checkpoint_template(dcp.FileSystemReader(path).read_metadata())}
-    dcp.load(saved, checkpoint_id=path)
-    wire.load_state_dict(saved["wire"])
-    assert same_bits(train(model, range(3, 6), rank), want)
-    wire.detach()
-
-
-def test_a_resumed_run_has_the_same_bits(four_ranks, tmp_path):
-    four_ranks.run(check_resume, str(tmp_path / "checkpoint"))
-
-
-def check_elastic(rank):
-    """Another number of replicas holds back as much as before, shard by shard."""
-    model, wire = attached("int4", False)
-    train(model, range(2), rank)
-    merged = wire.state_dict(gather=True)
-    before = [
-        sum(merged["memory"][f"rank{each}"]["residual:float32"]["head.weight"] for each in ranks) / 2
-        for ranks in ((0, 2), (1, 3))
-    ]
-    wire.detach()
-    mesh = mesh_of(1, 4)  # one replica of four shards: other shards
-    other = shard(make(), mesh["shard"])
-    wire = gradwire.attach(other, "int4", replicas=mesh["replicate"])
-    with pytest.raises(ValueError, match="has shape|with shape"):
-        wire.load_state_dict(merged)
-    wire.detach()
-    pair = mesh_of(2, 2)
-    single = shard(make(), pair["shard"])
-    alone = [dist.new_group([each]) for each in range(4)][rank]
-    wire = gradwire.attach(single, "int4", replicas=alone)
-    wire.load_state_dict(merged)
-    held = wire._attachment.state.memory.named()["residual"]["head.weight"]
-    assert torch.allclose(held, before[rank % 2])
-    wire.detach()
-
-
-def test_a_state_is_spread_over_another_number_of_replicas(four_ranks):
-    four_ranks.run(check_elastic)
 
 
 def check_failure(rank):

@@ -50,7 +50,12 @@ def resolve(name):
 
 
 def _is_adapter(name):
-    return name.startswith("gradwire.adapters.") and importlib.util.find_spec(name) is not None
+    """True if this is an adapter, or a class or function in one; their frameworks may be missing here."""
+    found = re.fullmatch(r"(gradwire\.adapters\.\w+)(?:\.(\w+))?", name)
+    spec = importlib.util.find_spec(found[1]) if found else None
+    if spec is None or found[2] is None:
+        return spec is not None
+    return bool(re.search(rf"^(class|def) {found[2]}\b", Path(spec.origin).read_text(), re.MULTILINE))
 
 
 @each_page

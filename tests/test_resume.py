@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.averaging import checkpoint
+from gradwire.averaging import Grid, checkpoint
 from gradwire.averaging.regroup import Timeline
 from gradwire.testing import run_ranks
 from tests.rows import ROWS
@@ -200,7 +200,8 @@ def test_states_of_one_run_merge_in_whatever_order_their_buckets_were_first_exch
     parameters = {"first": torch.zeros(2), "second": torch.zeros(3)}
     orders = parameters, dict(reversed(parameters.items()))
     states = [
-        checkpoint.write("int4", 1, [], {"residual:float32": own}, rank, 2) for rank, own in enumerate(orders)
+        checkpoint.write("int4", 1, [], {"residual:float32": own}, rank, Grid(2))
+        for rank, own in enumerate(orders)
     ]
     assert gradwire.merge_state_dicts(states)["memory"].keys() == {"rank0", "rank1"}
 

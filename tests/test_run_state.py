@@ -142,7 +142,7 @@ def is_same(folder, one, other):
 def test_a_resumed_script_ends_with_the_same_bits(runs):
     folder, texts = runs
     assert is_same(folder, "whole.pt", "resumed.pt")
-    assert "resumed at step 4 with the state in states" in texts["resumed"]
+    assert f"resumed at step 4 with the state in {folder / 'states'}" in texts["resumed"]
     assert "resumed" not in texts["whole"]
 
 
@@ -167,5 +167,5 @@ def test_without_its_state_it_differs_and_the_summary_says_so(runs):
     (folder / "checkpoint.pt").unlink()
     text = run(folder, "--state", "states", "--state-every", "4", steps=7, save_at=6, result="other.pt")
     assert "states holds states of step(s) 2, 4, 6, 7, but for the weights of this model not one" in text
-    assert "saved a checkpoint after step 6, for which there is no state in states" in text
+    assert f"saved a checkpoint after step 6, for which there is no state in {folder / 'states'}" in text
     assert "Use --state-every 2" in text

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -92,6 +93,26 @@ def test_the_readmes_example_trains_on_two_ranks(installed, tmp_path):
     words = ("--standalone", "--nproc-per-node", "2", "train.py")
     shown = run(installed / "torchrun", *words, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert shown.count("WireStats(num_steps=10, bytes_sent=") == 2
+
+
+def test_the_quick_start_works_word_for_word(installed, tmp_path):
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    script, line = (text for language, text in blocks if language == "python")
+    (tmp_path / "train.py").write_text(script)
+    commands = [line for language, text in blocks if not language for line in text.splitlines()]
+    assert len(commands) == 4
+    for command in commands:
+        program, *words = shlex.split(command, comments=True)
+        shown = run(installed / program, *words, cwd=tmp_path, OMP_NUM_THREADS="1")
+        assert program != "gradwire" or words[0] == "run" or "communication" in shown.lower()
+    plain = "model = torch.nn.parallel.DistributedDataParallel(net)\n"
+    assert plain in script
+    (tmp_path / "train.py").write_text(script.replace(plain, line) + "print(wire.stats())\n")
+    shown = run(
+        installed / "torchrun", "--nproc-per-node", "2", "train.py", cwd=tmp_path, OMP_NUM_THREADS="1"
+    )
+    assert shown.count("WireStats(num_steps=50, bytes_sent=") == 2
 
 
 def test_headroom_reaches_a_verdict(installed, tmp_path):

@@ -7,13 +7,20 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 
-if "RANK" in os.environ:
-    # What torchrun also sets: Accelerate asks for it.
+
+def set_torchrun_variables():
+    """Set what torchrun sets besides the ranks' own variables: Accelerate asks for it."""
     os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+
+if "RANK" in os.environ:
+    set_torchrun_variables()
 
 NUM_STEPS = 4
 """Steps in an epoch."""
@@ -46,14 +53,17 @@ def make_optimizer(net):
 
 
 def flat(net):
-    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()]).clone()
+    """Return all parameters as one tensor, whole if they are sharded."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in whole]).clone()
 
 
 def train_plainly(
     rank, epochs, recipe=RECIPE, accumulate=1, clip=None, dtype=None, bucket_mb=BUCKET_MB, scaler=None
 ):
-    """Train with DDP and `gradwire.attach` alone; return the parameters."""
-    model = DistributedDataParallel(make_net(), bucket_cap_mb=bucket_mb)
+    """Train with DDP and `gradwire.attach` alone; return the parameters. Without buckets, shard by FSDP2."""
+    net = make_net()
+    model = DistributedDataParallel(net, bucket_cap_mb=bucket_mb) if bucket_mb else fully_shard(net)
     optimizer = make_optimizer(model)
     options = {"grad_scaler": scaler} if scaler is not None else {}
     wire = gradwire.attach(model, recipe, **options)
@@ -110,6 +120,16 @@ def damages(rank, folder):
                     (folder / name).write_bytes(content)
         dist.barrier()
         yield message
+
+
+def assert_taken_over(memory, folder, rank, num_saved):
+    """Check that this rank has the mean of what the ranks of another run had held back."""
+    saved = [torch.load(folder / f"rank{r}.pt")["state"]["memory"][f"rank{r}"] for r in range(num_saved)]
+    (key,) = saved[0]
+    for name, tensor in memory[f"rank{rank}"][key].items():
+        mean = sum(each[key][name].double() for each in saved) / num_saved
+        assert torch.equal(tensor, mean.float())
+        assert tensor.any()
 
 
 def all_equal(tensor):

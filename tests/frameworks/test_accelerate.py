@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import gradwire
 from gradwire.adapters.accelerate import attach, attach_local_sgd
+from gradwire.testing import run_ranks
 from tests.frameworks.problem import (
     BATCH,
     BUCKET_MB,
@@ -19,12 +20,14 @@ from tests.frameworks.problem import (
     RECIPE,
     Heard,
     all_equal,
+    assert_taken_over,
     damages,
     flat,
     loss_of,
     make_net,
     make_optimizer,
     make_rows,
+    set_torchrun_variables,
     train_plainly,
 )
 
@@ -104,6 +107,25 @@ def job_resume(rank, folder, way):
 @pytest.mark.parametrize("way", ["before", "after", "local", "local before"])
 def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped(two_ranks, tmp_path, way):
     two_ranks.run(job_resume, tmp_path, way)
+
+
+def job_save(rank, folder):
+    set_torchrun_variables()
+    run = Run()
+    run.train(1)
+    run.accelerator.save_state(folder)
+
+
+def job_take_over(rank, folder):
+    run = Run()
+    run.accelerator.load_state(folder)
+    assert_taken_over(run.wire.state_dict()["memory"], folder / "gradwire", rank, num_saved=3)
+    assert all_equal(run.train(1))
+
+
+def test_another_number_of_ranks_takes_over_what_was_held_back(two_ranks, tmp_path):
+    run_ranks(job_save, 3, 120, args=(tmp_path,))
+    two_ranks.run(job_take_over, tmp_path)
 
 
 def job_rotation(rank, folder):
@@ -267,7 +289,7 @@ def test_with_one_process_nothing_is_attached(monkeypatch):
         wire = attach(accelerator, net, "int4")
     assert "this is the only process" in heard.text
     assert wire.metrics() == {}
-    with pytest.raises(RuntimeError, match="made no distributed model so far"):
+    with pytest.raises(RuntimeError, match="made no distributed model in this process so far"):
         wire.stats()
     with pytest.raises(ValueError, match="did you mean 'int4'"):
         attach(accelerator, net, "itn4")

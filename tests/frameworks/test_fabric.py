@@ -6,12 +6,14 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from gradwire.adapters.fabric import WireStrategy
+import gradwire
+from gradwire.adapters.fabric import LocalSGDStrategy, WireStrategy
 from tests.frameworks.problem import (
     BUCKET_MB,
     NUM_STEPS,
     RECIPE,
     Heard,
+    all_equal,
     batches_of,
     damages,
     flat,
@@ -21,12 +23,17 @@ from tests.frameworks.problem import (
     train_plainly,
 )
 
+WAYS = {
+    "wire": lambda: WireStrategy(RECIPE, bucket_cap_mb=BUCKET_MB),
+    "local": lambda: LocalSGDStrategy(period=3, recipe=RECIPE, outer=gradwire.DiLoCo()),
+}
+
 
 class Run:
     """A loop as users write it."""
 
-    def __init__(self, **options):
-        strategy = WireStrategy(RECIPE, bucket_cap_mb=BUCKET_MB)
+    def __init__(self, way="wire", **options):
+        strategy = WAYS[way]()
         self.fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, **options)
         self.fabric.launch()
         net = make_net()
@@ -62,28 +69,43 @@ def test_training_ends_with_the_bits_of_the_plain_loop(two_ranks):
     two_ranks.run(job_bits)
 
 
-def job_resume(rank, folder):
-    whole = Run().train(4)
-    first = Run()
+def job_resume(rank, folder, way):
+    whole = Run(way).train(4)
+    first = Run(way)
     first.train(2)
     path = folder / "state.ckpt"
     first.fabric.save(path, first.state)
-    resumed = Run()
+    resumed = Run(way)
     resumed.fabric.load(path, resumed.state)
     assert torch.equal(resumed.train(2), whole)
     for message in damages(rank, folder / "state.ckpt.gradwire"):
         with pytest.raises(ValueError, match=message):
-            Run().fabric.load(path, resumed.state)
+            Run(way).fabric.load(path, resumed.state)
     torch.distributed.barrier()
     if rank == 0:
         shutil.rmtree(folder / "state.ckpt.gradwire")
     torch.distributed.barrier()
-    other = Run()
+    other = Run(way)
     with Heard() as heard:
         other.fabric.load(path, other.state)
     assert ("it was made without gradwire" in heard.text) == (rank == 0)
     assert not torch.equal(other.train(2), whole)
 
 
-def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped(two_ranks, tmp_path):
-    two_ranks.run(job_resume, tmp_path)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped(two_ranks, tmp_path, way):
+    two_ranks.run(job_resume, tmp_path, way)
+
+
+def job_local(rank):
+    run = Run("local")
+    assert not all_equal(run.train(2))  # 8 steps: two periods of 3, and 2 steps more
+    run.fabric.strategy.average()
+    assert all_equal(flat(run.model))
+    assert run.fabric.strategy.wires[0].stats().num_steps == 3
+    with pytest.raises(ValueError, match="one optimizer for each module"):
+        run.fabric.setup_optimizers(make_optimizer(make_net()))
+
+
+def test_local_sgd_averages_by_period_and_at_the_end(two_ranks):
+    two_ranks.run(job_local)

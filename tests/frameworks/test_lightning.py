@@ -17,6 +17,7 @@ from tests.frameworks.problem import (
     RECIPE,
     Heard,
     all_equal,
+    assert_taken_over,
     damages,
     flat,
     train_plainly,
@@ -128,12 +129,7 @@ def job_on_one_rank(rank, folder):
     strategy = WireStrategy(RECIPE)
     trainer = make_trainer(strategy, folder, 3, devices=1, callbacks=[NoteResidual()])
     trainer.fit(Module(), make_loader(0), ckpt_path=checkpoint)
-    saved = [torch.load(f"{checkpoint}.gradwire/rank{r}.pt")["state"]["memory"][f"rank{r}"] for r in range(2)]
-    (key,) = saved[0]
-    loaded = trainer.callbacks[-1].memory["rank0"][key]
-    for name, tensor in loaded.items():
-        assert torch.equal(tensor, ((saved[0][key][name].double() + saved[1][key][name]) / 2).float())
-        assert tensor.any()
+    assert_taken_over(trainer.callbacks[-1].memory, Path(f"{checkpoint}.gradwire"), rank, num_saved=2)
     assert strategy.wire.stats().num_steps == NUM_STEPS
 
 

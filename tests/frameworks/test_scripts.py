@@ -110,21 +110,81 @@ def test_headroom_refuses_ray_at_once(tmp_path):
 
 
 NOTEBOOK = """
+import sys
 import torch
 from accelerate import Accelerator, notebook_launcher
 
-def train():
+def train(recipe=None):
+    print("a rank trains")
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(torch.nn.Linear(40, 5))
+    net = torch.nn.Linear(40, 5)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    if recipe is not None:
+        from gradwire.adapters.accelerate import attach
+        wire = attach(accelerator, model, recipe)
     for _ in range(3):
         accelerator.backward(model(torch.ones(2, 40)).square().mean())
+        optimizer.step()
+    if recipe is not None:
+        accelerator.print(f"gradwire {recipe}: {wire.stats().num_steps} steps")
 
 if __name__ == "__main__":
-    notebook_launcher(train, num_processes=2)
+    notebook_launcher(train, sys.argv[1:], num_processes=2)
 """
 
 
-def test_ranks_of_the_notebook_launcher_are_attached_to(tmp_path):
+@pytest.mark.parametrize("command", [[*RUN, "--", "train.py"], ["train.py", RECIPE]], ids=["run", "adapter"])
+def test_ranks_of_the_notebook_launcher_are_attached_to(tmp_path, command):
     (tmp_path / "train.py").write_text(NOTEBOOK)
-    said = run_well([*RUN, "--", "train.py"], tmp_path)
+    said = run_well(command, tmp_path)
+    assert said.count(f"gradwire {RECIPE}: 3 steps") == 1, said[-4000:]
+
+
+@pytest.mark.parametrize(
+    "command", [["run", "--ranks", "2"], ["headroom", "--recipe", RECIPE]], ids=["run", "headroom"]
+)
+def test_the_notebook_launcher_in_every_rank_is_refused_at_once(tmp_path, command):
+    (tmp_path / "train.py").write_text(NOTEBOOK)
+    code, said = run(["-m", "gradwire", *command, "--", "train.py"], tmp_path)
+    assert code == 1
+    assert "the script starts processes itself" in said
+    assert "a rank trains" not in said
+
+
+LIGHTNING_NOTEBOOK = """
+import sys
+import lightning.pytorch as pl
+import torch
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(40, 5)
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def on_train_end(self):
+        if hasattr(self.trainer.strategy, "wire") and self.trainer.is_global_zero:
+            print(f"gradwire int4: {self.trainer.strategy.wire.stats().num_steps} steps", flush=True)
+
+if __name__ == "__main__":
+    strategy = "ddp_notebook"
+    if sys.argv[1] != "plain":
+        from gradwire.adapters.lightning import WireStrategy
+        strategy = WireStrategy("int4", start_method=sys.argv[1])
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=3, **options)
+    trainer.fit(Module(), torch.ones(16, 2, 40))
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [[*RUN, "--", "train.py", "plain"], ["train.py", "fork"], ["train.py", "spawn"]],
+    ids=["run", "fork", "spawn"],
+)
+def test_ranks_that_lightning_starts_from_a_notebook_are_attached_to(tmp_path, command):
+    (tmp_path / "train.py").write_text(LIGHTNING_NOTEBOOK)
+    said = run_well(command, tmp_path)
     assert said.count(f"gradwire {RECIPE}: 3 steps") == 1, said[-4000:]

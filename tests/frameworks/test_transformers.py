@@ -4,43 +4,26 @@ import shutil
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import SequentialSampler
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
 import gradwire
 from gradwire.adapters.transformers import attach, attach_local_sgd
+from gradwire.testing import run_ranks
 from tests.frameworks.problem import (
     BATCH,
     NUM_STEPS,
     RECIPE,
     Heard,
     all_equal,
+    assert_taken_over,
     damages,
     flat,
-    loss_of,
-    make_net,
     make_optimizer,
     make_rows,
+    set_torchrun_variables,
     train_plainly,
 )
-
-
-class Model(nn.Module):
-    """A model as the Trainer wants one."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = make_net()
-
-    def forward(self, rows):
-        output = self.net(rows)
-        return {"loss": loss_of(output.float()), "output": output}
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args):
-        return SequentialSampler(self.train_dataset)
+from tests.frameworks.trainer_runs import InOrder, Model
 
 
 def make_trainer(folder, epochs, way="wire", callbacks=(), **options):
@@ -109,6 +92,33 @@ def job_resume(rank, folder, way):
 @pytest.mark.parametrize("way", ["wire", "local"])
 def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped(two_ranks, tmp_path, way):
     two_ranks.run(job_resume, tmp_path, way)
+
+
+def job_save(rank, folder):
+    set_torchrun_variables()
+    train(folder, 1, save_strategy="epoch")
+
+
+class NoteMemory(TrainerCallback):
+    """Notes what a resumed run holds back before its first step."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if not hasattr(self, "memory"):
+            self.memory = self.wire.state_dict()["memory"]
+
+
+def job_take_over(rank, folder):
+    (checkpoint,) = folder.glob("checkpoint-*")
+    note = NoteMemory()
+    trainer, note.wire = make_trainer(folder, 3, callbacks=[note])
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert_taken_over(note.memory, checkpoint / "gradwire", rank, num_saved=3)
+    assert all_equal(flat(trainer.model))
+
+
+def test_another_number_of_ranks_takes_over_what_was_held_back(two_ranks, tmp_path):
+    run_ranks(job_save, 3, 120, args=(tmp_path,))
+    two_ranks.run(job_take_over, tmp_path)
 
 
 def job_rotation(rank, folder):

@@ -13,6 +13,7 @@ import gradwire
 from gradwire.testing import run_ranks
 
 # The largest error, relative to the largest gradient of any rank.
+SIZES = (1, torch.float32), (70_001, torch.float32), (70_002, torch.float32), (4096, torch.bfloat16)
 BOUNDS = {"fp32": 1e-5, "bf16": 2**-7, "int8": 0.01, "int4": 0.09, "sign": 1.0}
 
 
@@ -72,7 +73,7 @@ def job_scatter(rank):
     group = prepare(rank)
     for spec, bound in BOUNDS.items():
         with gradwire.Averager(spec, group) as averager:
-            for numel, dtype in ((1, torch.float32), (70_001, torch.float32), (4096, torch.bfloat16)):
+            for numel, dtype in SIZES:
                 draws = []
                 for each in range(2):
                     torch.manual_seed(each)
@@ -163,7 +164,63 @@ def job_host(rank):
         assert host < 0.7 * device, (host, device)
 
 
+def job_queue(rank):
+    """Every call returns while a kernel that was queued before it still runs: the host never waits."""
+    group = prepare(rank)
+    mesh = mesh_of(group, 1, 2)["shard"]
+    model = shard(build(256), mesh)
+    x = batch(rank, 0, 256)
+    flat = torch.randn(1 << 22, device="cuda")
+
+    def step():
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    def require_no_wait(what, call):
+        for _ in range(3):
+            call()  # allocates, compiles and connects
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda._sleep(3_000_000_000)  # cycles: more than a second
+        slept = torch.cuda.Event()
+        slept.record()
+        call()
+        assert not slept.query(), f"{what}: the host has waited"
+        torch.cuda.synchronize()
+
+    for spec in ("fp32", "bf16", "int8", "int4"):
+        with gradwire.Averager(spec, group) as averager:
+            require_no_wait(f"reduce_scatter by {spec}", lambda: averager.reduce_scatter(flat))
+    for spec, weights in (("int8", None), ("int4", "int8"), ("fp32", "bf16")):
+        with gradwire.attach(model, spec, weights=weights):
+            require_no_wait(f"a step with {spec}, {weights}", step)
+
+
+def job_weights(rank):
+    """All ranks compute with the same decoded weights, near those that the optimizer steps."""
+    mesh = mesh_of(prepare(rank), 1, 2)["shard"]
+    for spec, bound in (("bf16", 2**-8), ("int8", 1.01 / 254), ("int4", 1.01 / 14)):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = shard(build(), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+            masters = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+            seen = {}
+            layers = {f"{i}.{j}": model[i][j] for i in range(3) for j in (0, 2)}
+            for name, layer in layers.items():
+                layer.register_forward_hook(
+                    lambda m, *_, name=name, seen=seen: seen.update({name: m.weight.detach().clone()})
+                )
+            with gradwire.attach(model, "int8", weights=spec):
+                model(batch(rank, 0)).square().mean().backward()
+            for name, weight in seen.items():
+                master = masters[f"{name}.weight"]
+                error = float((weight.float() - master).abs().max())
+                assert error <= (bound + 2**-8) * float(master.abs().max()), (spec, dtype, name, error)
+                others = [torch.empty_like(weight.float().cpu()) for _ in range(2)]
+                dist.all_gather(others, weight.float().cpu())
+                assert torch.equal(*others), (spec, dtype, name)
+
+
 CHECKS = {
     f"sharded {job.__name__.removeprefix('job_')}": (lambda job=job: run_ranks(job, 2, timeout=180))
-    for job in (job_hsdp, job_scatter, job_host, job_fsdp)
+    for job in (job_scatter, job_queue, job_weights, job_host, job_fsdp, job_hsdp)
 }

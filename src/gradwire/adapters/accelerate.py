@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import weakref
 from typing import Any
@@ -11,17 +10,18 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwire.adapters.accelerators import is_to_average
 from gradwire.adapters.adapted_wire import AdaptedWire
 from gradwire.adapters.methods import AveragedGradients, LocalSteps, Method
 from gradwire.adapters.packages import import_framework
 from gradwire.ddp import is_ddp
+from gradwire.sharded import is_sharded
 from gradwire.torch_private import uncompiled
 
 import_framework("accelerate", "accelerate")
 
 __all__ = ["attach", "attach_local_sgd"]
 
-log = logging.getLogger("gradwire")
 _num_wires: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -78,15 +78,12 @@ def _adapt(
     wire = AdaptedWire(method)
     index = _num_wires.get(accelerator, 0)
     _num_wires[accelerator] = index + 1
-    if accelerator.num_processes == 1:
-        log.warning("this is the only process, so there is nothing to average: gradwire is not attached")
+    if not is_to_average(accelerator):
         return wire
-    uses_ddp = accelerator.distributed_type.startswith("MULTI_")
-    if uses_ddp and not is_ddp(uncompiled(model)):
-        _begin_when_prepared(wire, accelerator, model, optimizers)
-    else:
-        # Whatever the accelerator has made of the model: `gradwire.attach` refuses what it cannot serve.
+    if is_ddp(uncompiled(model)) or is_sharded(model):
         wire.begin(model, optimizers, accelerator.scaler)
+    else:
+        _begin_when_prepared(wire, accelerator, model, optimizers)
     _keep_files(wire, accelerator, "gradwire" if index == 0 else f"gradwire_{index}")
     return wire
 
@@ -95,16 +92,20 @@ def _begin_when_prepared(
     wire: AdaptedWire, accelerator: Any, model: nn.Module, optimizers: tuple[Optimizer, ...]
 ) -> None:
     """Begin as soon as the accelerator has prepared ``model``."""
-    prepare_model = accelerator.prepare_model
+    # `prepare` calls `prepare_model`, but for FSDP2: there it takes one model, with its optimizer.
+    name = "prepare" if accelerator.is_fsdp2 else "prepare_model"
+    prepare = getattr(accelerator, name)
 
-    @functools.wraps(prepare_model)
-    def prepare_and_begin(given: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        prepared = prepare_model(given, *args, **kwargs)
-        if given is model:
-            wire.begin(prepared, optimizers, accelerator.scaler)
+    @functools.wraps(prepare)
+    def prepare_and_begin(*args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        if any(each is model for each in (*args, *kwargs.values())):
+            made = [prepared] if isinstance(prepared, nn.Module) else prepared
+            (after,) = (each for each in made if isinstance(each, nn.Module))
+            wire.begin(after, optimizers, accelerator.scaler)
         return prepared
 
-    accelerator.prepare_model = prepare_and_begin
+    setattr(accelerator, name, prepare_and_begin)
 
 
 def _keep_files(wire: AdaptedWire, accelerator: Any, name: str) -> None:

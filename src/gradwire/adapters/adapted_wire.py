@@ -111,7 +111,8 @@ class AdaptedWire:
             raise AttributeError(name)
         if self._running is None:
             raise RuntimeError(
-                f"{name!r} is not there yet: the framework has made no distributed model so far. Train with "
-                "more than one process, and ask after training has begun"
+                f"{name!r} is not there yet: the framework has made no distributed model in this process so "
+                "far. Train with more than one process, and ask after training has begun, in a process that "
+                "trains: launchers for notebooks train in other processes"
             )
         return getattr(self._running.handle, name)

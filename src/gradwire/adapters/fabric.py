@@ -1,4 +1,4 @@
-"""gradwire in Lightning's ``Fabric``: a strategy.
+"""gradwire in Lightning's ``Fabric``: strategies.
 
 Serves ``lightning.fabric``, and ``lightning_fabric`` if that was imported first.
 """
@@ -6,11 +6,14 @@ Serves ``lightning.fabric``, and ``lightning_fabric`` if that was imported first
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch.optim import Optimizer
 
 from gradwire.adapters.adapted_wire import AdaptedWire
 from gradwire.adapters.lightning_files import folder_of
-from gradwire.adapters.methods import AveragedGradients
+from gradwire.adapters.methods import AveragedGradients, LocalSteps, Method
 from gradwire.adapters.packages import import_framework
 
 _uses_mirror = "lightning_fabric" in sys.modules and "lightning.fabric" not in sys.modules
@@ -18,10 +21,45 @@ _DDPStrategy: Any = import_framework(
     "lightning_fabric.strategies" if _uses_mirror else "lightning.fabric.strategies", "lightning"
 ).DDPStrategy
 
-__all__ = ["WireStrategy"]
+__all__ = ["LocalSGDStrategy", "WireStrategy"]
 
 
-class WireStrategy(_DDPStrategy):
+class _AdaptedStrategy(_DDPStrategy):
+    """Fabric's ``DDPStrategy`` with a method of gradwire's on the modules that are set up."""
+
+    def __init__(self, method: Method, ddp_options: Mapping[str, Any]) -> None:
+        super().__init__(**ddp_options)
+        self._method = method
+        self._path: Any = None
+        self.wires: list[AdaptedWire] = []
+        """The wires of the modules that were set up, in their order."""
+
+    def save_checkpoint(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(path, state, *args, **kwargs)
+        for index, wire in enumerate(self.wires):
+            wire.save(folder_of(path, index))
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+        rest = super().load_checkpoint(path, state, *args, **kwargs)
+        if state:
+            self._path = path
+            for index, wire in enumerate(self.wires):
+                wire.load(folder_of(path, index))
+        return rest
+
+    def metrics(self) -> dict[str, float]:
+        """Return figures for a logger, each over the steps since the last call; those of the first module."""
+        return self.wires[0].metrics() if self.wires else {}
+
+    def _begin(self, model: Any, optimizers: Sequence[Optimizer] = ()) -> None:
+        wire = AdaptedWire(self._method)
+        wire.begin(model, optimizers, getattr(self.precision, "scaler", None))
+        self.wires.append(wire)
+        if self._path is not None:  # the checkpoint was loaded before the module was set up
+            wire.load(folder_of(self._path, len(self.wires) - 1))
+
+
+class WireStrategy(_AdaptedStrategy):
     """Fabric's ``DDPStrategy`` with gradients averaged by a recipe: ``Fabric(strategy=...)``.
 
     Args:
@@ -49,35 +87,69 @@ class WireStrategy(_DDPStrategy):
         telemetry: Any = None,
         **ddp_options: Any,
     ) -> None:
-        super().__init__(**ddp_options)
         options = {"on_nonfinite": on_nonfinite, "verify_every": verify_every, "telemetry": telemetry}
-        self._method = AveragedGradients(recipe, options)
-        self._path: Any = None
-        self.wires: list[AdaptedWire] = []
-        """The wires of the modules that were set up, in their order."""
+        super().__init__(AveragedGradients(recipe, options), ddp_options)
 
     def setup_module(self, module: Any) -> Any:
         model = super().setup_module(module)
-        wire = AdaptedWire(self._method)
-        wire.begin(model, grad_scaler=getattr(self.precision, "scaler", None))
-        self.wires.append(wire)
-        if self._path is not None:  # the checkpoint was loaded before the module was set up
-            wire.load(folder_of(self._path, len(self.wires) - 1))
+        self._begin(model)
         return model
 
-    def save_checkpoint(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        super().save_checkpoint(path, state, *args, **kwargs)
-        for index, wire in enumerate(self.wires):
-            wire.save(folder_of(path, index))
 
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        rest = super().load_checkpoint(path, state, *args, **kwargs)
-        if state:
-            self._path = path
-            for index, wire in enumerate(self.wires):
-                wire.load(folder_of(path, index))
-        return rest
+class LocalSGDStrategy(_AdaptedStrategy):
+    """Fabric's ``DDPStrategy`` with local SGD: ranks average parameters every few optimizer steps.
 
-    def metrics(self) -> dict[str, float]:
-        """Return figures for a logger, each over the steps since the last call; those of the first module."""
-        return self.wires[0].metrics() if self.wires else {}
+    Args:
+        period, warmup_steps, recipe, gradient_recipe, outer: options of `gradwire.LocalSGD`.
+        ddp_options: arguments of Fabric's ``DDPStrategy``.
+
+    Call ``fabric.strategy.average()`` at the end of training. Checkpoints have each rank's parameters and
+    optimizer state, in the folder of `WireStrategy`.
+
+    Example::
+
+        fabric = Fabric(devices=2, strategy=LocalSGDStrategy(period=16, outer=gradwire.DiLoCo()))
+    """
+
+    def __init__(
+        self,
+        *,
+        period: int,
+        warmup_steps: int = 0,
+        recipe: Any = None,
+        gradient_recipe: Any = None,
+        outer: Any = None,
+        **ddp_options: Any,
+    ) -> None:
+        options = {"period": period, "warmup_steps": warmup_steps, "recipe": recipe}
+        options |= {"gradient_recipe": gradient_recipe, "outer": outer}
+        super().__init__(LocalSteps(options), ddp_options)
+        self._model: Any = None
+        self._optimizers: list[Optimizer] = []
+
+    def setup_module(self, module: Any) -> Any:
+        self._model = super().setup_module(module)
+        return self._model
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Any:
+        optimizer = super().setup_optimizer(optimizer)
+        if self._model is None:
+            raise ValueError(
+                "local SGD takes one optimizer for each module: set up a module with its optimizer"
+            )
+        self._begin(self._model, (optimizer,))
+        self._optimizers.append(optimizer)
+        self._model = None
+        return optimizer
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, **kwargs)
+        for own, wire in zip(self._optimizers, self.wires, strict=True):
+            if own is optimizer:
+                wire.count_step()
+        return result
+
+    def average(self) -> None:
+        """Average the steps since the last averaging, so that all ranks end alike; collective."""
+        for wire in self.wires:
+            wire.finish()

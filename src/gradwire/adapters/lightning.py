@@ -57,7 +57,7 @@ class _AdaptedStrategy(_DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        _save(self.wire, checkpoint, filepath)
+        _save(self.wire, _resumable_step(checkpoint), filepath)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         super().remove_checkpoint(filepath)
@@ -151,7 +151,7 @@ class _LogFigures(_Callback):
 
 
 class WireCallback(_LogFigures):
-    """A recipe on the model of any strategy that trains a ``DistributedDataParallel``.
+    """A recipe on the model of any strategy that makes a ``DistributedDataParallel``, or shards by FSDP2.
 
     Args:
         recipe: a recipe or hook, as for `gradwire.attach`.
@@ -189,8 +189,9 @@ class WireCallback(_LogFigures):
 
         @functools.wraps(save)
         def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+            step = _resumable_step(checkpoint)  # first: a strategy that shards takes states out of it
             save(checkpoint, filepath, *args, **kwargs)
-            _save(self.wire, checkpoint, filepath)
+            _save(self.wire, step, filepath)
 
         @functools.wraps(remove)
         def remove_checkpoint(filepath: Any) -> None:
@@ -201,9 +202,14 @@ class WireCallback(_LogFigures):
         strategy.save_checkpoint, strategy.remove_checkpoint = save_checkpoint, remove_checkpoint
 
 
-def _save(wire: AdaptedWire, checkpoint: Mapping[str, Any], filepath: str | os.PathLike[str]) -> None:
-    if "optimizer_states" in checkpoint:  # not if only weights are saved, from which nobody resumes
-        wire.save(folder_of(filepath), checkpoint["global_step"])
+def _resumable_step(checkpoint: Mapping[str, Any]) -> int | None:
+    """Return the step of a checkpoint; None if it has only weights, from which nobody resumes."""
+    return checkpoint["global_step"] if "optimizer_states" in checkpoint else None
+
+
+def _save(wire: AdaptedWire, step: int | None, filepath: str | os.PathLike[str]) -> None:
+    if step is not None:
+        wire.save(folder_of(filepath), step)
 
 
 def _resume(wire: AdaptedWire, trainer: Any) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 from typing import Any
 
+from gradwire.adapters.accelerators import is_to_average
 from gradwire.adapters.adapted_wire import AdaptedWire
 from gradwire.adapters.methods import AveragedGradients, LocalSteps, Method
 from gradwire.adapters.packages import import_framework
@@ -93,8 +94,7 @@ class _WireCallback(_TrainerCallback):
         self._wire = wire
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer.accelerator.num_processes == 1:
-            log.warning("this is the only process, so there is nothing to average: gradwire is not attached")
+        if not is_to_average(self._trainer.accelerator):
             return
         model = self._trainer.model_wrapped
         _explain_unused_parameters(uncompiled(model), args)

@@ -9,6 +9,7 @@ from gradwire.averaging.checkpoint import merge_state_dicts
 from gradwire.averaging.coalesce import Coalescer
 from gradwire.averaging.engine import Engine, open_engine
 from gradwire.averaging.gathering import gather_states
+from gradwire.averaging.grid import Grid
 from gradwire.averaging.layout_check import LayoutCheck
 from gradwire.averaging.pending import Pending
 from gradwire.averaging.state import RunState
@@ -18,6 +19,7 @@ __all__ = [
     "Bucket",
     "Coalescer",
     "Engine",
+    "Grid",
     "Grouping",
     "LayoutCheck",
     "Pending",

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.averaging.grid import Grid
+from gradwire.averaging.redistribution import memory_of
 from gradwire.averaging.state_fields import (
     KEYS,
     OPTIONAL_KEYS,
@@ -26,7 +28,7 @@ from gradwire.averaging.state_fields import (
     require_tensors,
 )
 from gradwire.averaging.timeline import Grouping
-from gradwire.buckets import dtype_named
+from gradwire.buckets import dtype_named, shard_shape
 from gradwire.recipes import Reduction
 
 __all__ = [
@@ -67,14 +69,14 @@ def write(
     timeline: Sequence[tuple[int, Grouping]],
     memory: States,
     rank: int,
-    world_size: int,
+    grid: Grid,
     loss_scale: float | None = None,
 ) -> dict[str, Any]:
     """Return the state of one rank, in the form of the note above."""
     return {
         "version": VERSION,
         "recipe": recipe,
-        "world_size": world_size,
+        "world_size": grid.world_size,
         "step": step,
         "loss_scale": loss_scale,
         "layouts": write_layouts(timeline),
@@ -82,7 +84,7 @@ def write(
         "entries": sorted(
             [state, name, list(tensor.shape)] for state, own in memory.items() for name, tensor in own.items()
         ),
-        "memory": {f"rank{rank}": {state: dict(tensors) for state, tensors in memory.items()}},
+        "memory": {grid.name(rank): {state: dict(tensors) for state, tensors in memory.items()}},
     }
 
 
@@ -122,10 +124,10 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) -> dict[str, Any]:
+def template(metadata: Mapping[str, Any], key: str, rank: int, grid: Grid) -> dict[str, Any]:
     """Return a state of zeros for ``torch.distributed.checkpoint.load`` to fill, made from its metadata.
 
-    It has the tensors of this rank, or those of all ranks if the number of ranks has changed.
+    It has the tensors of this rank, or those of all ranks if the number of ranks or shards has changed.
     """
     lead = f"{key}.memory."
     saved = {name[len(lead) :]: entry for name, entry in metadata.items() if name.startswith(lead)}
@@ -133,11 +135,12 @@ def template(metadata: Mapping[str, Any], key: str, rank: int, world_size: int) 
         raise ValueError(
             f"this checkpoint has no wire's state under {key!r}; pass the key it was saved under"
         )
-    owners = {name.partition(".")[0] for name in saved}
+    own = grid.name(rank)
+    is_same = {name.partition(".")[0] for name in saved} == set(map(grid.name, range(grid.world_size)))
     memory: dict[str, dict[str, dict[str, Tensor]]] = {}
     for name, entry in saved.items():
         owner, state, parameter = name.split(".", 2)
-        if len(owners) != world_size or owner == f"rank{rank}":
+        if not is_same or owner == own:
             tensors = memory.setdefault(owner, {}).setdefault(state, {})
             tensors[parameter] = torch.zeros(entry.size, dtype=entry.properties.dtype)
     blank = {**dict.fromkeys(KEYS[:-1], 0), "recipe": "", "layouts": [], "entries": [], "tuning": ""}
@@ -150,13 +153,16 @@ def read(
     parameters: Mapping[str, Tensor] | None,
     required: Collection[str],
     rank: int,
-    world_size: int,
+    grid: Grid,
     reduction: Reduction,
+    shard_dims: Mapping[str, int] | None = None,
 ) -> Saved:
     """Check a state against the model and return it; ValueError says what does not fit.
 
     The state may hold any of ``parameters``, and must hold those that are ``required``. If ``parameters`` is
-    None, they are not known yet: the first step that averages them compares their shapes.
+    None, they are not known yet: the first step that averages them compares their shapes. Parameters are
+    whole, also on ranks that hold shards of them; ``shard_dims`` are the dimensions in which they are cut, by
+    default the first.
     """
     fields = check_fields(state)
     if parameters is not None:
@@ -164,17 +170,14 @@ def read(
         for dtype, names in (bucket for _, grouping in fields.layouts for bucket in grouping):
             for name in names:
                 _require_realness(dtype, name, parameters[name])
-        _require_shapes(fields.entries, parameters)
-    saved_size = fields.world_size
-    # Without entries nothing was held back on any rank.
-    wanted = range(saved_size if fields.entries else 0) if saved_size != world_size else (rank,)
-    memories = []
-    for owner in wanted:
-        _require_states(fields.memory, owner, fields.entries, saved_size, world_size)
-        memories.append(fields.memory.get(owner, {}))
-    own = memories[0] if saved_size == world_size else _redistribute(memories, world_size, reduction)
+        _require_shapes(fields, parameters, shard_dims or {})
+    elif fields.grid.num_shards > 1 and fields.entries:
+        raise ValueError("this state was saved with shards of a model: load it on a wire, with its model")
+    shapes = {name: parameter.shape for name, parameter in (parameters or {}).items()}
+    memory = memory_of(fields, rank, grid, shapes, shard_dims or {}, reduction)
+    saved_size = fields.grid.world_size
     return Saved(
-        fields.recipe, fields.step, fields.layouts, own, fields.loss_scale, saved_size, fields.tuning
+        fields.recipe, fields.step, fields.layouts, memory, fields.loss_scale, saved_size, fields.tuning
     )
 
 
@@ -196,76 +199,23 @@ def _require_names(
             raise ValueError(f"the state has no parameter {name!r}, which this model has")
 
 
-def _require_shapes(
-    expected: Mapping[tuple[str, str], tuple[int, ...]], parameters: Mapping[str, Tensor]
-) -> None:
+def _require_shapes(fields: Fields, parameters: Mapping[str, Tensor], shard_dims: Mapping[str, int]) -> None:
     """Raise ValueError for a residual of an unknown parameter, or of another shape; other states may differ.
 
     Factors of one matrix for a whole bucket belong to no parameter.
     """
-    for (key, name), shape in expected.items():
+    for (key, name), shape in fields.entries.items():
         if name not in parameters:
             if not key.startswith("residual:"):
                 continue
             raise ValueError(f"the state has a {key} of parameter {name!r}, which this model has not")
         parameter = parameters[name]
         _require_realness(key.rpartition(":")[2], name, parameter)
-        wanted = tuple(parameter.shape)
+        wanted = shard_shape(parameter.shape, shard_dims.get(name, 0), fields.grid.num_shards)
         # A complex parameter is a pair of real values in its bucket.
         fits = shape == wanted or (parameter.is_complex() and shape == (*wanted, 2))
         if key.startswith("residual:") and not fits:
             raise ValueError(
                 f"the state has a {key} of parameter {name!r} with shape {shape}, but in this model that "
-                f"parameter has shape {wanted}"
+                f"parameter{' or its shard' * (fields.grid.num_shards > 1)} has shape {wanted}"
             )
-
-
-def _require_states(
-    memory: Mapping[int, States],
-    owner: int,
-    expected: Mapping[tuple[str, str], tuple[int, ...]],
-    saved_size: int,
-    world_size: int,
-) -> None:
-    """Raise ValueError if a tensor of one saved rank is missing, unknown or of another shape."""
-    states = memory.get(owner, {})
-    if expected and not states:
-        why = (
-            f"; it was saved on {saved_size} ranks and this group has {world_size}, so the states of all of "
-            "them are needed: see gradwire.merge_state_dicts"
-            if saved_size != world_size
-            else "; each rank loads its own state. To save on one rank alone, save what "
-            "state_dict(gather=True) returns, called on every rank"
-        )
-        there_are = [f"rank{rank}" for rank in sorted(memory)]
-        raise ValueError(f"the state has no 'rank{owner}', only {there_are}{why}")
-    there = {(key, name): tensor for key, tensors in states.items() for name, tensor in tensors.items()}
-    for key, name in expected.keys() - there.keys():
-        raise ValueError(f"the state of rank {owner} has no {key} of parameter {name!r}, which was saved")
-    for key, name in there.keys() - expected.keys():
-        raise ValueError(f"the state of rank {owner} has a {key} of parameter {name!r} that was not saved")
-    for (key, name), tensor in there.items():
-        if tuple(tensor.shape) != expected[key, name]:
-            raise ValueError(
-                f"the {key} of parameter {name!r} of rank {owner} has shape {tuple(tensor.shape)}, but was "
-                f"saved with shape {expected[key, name]}"
-            )
-
-
-def _redistribute(memories: Sequence[States], world_size: int, reduction: Reduction) -> States:
-    """Return the states of each of ``world_size`` new ranks, made from those of all saved ranks.
-
-    Together, the new ranks hold back as much as the saved ranks did. A residual is in units of a rank's own
-    gradient. In a mean over W ranks it counts for 1/W, so each new rank gets the mean of the saved residuals.
-    In a sum it counts in full, so each new rank gets an equal share of their sum. Other states, such as
-    factors, are every rank's estimate of the same thing, so each new rank gets their mean.
-    """
-    spread: dict[str, dict[str, Tensor]] = {}
-    for key, tensors in memories[0].items() if memories else ():
-        is_share = reduction == "sum" and key.startswith("residual:")
-        for name, first in tensors.items():
-            wide = torch.complex128 if first.is_complex() else torch.float64
-            total = torch.stack([memory[key][name].to(wide) for memory in memories]).sum(0)
-            total /= world_size if is_share else len(memories)
-            spread.setdefault(key, {})[name] = total.to(first.dtype)
-    return spread

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradwire.averaging import checkpoint
+from gradwire.averaging.grid import Grid
 from gradwire.averaging.timeline import Timeline
 from gradwire.buckets import LossScale, Memory
 
@@ -21,7 +22,7 @@ class RunState:
     loss_scale: LossScale | None = None
     """None if the loss is not scaled."""
 
-    def save(self, recipe: str, step: int, rank: int, world_size: int) -> dict[str, Any]:
+    def save(self, recipe: str, step: int, rank: int, grid: Grid) -> dict[str, Any]:
         """Return this rank's state as tensors and numbers."""
         held = None if self.loss_scale is None else self.loss_scale.residual_scale
         return checkpoint.write(
@@ -30,7 +31,7 @@ class RunState:
             self.timeline.save(step),
             self.memory.state_dict(),
             rank,
-            world_size,
+            grid,
             None if held is None else float(held),
         )
 

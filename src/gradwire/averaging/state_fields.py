@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.averaging.grid import Grid, parse_name
 from gradwire.averaging.timeline import Grouping
 from gradwire.buckets import dtype_named
 
@@ -36,7 +36,8 @@ class Fields:
     """A state whose fields have their types and ranges; nothing is known of how it fits a model."""
 
     recipe: str
-    world_size: int
+    grid: Grid
+    """The ranks that saved it."""
     step: int
     loss_scale: float | None
     layouts: list[tuple[int, Grouping]]
@@ -61,14 +62,15 @@ def check_fields(state: object) -> Fields:
     tuning = state.get("tuning")
     if not isinstance(tuning, str | None):
         raise _wrong("tuning", "text", tuning)
+    memory, num_shards = _memory(state["memory"], world_size)
     return Fields(
         state["recipe"],
-        world_size,
+        Grid(world_size, num_shards),
         require_count("step", state["step"]),
         _loss_scale(state["loss_scale"]),
         read_layouts(state["layouts"]),
         _entries(state["entries"]),
-        _memory(state["memory"], world_size),
+        memory,
         tuning,
     )
 
@@ -131,11 +133,15 @@ def _entries(entries: object) -> dict[tuple[str, str], tuple[int, ...]]:
     return found
 
 
-def _memory(memory: object, world_size: int) -> dict[int, States]:
+def _memory(memory: object, world_size: int) -> tuple[dict[int, States], int]:
+    """Return the tensors of each rank, and the number of shards that the ranks' names tell."""
     found: dict[int, States] = {}
+    num_shards = 1
     for owner, states in _mapping("memory", memory).items():
-        rank = re.fullmatch(r"rank(0|[1-9][0-9]{0,15})", owner)
-        if rank is None or int(rank[1]) >= world_size:
+        parsed = parse_name(owner)
+        if not found and parsed is not None:
+            num_shards = parsed[1]
+        if parsed is None or parsed[0] >= world_size or parsed[1] != num_shards or world_size % num_shards:
             raise ValueError(
                 f"this state was saved on {world_size} ranks, and has the memory of {owner!r:.80}"
             )
@@ -146,8 +152,8 @@ def _memory(memory: object, world_size: int) -> dict[int, States]:
                     raise ValueError(
                         f"the {key} of parameter {name!r:.80} of {owner} is a tensor of {tensor.dtype}"
                     )
-        found[int(rank[1])] = states
-    return found
+        found[parsed[0]] = states
+    return found, num_shards
 
 
 def _require_state_key(field: str, key: object) -> torch.dtype:

@@ -21,6 +21,17 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
+def shard_shape(shape: Sequence[int], dim: int, num_shards: int) -> tuple[int, ...]:
+    """Return the shape of every shard of a parameter: the last ones end with padding.
+
+    >>> shard_shape((17, 3), 0, 4), shard_shape((17, 3), 0, 1)
+    ((5, 3), (17, 3))
+    """
+    if num_shards == 1:
+        return tuple(shape)
+    return (*shape[:dim], -(-shape[dim] // num_shards), *shape[dim + 1 :])
+
+
 @dataclass(frozen=True)
 class Slot:
     """One parameter's place in a bucket."""
@@ -66,6 +77,14 @@ class BucketLayout:
             moved.append(replace(slot, offset=offset))
             offset += slot.numel
         return cls(index, dtype, tuple(moved), num_shards)
+
+    def shard(self) -> BucketLayout:
+        """Return the layout of one part of every parameter."""
+        slots = (
+            replace(slot, shape=torch.Size([slot.shape[0] // self.num_shards, *slot.shape[1:]]))
+            for slot in self.slots
+        )
+        return BucketLayout.packed(self.index, self.dtype, self.slots if self.num_shards == 1 else slots)
 
     @property
     def numel(self) -> int:

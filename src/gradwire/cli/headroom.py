@@ -42,12 +42,14 @@ def headroom(options: HeadroomOptions) -> None:
     the table, and ends after --steps steps. It writes its checkpoints and logs
     in every run.
 
-    Examples: a built-in model, your own model, your own script, on slow links,
+    Examples: a built-in model, your own model, one that is sharded, your own script, on slow links,
     on a cluster:
 
         gradwire headroom --html headroom.html
 
         gradwire headroom --model mymodels.gpt:make --ranks 4
+
+        gradwire headroom --sharding hsdp --ranks 4 --link 100mbit
 
         gradwire headroom -- train.py --its-own options
 
@@ -99,7 +101,7 @@ def _measure(
     """Measure once: with links of a rate, with long links, or over the network as it is."""
     num_ranks = options.num_ranks
     needs_lab = rate is not None or options.delay is not None
-    with Lab(num_ranks, rate, options.delay) if needs_lab else nullcontext() as lab:
+    with Lab(options.num_hosts, rate, options.delay) if needs_lab else nullcontext() as lab:
         if isinstance(subject, Script):
             num_steps = options.num_steps
             return measure_script(

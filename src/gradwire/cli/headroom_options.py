@@ -10,8 +10,8 @@ from typing import Annotated
 import torch
 import typer
 
-from gradwire.cli.options import ALL_RECIPES, Html, Model, Recipes, check_positive
-from gradwire.headroom import Benchmark, ModelFactory, Workload
+from gradwire.cli.options import Html, Model, Recipes, ShardingKind, check_positive, recipes_for
+from gradwire.headroom import Benchmark, ModelFactory, Sharding, Workload
 from gradwire.lab import format_rate, parse_delay, parse_rate
 from gradwire.processes import under_torchrun
 from gradwire.scripts import Script
@@ -111,6 +111,18 @@ class HeadroomOptions:
             show_default=False,
         ),
     ] = None
+    sharding: ShardingKind = None
+    num_shards: Annotated[
+        int | None,
+        typer.Option(
+            "--shards",
+            min=1,
+            metavar="N",
+            help="With --sharding hsdp: ranks of a replica. Default: half of all; under torchrun those of "
+            "a machine. With --link, each replica is a host.",
+            show_default=False,
+        ),
+    ] = None
     budget: Annotated[
         float | None,
         typer.Option(
@@ -133,7 +145,15 @@ class HeadroomOptions:
     @property
     def recipes(self) -> Sequence[str]:
         """The recipes to compare."""
-        return self.recipe or ALL_RECIPES
+        return recipes_for(self.recipe, self.sharding)
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts in a lab: one for each rank, or for each replica."""
+        shards = self._shards()
+        return (
+            self.num_ranks if shards is None or shards.kind == "fsdp" else self.num_ranks // shards.num_shards
+        )
 
     def check(self) -> None:
         """Raise ValueError if these options, or this process, cannot start a measurement."""
@@ -155,10 +175,10 @@ class HeadroomOptions:
                 "--budget needs gradients that are not averaged yet: leave it out, and run the script by "
                 "`gradwire run --recipe auto`, which ends with what it chose"
             )
-        if self.model or self.bucket_mb or self.device:
+        if self.model or self.bucket_mb or self.device or self.sharding:
             raise ValueError(
-                "a script makes its own models, on its own devices: leave out --model, --bucket-mb and "
-                "--device"
+                "a script makes its own models, on its own devices: leave out --model, --bucket-mb, --device "
+                "and --sharding"
             )
         return Script.of(self.script_words, is_module=False)
 
@@ -174,6 +194,7 @@ class HeadroomOptions:
         return [format_rate(parse_rate(rate)) for rate in self.link.split(",")]
 
     def _benchmark(self) -> Benchmark:
+        sharding = self._shards()
         usual_device = "cuda" if under_torchrun() and torch.cuda.is_available() else "cpu"
         return Benchmark(
             self.recipes,
@@ -181,10 +202,24 @@ class HeadroomOptions:
             self.num_steps,
             self.seconds,
             self.bucket_mb,
-            small_bucket_mb=_SMALL_BUCKET_MB if self.bucket_mb is None else None,
+            small_bucket_mb=_SMALL_BUCKET_MB if self.bucket_mb is None and sharding is None else None,
             device=self.device or usual_device,
             budget=self.budget,
+            sharding=sharding,
         )
+
+    def _shards(self) -> Sharding | None:
+        """Return the sharding, if there is one; ValueError if shards cannot be cut so."""
+        if self.sharding is None:
+            if self.num_shards is not None:
+                raise ValueError("--shards goes with --sharding hsdp")
+            return None
+        size, local = self.num_ranks, max(1, self.num_ranks // 2)
+        if under_torchrun():
+            size, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        made = Sharding(self.sharding, self.num_shards or (size if self.sharding == "fsdp" else local))
+        made.num_replicas(size)
+        return made
 
     def _workload(self) -> ModelFactory | Workload:
         if self.model is not None:

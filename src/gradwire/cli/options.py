@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 import gradwire
+from gradwire.recipes import can_scatter
 
 Options = TypeVar("Options")
 
@@ -34,6 +35,14 @@ Model = Annotated[
         metavar="MODULE:FACTORY",
         help="Your own model: a function that returns the model, a batch (a tuple for several "
         "arguments, a dict for named ones) and a loss function of the model's output.",
+        show_default=False,
+    ),
+]
+ShardingKind = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="Shard the model by fully_shard, in place of DDP: fsdp over all ranks, hsdp within replicas.",
         show_default=False,
     ),
 ]
@@ -63,6 +72,13 @@ def takes_options(kind: type[Options]) -> Callable[[Callable[[Options], None]], 
         return command
 
     return decorate
+
+
+def recipes_for(given: list[str] | None, kind: str | None) -> list[str]:
+    """Return the recipes that were given, or by default all that can be used with a kind of sharding."""
+    if given or kind is None:
+        return list(given or ALL_RECIPES)
+    return [name for name in ALL_RECIPES if kind != "fsdp" or can_scatter(gradwire.recipe(name))]
 
 
 def check_writable(option: str, path: Path | None) -> None:

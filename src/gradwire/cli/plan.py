@@ -22,6 +22,7 @@ from gradwire.cli.options import takes_options
 from gradwire.cli.plan_options import PlanOptions
 from gradwire.cli.plan_tables import (
     OUTER_NOTE,
+    SHARDED_NOTE,
     PlannedRow,
     comparison_json,
     comparison_table,
@@ -37,6 +38,7 @@ from gradwire.planner import (
     Prediction,
     predict,
     predict_outer,
+    predict_sharded,
     shapes_of,
     validate,
 )
@@ -68,6 +70,11 @@ def plan(options: PlanOptions) -> None:
 
         gradwire plan --parameters 350e6 --compute-ms 400 --link 100mbit --period 100 --fragments 8
 
+    With --sharding, predicts a model that fully_shard has sharded, with the
+    all-gathers of its parameters:
+
+        gradwire plan --parameters 7e9 --compute-ms 900 --sharding hsdp --workers 8 --weights bf16
+
     Exit codes: 0 predicted; 1 the calibration failed, or --validate found a
     prediction that is more than 15 % off; 2 wrong arguments; 130 interrupted.
     """
@@ -94,8 +101,11 @@ def plan(options: PlanOptions) -> None:
         console.print(OUTER_NOTE, markup=False)
     else:
         console = open_console()
-        console.print(plan_table(_title(options, predicted.num_parameters), predicted.rows))
+        title = _title(options, predicted.num_parameters)
+        console.print(plan_table(title, predicted.rows, is_sharded=options.sharding is not None))
         console.print(f"Efficiency: compute over step. Kernel speeds: {predicted.machine}.", markup=False)
+        if options.sharding is not None:
+            console.print(SHARDED_NOTE, markup=False)
 
 
 class _Predicted(NamedTuple):
@@ -115,6 +125,9 @@ def _predict(options: PlanOptions) -> _Predicted:
     speeds = load_calibration(options.calibration, recipes, open_console(stderr=True))
 
     def predicted(name: str, cluster: Cluster) -> Prediction | OuterPrediction:
+        plan = options.sharded_plan(cluster)
+        if plan is not None:
+            return predict_sharded(name, subject, compute_s, cluster, speeds, plan)
         if options.period is None:
             return predict(name, subject, compute_s, cluster, speeds, options.bucket_mb)
         return predict_outer(
@@ -139,6 +152,8 @@ def _title(options: PlanOptions, num_parameters: int) -> str:
         f"{format_count(num_parameters)} parameters, {options.compute_ms:g} ms of compute, links of "
         f"{format_rate(parse_rate(options.link))}, {options.latency_us:g} us"
     )
+    if options.sharding is not None:
+        title += f", {options.sharding}"
     return title if options.num_workers == 1 else f"{title}, {options.num_workers} workers on each node"
 
 

@@ -11,10 +11,19 @@ import typer
 from torch import nn
 
 import gradwire
-from gradwire.cli.options import ALL_RECIPES, Model, Recipes, check_positive, check_writable
-from gradwire.headroom import ModelFactory
+from gradwire.cli.options import Model, Recipes, ShardingKind, check_positive, check_writable, recipes_for
+from gradwire.headroom import ModelFactory, Sharding
 from gradwire.lab import parse_rate
-from gradwire.planner import LAB_CASES, Cluster, LabCase, Shape, can_be_planned, shapes_of, typical_shapes
+from gradwire.planner import (
+    LAB_CASES,
+    Cluster,
+    LabCase,
+    Shape,
+    ShardedPlan,
+    can_be_planned,
+    shapes_of,
+    typical_shapes,
+)
 
 # Above every model there is, and still counted in seconds.
 _MAX_PARAMETERS = 1e13
@@ -59,6 +68,26 @@ class PlanOptions:
     bucket_mb: Annotated[
         float | None, typer.Option(metavar="MB", help="DDP's bucket_cap_mb.", show_default="25")
     ] = None
+    sharding: ShardingKind = None
+    num_shards: Annotated[
+        int | None,
+        typer.Option(
+            "--shards",
+            min=1,
+            metavar="N",
+            help="With --sharding hsdp: the ranks of a replica.",
+            show_default="those of a node",
+        ),
+    ] = None
+    weights: Annotated[
+        str, typer.Option(metavar="RECIPE", help="With --sharding: the encoding of gathered parameters.")
+    ] = "fp32"
+    reshards: Annotated[
+        bool,
+        typer.Option(
+            "--reshard/--no-reshard", help="With --sharding: blocks are gathered again for the backward pass."
+        ),
+    ] = True
     period: Annotated[
         int | None,
         typer.Option(
@@ -102,12 +131,16 @@ class PlanOptions:
         check_positive("--bucket-mb", self.bucket_mb)
         if self.period is None and (self.fragments > 1 or self.delay is not None):
             raise ValueError("--fragments and --delay are those of an outer loop: give its --period too")
+        if self.sharding is None and (self.num_shards or self.weights != "fp32" or not self.reshards):
+            raise ValueError("--shards, --weights and --no-reshard go with --sharding")
+        if self.sharding is not None and (self.period or self.bucket_mb or self.validate):
+            raise ValueError("--period, --bucket-mb and --validate are those of DDP: leave out --sharding")
         if self.calibration is not None and not self.calibration.exists():
             check_writable("--calibration", self.calibration)
 
     def recipes(self) -> list[str]:
         """Return the names of the recipes that communicate, each once."""
-        chosen = [gradwire.recipe(spec) for spec in self.recipe or ALL_RECIPES]
+        chosen = [gradwire.recipe(spec) for spec in recipes_for(self.recipe, self.sharding)]
         for each in chosen:
             if not can_be_planned(each):
                 raise ValueError(f"{each} is several recipes: plan each of them by itself")
@@ -133,6 +166,13 @@ class PlanOptions:
                 f"--parameters must be from 1 to {_MAX_PARAMETERS:g}, not {self.num_parameters:g}"
             )
         return typical_shapes(int(self.num_parameters))
+
+    def sharded_plan(self, cluster: Cluster) -> ShardedPlan | None:
+        """Return how the model is sharded on a cluster; None for DDP."""
+        if self.sharding is None:
+            return None
+        usual = cluster.num_workers if self.sharding == "fsdp" else cluster.workers_per_node
+        return ShardedPlan(Sharding(self.sharding, self.num_shards or usual), self.weights, self.reshards)
 
     def clusters(self) -> list[Cluster]:
         """Return a cluster for each number of nodes."""

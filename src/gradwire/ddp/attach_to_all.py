@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.attaching import attach
-from gradwire.ddp.wire import Wire, attachment_of
+from gradwire.ddp.attachment import Attachment
+from gradwire.ddp.wire import Wire, attached_of, attachment_of
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 
@@ -34,7 +35,7 @@ class AttachedModel:
     @property
     def num_steps(self) -> int:
         """The number of steps of the run, including those before it was resumed."""
-        return attachment_of(self.wire).bridge.num_steps
+        return attached_of(self.wire).bridge.num_steps
 
 
 @dataclass
@@ -74,7 +75,8 @@ def attach_to_all(
 
     @functools.wraps(register)
     def register_instead(self: DistributedDataParallel, state: Any, hook: Any) -> None:
-        if any(a.wire.attached and attachment_of(a.wire).is_on(self) for a in attachments.made):
+        attached = [attached_of(each.wire) for each in attachments.made if each.wire.attached]
+        if any(isinstance(each, Attachment) and each.is_on(self) for each in attached):
             # DDP takes one hook, and has ours: attach the script's hook behind it.
             attach(self, hook, state=state)
         else:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.averaging import Engine, RunState, checkpoint, gather_states
+from gradwire.averaging import Engine, Grid, RunState, checkpoint, gather_states
 from gradwire.buckets import BucketLayout
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.runner import Runner
@@ -46,12 +46,14 @@ class Attached(abc.ABC):
         world_size: int,
         timeout: timedelta,
         *,
+        num_shards: int = 1,
         is_disabled: bool = False,
     ) -> None:
         self.bridge = bridge
         self.choice = choice
         self.rank, self.world_size = rank, world_size
         """This rank and the number of ranks, as states count them."""
+        self.grid = Grid(world_size, num_shards)
         self.is_disabled = is_disabled
         # Kept here, since another runner may be put around it.
         self.engine = bridge.runner if isinstance(bridge.runner, Engine) else None
@@ -149,7 +151,7 @@ class Attached(abc.ABC):
                 f"rank {self.rank}: Wire.state_dict was called inside backward(), where some residuals are "
                 "those of this step and some are older; call it after backward() has returned"
             )
-        state = self.state.save(self.choice.name, self.bridge.num_steps, self.rank, self.world_size)
+        state = self.state.save(self.choice.name, self.bridge.num_steps, self.rank, self.grid)
         if self.tuned is not None:
             state["tuning"] = self.tuned.tuner.save()
         for group in self.state_groups() if gather else ():

@@ -119,7 +119,7 @@ class Attachment(Attached):
         may_be = {n: p for n, p in bucketed_parameters(self.model).items() if not seen or n in seen}
         must_be = seen or trained_parameters(self.model).keys()
         reduction = "mean" if recipe is None else recipe.reduction
-        return checkpoint.read(state, may_be, must_be, self.group.rank(), self.group.size(), reduction)
+        return checkpoint.read(state, may_be, must_be, self.rank, self.grid, reduction)
 
     def leave(self) -> None:
         self.slot.leave(self._bridge)

@@ -185,7 +185,7 @@ class Wire:
             wire.load_state_dict(saved["wire"])
         """
         own = self._attachment
-        return checkpoint.template(metadata.state_dict_metadata, key, own.rank, own.world_size)
+        return checkpoint.template(metadata.state_dict_metadata, key, own.rank, own.grid)
 
     def swap(self, recipe: str | Recipe) -> None:
         """Average by another recipe from the next step on; collective, between steps.
@@ -240,6 +240,11 @@ class Wire:
 
     def __repr__(self) -> str:
         return f"<Wire {self._attachment.choice.name}, {'attached' if self.attached else 'detached'}>"
+
+
+def attached_of(wire: Wire) -> Attached:
+    """Return the parts behind a wire on any model; internal to gradwire."""
+    return wire._attachment
 
 
 def attachment_of(wire: Wire) -> Attachment:

@@ -13,6 +13,15 @@ _NAME = "residual"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
+def add_to_shard(own: Tensor, context: Context) -> None:
+    """Add residuals that replicas of this rank's shard have left behind; a reduce-scatter keeps none."""
+    memory, layout = context.memory, context.layout
+    for dtype in _DTYPES:
+        if memory.has(_NAME, layout, dtype):
+            own.add_(memory.flat(_NAME, layout.shard(), dtype, own.device))
+            memory.drop(_NAME, layout, dtype)
+
+
 def migrate_residuals(flat: Tensor, context: Context, kept: torch.dtype | None) -> Rounds:
     """Add residuals of other dtypes to those of dtype ``kept``; if that is None, add them to ``flat``.
 

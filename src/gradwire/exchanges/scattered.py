@@ -11,9 +11,11 @@ from gradwire.buckets import BucketLayout
 from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
+from gradwire.exchanges.residuals import add_to_shard
 from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.scatter import Sum, aligned_rows, even_bounds, sum_scattered
 from gradwire.exchanges.two_phase import seeds_of
+from gradwire.exchanges.two_shot import is_exact
 from gradwire.ops import NO_SEED, Chunk, Family, Seed
 from gradwire.peers import gather
 
@@ -23,6 +25,7 @@ class Scattered:
     """Sum each rank's chunk, and no other: rank r ends with the sum of chunk r of ``even_bounds``.
 
     The owner sums in fp32 (fp64 for uncompressed fp64 values) and in rank order, and does not encode the sum.
+    A backend that is faster sums uncompressed values in its own order.
     Everything outside the own chunk is undefined. There is no residual: it would take one value for every
     value of every chunk, on each rank.
     """
@@ -41,15 +44,18 @@ class Scattered:
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
         yield from ()
         codec, group = self.codec.resolve(flat.dtype), context.group
+        start, end = even_bounds(flat.numel(), group.size)[group.rank]
         if group.size == 1:
             flat.mul_(context.scale)
-            return
-        values = _working_copy(flat, codec, context)
-        seeds = seeds_of(codec.to_owner, self.seed, context)
-        sum_scattered([Sum(values, codec, seeds=seeds, is_scattered=True)], context)
-        if values is not flat:
-            start, end = even_bounds(flat.numel(), group.size)[group.rank]
-            flat[start:end].copy_(values[start:end])
+        elif group.native_scatter and _is_sum_exact(codec, flat, group.size):
+            group.native_scatter(flat.mul_(context.scale), flat[start:end])
+        else:
+            values = _working_copy(flat, codec, context)
+            seeds = seeds_of(codec.to_owner, self.seed, context)
+            sum_scattered([Sum(values, codec, seeds=seeds, is_scattered=True)], context)
+            if values is not flat:
+                flat[start:end].copy_(values[start:end])
+        add_to_shard(flat[start:end], context)
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         return 0  # whoever scatters waits for the result at once
@@ -113,6 +119,12 @@ class Gathered:
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
         return Links(0, 1)
+
+
+def _is_sum_exact(codec: Codec, flat: Tensor, num_ranks: int) -> bool:
+    """Return True if a backend may sum ``flat`` itself: a sum of two values is rounded once in any dtype."""
+    may_sum = is_exact(codec, flat.dtype) or (codec.in_place and num_ranks == 2)
+    return may_sum and flat.numel() % num_ranks == 0
 
 
 def _working_copy(flat: Tensor, codec: Codec, context: Context) -> Tensor:

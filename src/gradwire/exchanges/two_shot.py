@@ -66,7 +66,7 @@ class TwoShot:
         if group.size == 1:
             average_alone(flat, residual, context)
             return
-        if group.native_sum is not None and _is_exact(codec, flat.dtype):
+        if group.native_sum is not None and is_exact(codec, flat.dtype):
             group.native_sum(flat.mul_(context.scale))
             return
         values = flat
@@ -82,7 +82,7 @@ class TwoShot:
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         numel, dtype = layout.real_values
         codec = self.codec.resolve(dtype)
-        return 0 if _is_exact(codec, dtype) else codec.wire_bytes(numel)
+        return 0 if is_exact(codec, dtype) else codec.wire_bytes(numel)
 
     def residual(self, flat: Tensor, context: Context) -> Tensor | None:
         """Return what earlier steps have left out of this bucket; None if that is not kept."""
@@ -113,7 +113,7 @@ class TwoShot:
         return Sum(values, codec, residual, seeds_of(codec, self.seed, context))
 
 
-def _is_exact(codec: Codec, dtype: torch.dtype) -> bool:
+def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
     """Return True if values travel as they are summed, so that a backend may sum them itself."""
     return codec.in_place and dtype in (torch.float32, torch.float64)
 

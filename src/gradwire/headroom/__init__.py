@@ -21,15 +21,17 @@ from gradwire.headroom.json_fields import (
 )
 from gradwire.headroom.measure import measure_here, measure_steps, measure_under_torchrun
 from gradwire.headroom.record_json import read_records, write_records
-from gradwire.headroom.records import ALLREDUCE, NOOP, Machine, Proposal, Record, Row
+from gradwire.headroom.records import ALLREDUCE, ALONE, NOOP, Machine, Proposal, Record, Row
 from gradwire.headroom.script_launchers import ScriptFailed
 from gradwire.headroom.scripts import measure_script
+from gradwire.headroom.sharding import Sharding
 from gradwire.headroom.tables import COLUMNS, record_notes, row_cells, step_table
 from gradwire.headroom.verdict import describe_proposal, give_verdict, recommend
 from gradwire.headroom.workloads import ModelFactory, Workload, format_count
 
 __all__ = [
     "ALLREDUCE",
+    "ALONE",
     "COLUMNS",
     "NOOP",
     "Benchmark",
@@ -39,6 +41,7 @@ __all__ = [
     "Record",
     "Row",
     "ScriptFailed",
+    "Sharding",
     "Workload",
     "describe_proposal",
     "format_count",

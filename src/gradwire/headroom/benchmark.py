@@ -9,6 +9,7 @@ import torch
 
 import gradwire
 from gradwire.headroom.records import Proposal
+from gradwire.headroom.sharding import Sharding
 from gradwire.headroom.workloads import Buildable, Workload
 
 OnProgress = Callable[[int, int], None]
@@ -46,6 +47,8 @@ class Benchmark:
     """``"cuda"`` runs the ranks on the machine's GPUs, over NCCL; ranks may share a GPU."""
     budget: float | None = None
     """The budget of recipe ``auto``, to say what it would send; None to leave that out."""
+    sharding: Sharding | None = None
+    """The shards of the model, by ``fully_shard``; None for DDP."""
 
     def __post_init__(self) -> None:
         if self.num_steps is not None and self.num_steps < 1:
@@ -60,7 +63,12 @@ class Benchmark:
             raise ValueError("torch sees no CUDA device here: use the device cpu")
         if self.budget is not None:
             gradwire.recipe(f"auto:budget={self.budget:g}")  # raises ValueError for what is no budget
+        if self.sharding is not None and (self.bucket_mb or self.small_bucket_mb or self.budget):
+            raise ValueError("bucket sizes and the budget of auto are those of DDP: leave them out")
         object.__setattr__(self, "recipes", tuple(map(gradwire.recipe, self.recipes)))
+        if self.sharding is not None:
+            for recipe in self.recipes:
+                self.sharding.check(gradwire.recipe(recipe))
 
     @property
     def compared(self) -> tuple[gradwire.Recipe | None, ...]:
@@ -76,6 +84,8 @@ class Variant:
     """None for plain DDP."""
     bucket_mb: float | None
     """None for DDP's own default."""
+    is_alone: bool = False
+    """True for a model that is neither sharded nor averaged: the rank trains by itself."""
 
 
 @dataclass(frozen=True)

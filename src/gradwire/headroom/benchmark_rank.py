@@ -45,6 +45,8 @@ class _BenchmarkRun:
             self._models = [
                 self._factory.make(Variant(recipe, benchmark.bucket_mb)) for recipe in benchmark.compared
             ]
+            if benchmark.sharding is not None:
+                self._models.append(self._factory.make(Variant(None, None, is_alone=True)))
         self._num_done = 0
         self._num_in_all = len(self._models) * (_NUM_WARM_UP_STEPS + (benchmark.num_steps or _MAX_STEPS))
 
@@ -58,7 +60,8 @@ class _BenchmarkRun:
         for model in self._models:
             self._take_turn(model, 1)
             # Plain DDP had the first turn, and still has its gradients.
-            model.gradient_error = relative_error(model.model, self._plain.model)
+            if not model.variant.is_alone:
+                model.gradient_error = relative_error(model.model, self._plain.model)
         for model in self._models:
             self._warm_up(model)
         self._add_small_buckets()

@@ -49,7 +49,16 @@ def largest_of_ranks(figures: list[float]) -> list[float]:
 
     A step ends with the slowest rank. And all ranks draw the same conclusions from the same figures.
     """
+    return _reduce(figures, dist.ReduceOp.MAX)
+
+
+def sum_of_ranks(figures: list[float]) -> list[float]:
+    """Return the sum of each figure over all ranks."""
+    return _reduce(figures, dist.ReduceOp.SUM)
+
+
+def _reduce(figures: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    largest = torch.tensor(figures, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.tolist()
+    reduced = torch.tensor(figures, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op)
+    return reduced.tolist()

@@ -16,7 +16,8 @@ import gradwire
 from gradwire.headroom.benchmark import Benchmark, Measurement, OnProgress, RankResult
 from gradwire.headroom.benchmark_rank import TURN_LIMIT_S, run_benchmark
 from gradwire.headroom.devices import join_torchrun
-from gradwire.headroom.records import Machine, Record, Row, ring_bytes, row_name
+from gradwire.headroom.records import ALLREDUCE, ALONE, NOOP, Machine, Record, Row, ring_bytes, row_name
+from gradwire.headroom.sharding import Sharding
 from gradwire.headroom.workloads import Workload, format_count
 from gradwire.lab import Lab, format_delay, format_rate
 from gradwire.peers import join_rendezvous, timeout_of
@@ -111,8 +112,9 @@ def _to_record(
     if not isinstance(benchmark.workload, Workload):
         description += f", {format_count(first.num_parameters)} parameters"
     by_variant = zip(*(result.measurements for result in results), strict=True)
-    rows = [_row(ranks, first.gradient_bytes) for ranks in by_variant]
-    noop_last = sorted(rows, key=lambda row: row.recipe == str(gradwire.noop()))
+    rows = [_row(ranks, first.gradient_bytes, benchmark.sharding) for ranks in by_variant]
+    baselines = ("", NOOP, ALONE)
+    noop_last = sorted(rows, key=lambda row: baselines.index(row.recipe if row.recipe in baselines else ""))
     return Record(
         **conditions(lab, one_machine),
         world_size=len(results),
@@ -126,6 +128,7 @@ def _to_record(
         gradient_bytes=first.gradient_bytes,
         rows=tuple(noop_last),
         proposal=first.proposal,
+        sharding=None if benchmark.sharding is None else benchmark.sharding.kind,
     )
 
 
@@ -142,14 +145,19 @@ def conditions(lab: Lab | None, one_machine: bool) -> dict[str, Any]:
     }
 
 
-def _row(ranks: Sequence[Measurement], gradient_bytes: int) -> Row:
+def _row(ranks: Sequence[Measurement], gradient_bytes: int, sharding: Sharding | None) -> Row:
     first, world_size = ranks[0], len(ranks)
     known = [rank.bytes_per_step for rank in ranks if rank.bytes_per_step is not None]
     sent = max(known) if len(known) == world_size else None
-    if first.variant.recipe is None:
+    name = ALONE if first.variant.is_alone else row_name(first.variant.recipe)
+    if name == ALONE:
+        sent = 0
+    elif name == ALLREDUCE:
         sent = ring_bytes(gradient_bytes, world_size)
+        if sharding is not None:
+            sent = sharding.sent_bytes(gradient_bytes, world_size)
     return Row(
-        row_name(first.variant.recipe),
+        name,
         slowest_ms(rank.times_s for rank in ranks),
         sent,
         first.variant.bucket_mb,

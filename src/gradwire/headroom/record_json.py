@@ -66,10 +66,11 @@ def _shown_version(data: dict[str, Any]) -> str:
 
 
 def _completed(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with the number of parameters, which earlier ones of fp32 models left out."""
-    if "num_parameters" in data:
-        return data
-    return {**data, "num_parameters": read_field(data, "gradient_bytes", int) // 4}
+    """Return a record with the number of parameters and the sharding, which earlier ones left out."""
+    completed = {"sharding": None, **data}
+    if "num_parameters" not in data:  # the model was of fp32 parameters
+        completed["num_parameters"] = read_field(data, "gradient_bytes", int) // 4
+    return completed
 
 
 def _read_record(data: object) -> Record:
@@ -100,6 +101,7 @@ def _read_record(data: object) -> Record:
         rows=tuple(map(_read_row, rows)),
         delay=read_text(data, "delay", None),
         proposal=_read_proposal(data),
+        sharding=read_text(data, "sharding", None),
     )
 
 

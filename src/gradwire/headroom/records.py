@@ -15,7 +15,15 @@ from gradwire.lab import parse_delay, parse_rate
 ALLREDUCE = "allreduce"
 """Name of the row of plain DDP, without any hook."""
 NOOP = "noop"
-"""Name of the row of steps that do not communicate."""
+"""Name of the row of steps whose gradients are not sent."""
+ALONE = "alone"
+"""Name of the row of ranks that train by themselves, beside those of a sharded model."""
+# What a recipe shortens, the name of torch's own averaging, and what stays as it is; by sharding.
+_WORDS = {
+    None: ("Communication", "plain DDP", ""),
+    "fsdp": ("The reduce-scatter of gradients", "plain FSDP2", "all-gathers of parameters"),
+    "hsdp": ("The average between replicas", "plain HSDP", "gathers and reductions within replicas"),
+}
 
 
 def row_name(recipe: gradwire.Recipe | str | None) -> str:
@@ -148,6 +156,8 @@ class Record:
     """The time from host to host in the lab; None for the network as it is."""
     proposal: Proposal | None = None
     """The choice of recipe ``auto``; None if nobody asked for it."""
+    sharding: str | None = None
+    """``fsdp`` or ``hsdp`` if ``fully_shard`` has sharded the model; None for DDP."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -157,6 +167,8 @@ class Record:
                 f"a record needs gradients to average, not {self.gradient_bytes} bytes of "
                 f"{self.num_parameters} parameters"
             )
+        if self.sharding not in _WORDS:
+            raise ValueError(f"the sharding must be fsdp or hsdp, not {self.sharding!r}")
         if self.link is not None:
             parse_rate(self.link)
         if self.delay is not None:
@@ -179,8 +191,26 @@ class Record:
         return links if self.delay is None else f"{links}, {self.delay} long"
 
     @property
+    def averaging(self) -> str:
+        """The communication that a recipe shortens, in words."""
+        return _WORDS[self.sharding][0]
+
+    @property
+    def plain(self) -> str:
+        """The name of torch's own averaging: plain DDP, or that of a sharded model."""
+        return _WORDS[self.sharding][1]
+
+    @property
+    def remainder(self) -> tuple[str, float] | None:
+        """The communication that no recipe shortens and its share of a plain step; None if there is none."""
+        alone = next((row for row in self.rows if row.recipe == ALONE), None)
+        if alone is None:
+            return None
+        return _WORDS[self.sharding][2], max(0.0, self.noop.step_ms - alone.step_ms) / self.allreduce.step_ms
+
+    @property
     def allreduce(self) -> Row:
-        """The row of plain DDP."""
+        """The row of torch's own averaging."""
         return next(row for row in self.rows if self.label(row) == ALLREDUCE)
 
     @property
@@ -190,8 +220,8 @@ class Record:
 
     @property
     def recipes(self) -> tuple[Row, ...]:
-        """All rows but the two baselines: recipes, and plain DDP with other bucket sizes."""
-        return tuple(row for row in self.rows if self.label(row) not in (ALLREDUCE, NOOP))
+        """All rows but the baselines: recipes, and plain DDP with other bucket sizes."""
+        return tuple(row for row in self.rows if self.label(row) not in (ALLREDUCE, NOOP, ALONE))
 
     def label(self, row: Row) -> str:
         """Return a row's recipe, with its bucket size if that is not the record's."""

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from gradwire.ddp import Attachments
 from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
 from gradwire.processes import end_with_parent
-from gradwire.scripts import SPAWN_HINT, Observations, observe, refuse_ray, run_script, show_error
+from gradwire.scripts import observe, refuse_launchers, run_script, show_error
 from gradwire.sharded import attach_to_all
 
 
@@ -63,8 +63,8 @@ def main() -> None:
     stopwatch = _Stopwatch(task.num_steps)
     register_optimizer_step_post_hook(stopwatch)
     attaching = attach_to_all(task.recipe) if task.recipe else contextlib.nullcontext()
-    with attaching as attachments, observe() as seen, refuse_ray():
-        _run_until_enough(task, seen)
+    with attaching as attachments, observe(), refuse_launchers():
+        _run_until_enough(task)
         wires = None if attachments is None else _totals(attachments)
     result = ScriptResult(
         times_s=tuple(end - begin for begin, end in pairwise(stopwatch.ends_s)),
@@ -72,7 +72,6 @@ def main() -> None:
         backend=stopwatch.backend,
         device=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
         num_optimizer_steps=len(stopwatch.ends_s),
-        has_spawned=seen.has_spawned,
         wires=wires,
     )
     # Whoever waits for the file must never see a part of it.
@@ -85,7 +84,7 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def _run_until_enough(task: ScriptTask, seen: Observations) -> None:
+def _run_until_enough(task: ScriptTask) -> None:
     """Run the script until it ends or has taken enough steps; exit with its error if it fails."""
     try:
         run_script(task.script)
@@ -96,8 +95,6 @@ def _run_until_enough(task: ScriptTask, seen: Observations) -> None:
             raise
     except Exception as error:
         show_error(error)
-        if seen.has_spawned:
-            print(f"gradwire headroom: {SPAWN_HINT}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -54,8 +54,6 @@ class ScriptResult:
     device: str
     num_optimizer_steps: int
     """The steps that the script took, one more than there are times."""
-    has_spawned: bool
-    """True if the script started processes by ``torch.multiprocessing.spawn``."""
     wires: WireTotals | None
     """None with plain DDP, whose messages nobody counts."""
 

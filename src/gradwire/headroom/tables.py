@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from gradwire.headroom.records import ALLREDUCE, NOOP, Record, Row
+from gradwire.headroom.records import ALLREDUCE, ALONE, NOOP, Record, Row
 
 COLUMNS = ("recipe", "step ms", "p10-p90", "sent/step", "gain", "comm.", "error")
 
@@ -23,7 +23,7 @@ def step_table(record: Record) -> Group:
         table.add_column(title, justify="right", no_wrap=True)
     for row in record.rows:
         cells = map(escape, row_cells(record, row))
-        table.add_row(*cells, style="dim" if row.recipe == NOOP else None)
+        table.add_row(*cells, style="dim" if row.recipe in (NOOP, ALONE) else None)
     return Group(Text(_title(record)), table, Text("\n".join(record_notes(record)), style="dim"))
 
 
@@ -36,8 +36,8 @@ def row_cells(record: Record, row: Row) -> tuple[str, ...]:
         f"{_ms(low)}-{_ms(high)}",
         "unknown" if row.bytes_per_step is None else decimal(row.bytes_per_step),
         f"{record.gain(row):.2f}x",
-        "-" if row.recipe == NOOP else f"{record.communication_share(row):.0%}",
-        "-" if row.recipe in (ALLREDUCE, NOOP) else _percent(row.gradient_error),
+        "-" if row.recipe in (NOOP, ALONE) else f"{record.communication_share(row):.0%}",
+        "-" if row.recipe in (ALLREDUCE, NOOP, ALONE) else _percent(row.gradient_error),
     )
 
 
@@ -66,10 +66,15 @@ def record_notes(record: Record) -> list[str]:
     what = "forward and backward" if record.interleaved else "from one optimizer step to the next"
     notes = [
         f"Step: {what}, median of {len(record.allreduce.samples_ms)}, the slowest rank's time.",
-        "Gain: over allreduce (plain DDP). Comm.: the share of a step that noop saves.",
+        f"Gain: over allreduce ({record.plain}). Comm.: the share of a step that noop saves.",
         "Sent: bytes from one rank, counted; for allreduce computed (what a ring sends).",
-        "Error: of the first step's averaged gradient, relative to plain DDP's.",
+        f"Error: of the first step's averaged gradient, relative to {record.plain}'s.",
     ]
+    if record.remainder is not None:
+        notes.append(
+            f"Sent are gradients alone: {record.remainder[0]} are the same in all rows. In noop, gradients "
+            "stay where they are; in alone, each rank trains a whole model by itself."
+        )
     if not record.interleaved:
         notes.append("Rows ran one after the other, so a slow minute may have hit only one of them.")
     if record.world_size > 1 and record.one_machine and not record.network:

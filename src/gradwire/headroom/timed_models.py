@@ -17,9 +17,10 @@ from torch import nn
 import gradwire
 from gradwire.ddp import make_ddp
 from gradwire.headroom.benchmark import Benchmark, Measurement, Variant
-from gradwire.headroom.devices import largest_of_ranks, open_group
+from gradwire.headroom.devices import largest_of_ranks, open_group, sum_of_ranks
 from gradwire.headroom.records import Row
 from gradwire.headroom.workloads import BuiltWorkload
+from gradwire.sharded import is_sharded, shard_blocks
 
 _Number = TypeVar("_Number", int, float)
 
@@ -31,8 +32,9 @@ class TimedModel:
     """
 
     def __init__(
-        self, variant: Variant, built: BuiltWorkload, group: dist.ProcessGroup, device: torch.device
+        self, variant: Variant, built: BuiltWorkload, model: nn.Module, device: torch.device
     ) -> None:
+        """Train ``model``, which is that of ``built``, wrapped or sharded."""
         self.variant = variant
         self.gradient_error: float | None = None
         """Relative error of the first step's averaged gradient; None so far or if unknown."""
@@ -40,7 +42,7 @@ class TimedModel:
         """Times of the steps before the measurement, each that of the slowest rank."""
         self.times_s: list[float] = []
         """Times of the measured steps on this rank."""
-        self.model = make_ddp(built.model, bucket_cap_mb=variant.bucket_mb, process_group=group)
+        self.model = model
         self.wire = None if variant.recipe is None else gradwire.attach(self.model, variant.recipe)
         if self.wire is not None and not self.wire.attached:
             raise RuntimeError(
@@ -100,6 +102,8 @@ class TimedModelFactory:
     def __init__(self, benchmark: Benchmark) -> None:
         self._workload = benchmark.workload
         self.group, self.device = open_group(benchmark.device)
+        sharding = benchmark.sharding
+        self._mesh = None if sharding is None else sharding.mesh(self.group, self.device)
         # Each rank has its own batch. DDP gives all ranks the weights of rank 0.
         torch.manual_seed(1 + dist.get_rank())
         self._batch = self._build().batch
@@ -108,7 +112,14 @@ class TimedModelFactory:
         """Make a model with the same weights and the same batch as all others."""
         torch.manual_seed(0)
         built = replace(self._build(), batch=self._batch)
-        return TimedModel(variant, built, self.group, self.device)
+        return TimedModel(variant, built, self._distributed(built.model, variant), self.device)
+
+    def _distributed(self, model: nn.Module, variant: Variant) -> nn.Module:
+        if variant.is_alone:
+            return model
+        if self._mesh is not None:
+            return shard_blocks(model, self._mesh)
+        return make_ddp(model, bucket_cap_mb=variant.bucket_mb, process_group=self.group)
 
     def _build(self) -> BuiltWorkload:
         return self._workload.build().to(self.device)
@@ -120,14 +131,27 @@ def gradient_bytes(model: nn.Module) -> int:
 
 
 def relative_error(model: nn.Module, exact: nn.Module) -> float | None:
-    """Return the relative error of all gradients of ``model`` together, in the 2-norm; None if infinite."""
+    """Return the relative error of all gradients of ``model`` together, in the 2-norm; None if infinite.
+
+    Collective if the models are sharded: each rank has a part of the gradients.
+    """
     # One parameter at a time, as models may be large.
     difference = whole = 0.0
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         if ours.grad is not None and theirs.grad is not None:
-            difference += _sum_of_squares(ours.grad - theirs.grad)
-            whole += _sum_of_squares(theirs.grad)
+            mine, right = _local(ours.grad), _local(theirs.grad)
+            difference += _sum_of_squares(mine - right)
+            whole += _sum_of_squares(right)
+    if is_sharded(model):
+        difference, whole = sum_of_ranks([difference, whole])
     return math.sqrt(difference / whole) if whole and math.isfinite(difference) else None
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a gradient."""
+    to_local = getattr(gradient, "to_local", None)  # of a DTensor, whose import takes a second
+    local: torch.Tensor = gradient if to_local is None else to_local()
+    return local
 
 
 def _sum_of_squares(gradient: torch.Tensor) -> float:

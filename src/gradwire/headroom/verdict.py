@@ -28,7 +28,7 @@ _MIN_BYTES = 0.1
 
 
 def recommend(record: Record) -> Row | None:
-    """Return the row to use: about the fastest that keeps gradients; None to stay with plain DDP."""
+    """Return the row to use: about the fastest that keeps gradients; None to stay with torch's own."""
     best = _best(record)
     if record.world_size == 1 or best is None:
         return None
@@ -61,7 +61,8 @@ def give_verdict(record: Record) -> str:
     share = record.communication_share(record.allreduce)
     most = max(1.0, record.gain(record.noop))
     where = f" with {record.network}" if record.network else ""
-    opening = f"Communication takes {share:.0%} of a plain DDP step on {record.world_size} ranks{where}"
+    opening = f"{record.averaging} takes {share:.0%} of a {record.plain} step on {record.world_size} ranks"
+    opening += where
     faster = _beyond_possible(record)
     if faster is not None:
         return (
@@ -72,7 +73,8 @@ def give_verdict(record: Record) -> str:
     if most < _WORTHWHILE_GAIN:
         return (
             f"{opening}, so no recipe could make a step more than {most:.2f}x as fast: "
-            "communication is not the bottleneck here, and there is nothing to gain."
+            f"{record.averaging[0].lower()}{record.averaging[1:]} is not the bottleneck here, and there is "
+            f"nothing to gain.{_name_remainder(record)}"
         )
     if _may_be_chance(record, record.noop):
         return (
@@ -80,10 +82,22 @@ def give_verdict(record: Record) -> str:
             "Nothing is shown to be gained here; more steps may tell."
         )
     opening += f"; without it a step would be {most:.2f}x as fast, which is the most any recipe could gain."
+    opening += _name_remainder(record)
     best = _best(record)
     said = [opening, _judge(record, best), _judge_buckets(record, best)]
     said += [_judge_outer_loop(record, best), _judge_coarser(record, best)]
     return " ".join(filter(None, said))
+
+
+def _name_remainder(record: Record) -> str:
+    """Say what part of a step is communication that stays as it is, if there is any."""
+    if record.remainder is None:
+        return ""
+    what, share = record.remainder
+    return (
+        f" Another {share:.0%} are {what}, which no recipe shortens; attach(..., weights='int8') sends fewer "
+        "bytes in gathers."
+    )
 
 
 def best_of(rows: Iterable[Row], plain_bytes: int | None) -> Row | None:
@@ -166,6 +180,8 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
 
 def _judge_outer_loop(record: Record, best: Row | None) -> str:
     """Name the outer loop, and the period at which it hardly costs time, if even the best recipe waits."""
+    if record.sharding is not None:
+        return ""  # an outer loop averages parameters that are whole
     used = best if best is not None and record.gain(best) > 1 else record.allreduce
     waiting_ms = used.step_ms - record.noop.step_ms
     if waiting_ms <= _MUCH_WAITING * record.noop.step_ms:
@@ -190,7 +206,7 @@ def _is_worth_it(record: Record, row: Row) -> bool:
 
 
 def _describe(record: Record, row: Row) -> str:
-    name = "plain DDP" if row.recipe == ALLREDUCE else row.recipe
+    name = record.plain if row.recipe == ALLREDUCE else row.recipe
     return name if row.bucket_mb == record.bucket_mb else f"{name} with buckets of {row.bucket_mb:g} MB"
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.averaging import Bucket, Engine, RunState, Timeline, checkpoint, open_engine
+from gradwire.averaging import Bucket, Engine, Grid, RunState, Timeline, checkpoint, open_engine
 from gradwire.errors import Place, WireError, locate
 from gradwire.lanes import open_lane
 from gradwire.loops.choices import check_weight, choose_device, choose_group, choose_recipe, keeps_state
@@ -234,7 +234,7 @@ class Averager:
         """
         self._wait_for_lane()
         state, group = self._engine.state, self._group
-        return state.save(str(self._recipe), self._num_calls, group.rank(), group.size())
+        return state.save(str(self._recipe), self._num_calls, group.rank(), Grid(group.size()))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; collective.
@@ -250,7 +250,7 @@ class Averager:
         self._require_usable()
         with CollectiveCall(self._group, self._timeout, "Averager.load_state_dict") as call:
             rank, size = self._group.rank(), self._group.size()
-            saved = checkpoint.read(state, None, (), rank, size, self._recipe.reduction)
+            saved = checkpoint.read(state, None, (), rank, Grid(size), self._recipe.reduction)
             call.agree({"the saved step": str(saved.step), **fingerprint.of_version()})
         self._wait_for_lane()
         self._first_call += saved.step - self._num_calls

@@ -60,6 +60,7 @@ class GlooGroup:
     """
 
     native_sum = None
+    native_scatter = None
 
     def __init__(
         self, store: Store, prefix: str, rank: int, size: int, timeout: timedelta, *, late: bool = False

@@ -57,6 +57,14 @@ class Group(Protocol):
         """The backend's own sum over ranks, in place; None if rounds of messages are faster for fp32."""
         ...
 
+    @property
+    def native_scatter(self) -> Callable[[Tensor, Tensor], None] | None:
+        """The backend's own reduce-scatter; as for `native_sum`, None if rounds of messages are faster.
+
+        It sums ``values``, of equal chunks for all ranks, and leaves this rank's chunk in ``own``.
+        """
+        ...
+
     def post(self, rows: Sequence[Tensor]) -> Messages:
         """Begin a round that receives the row of rank r into ``rows[r]``; empty rows are not sent."""
         ...
@@ -91,6 +99,7 @@ class SingleRankGroup:
     rank = 0
     size = 1
     native_sum = None
+    native_scatter = None
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -109,6 +118,7 @@ class Subgroup:
     """
 
     native_sum = None
+    native_scatter = None
 
     def __init__(self, group: Group, ranks: Sequence[int]) -> None:
         """Take ``ranks`` of ``group``, in this order; this rank must be among them."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
+
+# torch 2.13 has renamed it.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class NcclGroup:
@@ -38,6 +42,12 @@ class NcclGroup:
         self.traffic.bytes_sent += numel * tensor.element_size()
         self.traffic.num_messages += 2 * (self.size - 1)
         dist.all_reduce(tensor, group=self._group)
+
+    def native_scatter(self, values: Tensor, own: Tensor) -> None:
+        """Sum by NCCL's reduce-scatter: not in rank order."""
+        self.traffic.bytes_sent += (self.size - 1) * own.numel() * own.element_size()
+        self.traffic.num_messages += self.size - 1
+        _reduce_scatter(own, values, group=self._group)
 
     def close(self) -> None:
         """Do nothing: the group belongs to the user."""

@@ -9,6 +9,7 @@ from gradwire.planner.forecasts import Forecast, cores_per_worker, link_bits_per
 from gradwire.planner.outer import OuterPrediction, predict_outer
 from gradwire.planner.predictions import can_be_planned, predict, shapes_of, step_traffic
 from gradwire.planner.shapes import Shape, typical_shapes
+from gradwire.planner.sharded import ShardedPlan, predict_sharded, sharded_traffic
 from gradwire.planner.validation import LAB_CASES, Comparison, LabCase, validate
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "OuterPrediction",
     "Prediction",
     "Shape",
+    "ShardedPlan",
     "StepTraffic",
     "calibrate",
     "can_be_planned",
@@ -30,8 +32,10 @@ __all__ = [
     "link_bits_per_s",
     "predict",
     "predict_outer",
+    "predict_sharded",
     "predict_step",
     "shapes_of",
+    "sharded_traffic",
     "step_traffic",
     "typical_shapes",
     "validate",

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 # TCP carries 1448 bytes in an Ethernet frame of 1514.
 _GOODPUT = 1448 / 1514
 # A backward pass takes about twice as long as a forward pass: two products for each of the forward's one.
-_BACKWARD_SHARE = 2 / 3
+BACKWARD_SHARE = 2 / 3
 # A worker lane averages two buckets at once, and so do the two threads of torch's own Gloo groups.
 NUM_IN_FLIGHT = 2
 
@@ -132,11 +132,46 @@ class Prediction:
     """Bytes that a node sends through its link."""
     num_messages: int
     """Messages that a worker sends."""
+    gathered_bytes: int = 0
+    """The part of the bytes that are parameters of a sharded model."""
 
     @property
     def efficiency(self) -> float:
         """The scaling efficiency: the share of compute in a step, from 0 to 1."""
         return self.compute_s / self.step_s
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """The times of one bucket, in seconds."""
+
+    cpu_s: float
+    """CPU time besides that of moving bytes."""
+    copy_s: float
+    """CPU time of moving bytes."""
+    moving_s: float
+    """Time that the bytes take, on the link or through sockets."""
+    waking_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The time of a bucket that nothing runs beside."""
+        return self.cpu_s + self.moving_s + self.waking_s
+
+
+def bucket_times(
+    bucket: BucketTraffic, costs: Costs, cluster: Cluster, work: float = 1.0, messages_meet: bool = False
+) -> BucketTimes:
+    """Return the times of a bucket; ``work`` and ``messages_meet`` are those of a `StepTraffic`."""
+    copy_s = 1e-9 * costs.copy_ns_per_byte * bucket.worker_bytes * cluster.crowding
+    cpu_s = 1e-9 * costs.work_ns_per_value * bucket.num_values * work
+    cpu_s += 1e-3 * (costs.bucket_ms + costs.message_ms * bucket.num_messages)
+    return BucketTimes(
+        cpu_s * cluster.crowding,
+        copy_s,
+        max(cluster.link_s(bucket.node_bytes, messages_meet), copy_s),
+        bucket.num_rounds * (cluster.latency_s + 1e-3 * costs.round_ms),
+    )
 
 
 def predict_step(compute_s: float, traffic: StepTraffic, costs: Costs, cluster: Cluster) -> Prediction:
@@ -148,18 +183,13 @@ def predict_step(compute_s: float, traffic: StepTraffic, costs: Costs, cluster: 
     ends_s = [0.0] * NUM_IN_FLIGHT
     for bucket in traffic.buckets:
         num_seen += bucket.num_values
-        ready_s = compute_s * (1 - _BACKWARD_SHARE * (1 - num_seen / total_values)) + lost_s
+        ready_s = compute_s * (1 - BACKWARD_SHARE * (1 - num_seen / total_values)) + lost_s
         begin_s = max(ready_s, ends_s[-NUM_IN_FLIGHT])
-        copy_s = 1e-9 * costs.copy_ns_per_byte * bucket.worker_bytes * cluster.crowding
-        cpu_s = 1e-9 * costs.work_ns_per_value * bucket.num_values * traffic.work
-        cpu_s += 1e-3 * (costs.bucket_ms + costs.message_ms * bucket.num_messages)
-        cpu_s *= cluster.crowding
-        moving_s = max(cluster.link_s(bucket.node_bytes, traffic.messages_meet), copy_s)
-        waking_s = bucket.num_rounds * (cluster.latency_s + 1e-3 * costs.round_ms)
-        cpu_free_s = max(cpu_free_s, begin_s) + cpu_s + cluster.contention * copy_s
-        link_free_s = max(link_free_s, begin_s) + moving_s
-        ends_s.append(max(begin_s + cpu_s + moving_s + waking_s, cpu_free_s, link_free_s))
-        lost_s += cluster.contention * (cpu_s + copy_s)
+        times = bucket_times(bucket, costs, cluster, traffic.work, traffic.messages_meet)
+        cpu_free_s = max(cpu_free_s, begin_s) + times.cpu_s + cluster.contention * times.copy_s
+        link_free_s = max(link_free_s, begin_s) + times.moving_s
+        ends_s.append(max(begin_s + times.total_s, cpu_free_s, link_free_s))
+        lost_s += cluster.contention * (times.cpu_s + times.copy_s)
     step_s = max(compute_s + lost_s, *ends_s)
     num_bytes = round(sum(bucket.node_bytes for bucket in traffic.buckets))
     return Prediction(step_s, compute_s, num_bytes, round(sum(b.num_messages for b in traffic.buckets)))

@@ -61,6 +61,8 @@ class Forecast:
     @property
     def recipes(self) -> list[Row]:
         """The rows that can be predicted: with the record's bucket size, and a recipe that is known."""
+        if self.record.sharding is not None:
+            return []  # the traffic here is DDP's
         rows = [row for row in self.record.rows if row.bucket_mb == self.record.bucket_mb]
         return [row for row in rows if row.recipe != NOOP and row.bytes_per_step and _is_known(row.recipe)]
 

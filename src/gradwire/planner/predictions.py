@@ -11,7 +11,7 @@ from torch import nn
 
 import gradwire
 from gradwire.buckets import BucketLayout, Slot
-from gradwire.exchanges import Exchange, LowRank, Route
+from gradwire.exchanges import Exchange, LowRank, Route, Scattered
 from gradwire.headroom import ALLREDUCE, NOOP
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffic, predict_step
@@ -71,13 +71,19 @@ def step_traffic(
     else:
         layouts = [_layout(bucket) for bucket in ddp_buckets(model, bucket_mb, bytes_per_value)]
     if recipe == ALLREDUCE:
-        return StepTraffic(tuple(_ring_traffic(layout, cluster) for layout in layouts))
+        return StepTraffic(tuple(ring_traffic(layout, cluster) for layout in layouts))
     chosen = gradwire.recipe(recipe)
     require_fixed(chosen, "a plan")
     if isinstance(model, nn.Module):
         chosen = resolve_for_module(chosen, model, trained_parameters(model), num_workers)
     # As `attach` does, average within a node first if nodes have several workers.
     chosen = placed(chosen, num_local if cluster.num_nodes > 1 else 1, num_workers)
+    return layout_traffic(chosen, layouts, cluster)
+
+
+def layout_traffic(chosen: gradwire.Recipe, layouts: Sequence[BucketLayout], cluster: Cluster) -> StepTraffic:
+    """Return the traffic of buckets that a recipe averages."""
+    num_workers = cluster.num_workers
     # Most buckets of a large model are alike, and counting takes long for thousands of workers.
     traffic_of = functools.cache(
         lambda each, *key: _exchange_traffic(each.exchange, _unnamed(*key), cluster, each.local_size or 1)
@@ -112,7 +118,7 @@ def _split(recipe: gradwire.Recipe, layout: BucketLayout) -> Iterator[tuple[grad
         yield recipe.parts[part.index % len(recipe.parts)][1], part
 
 
-def _ring_traffic(layout: BucketLayout, cluster: Cluster) -> BucketTraffic:
+def ring_traffic(layout: BucketLayout, cluster: Cluster) -> BucketTraffic:
     """Return the traffic of a ring, in which one worker of each node sends to the next node."""
     n = cluster.num_workers
     num_bytes = layout.dtype.itemsize * layout.numel * 2 * (n - 1) / n
@@ -143,6 +149,8 @@ def _work(recipe: gradwire.Recipe, num_workers: int) -> float:
     """Return the work of each worker, relative to that of each of two."""
     if isinstance(recipe.exchange, LowRank):
         return 1.0  # every worker does all of it
+    if isinstance(recipe.exchange, Scattered):  # sums are neither encoded nor decoded again
+        return (num_workers - 1) / num_workers
     node_size = recipe.local_size or 1
     n = num_workers // node_size
     # A worker encodes (n - 1)/n of the values for others, sums and decodes as many, and encodes 1/n again.

@@ -34,6 +34,15 @@ def typical_shapes(num_parameters: int) -> list[Shape]:
     return shapes + ([(rows, width)] if rows else []) + ([(rest,)] if rest else [])
 
 
+def layers_of(shapes: Sequence[Shape]) -> list[list[Shape]]:
+    """Return the shapes of `typical_shapes` layer by layer.
+
+    >>> [len(layer) for layer in layers_of(typical_shapes(19_000_000))]
+    [4, 4, 4, 4, 4, 4, 4, 2]
+    """
+    return [list(shapes[start : start + 4]) for start in range(0, len(shapes), 4)]
+
+
 def ddp_buckets(
     shapes: Sequence[Shape], bucket_mb: float | None = None, bytes_per_value: float = 4
 ) -> list[list[Shape]]:

@@ -5,7 +5,7 @@ Protocols do not belong here but to `exchanges`, and encodings to `codecs`.
 
 from gradwire.recipes import fingerprint
 from gradwire.recipes.composed import placed, recipe, route, route_tables, schedule, with_node_size
-from gradwire.recipes.halves import gathered, scattered
+from gradwire.recipes.halves import can_scatter, gathered, scattered
 from gradwire.recipes.plan import WirePlan, make_plan
 from gradwire.recipes.registry import (
     RECIPES,
@@ -48,6 +48,7 @@ __all__ = [
     "agree_on_nodes",
     "auto",
     "bf16",
+    "can_scatter",
     "fingerprint",
     "fp8",
     "fp16",

@@ -26,6 +26,15 @@ def scattered(whole: Recipe) -> Recipe:
     return map_leaves(whole, functools.partial(_half, Scattered, "a reduce-scatter"))
 
 
+def can_scatter(whole: Recipe) -> bool:
+    """Return True if a recipe can do a reduce-scatter."""
+    try:
+        scattered(whole)
+    except ValueError:
+        return False
+    return True
+
+
 @functools.lru_cache(64)
 def gathered(whole: Recipe) -> Recipe:
     """Return the recipe that sends each rank's chunk to all others, with the encodings of ``whole``.

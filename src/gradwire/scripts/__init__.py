@@ -6,17 +6,15 @@ Measuring the script does not belong here.
 from gradwire.scripts.children import RunTask, note_forks, reach_children, serve_as_child
 from gradwire.scripts.launching import Script, run_script, show_error
 from gradwire.scripts.observing import (
-    SPAWN_HINT,
     Observations,
     hide_from_launchers,
     observe,
-    refuse_ray,
+    refuse_launchers,
 )
 from gradwire.scripts.state_files import ScriptStates
 from gradwire.scripts.summary import summarize
 
 __all__ = [
-    "SPAWN_HINT",
     "Observations",
     "RunTask",
     "Script",
@@ -25,7 +23,7 @@ __all__ = [
     "note_forks",
     "observe",
     "reach_children",
-    "refuse_ray",
+    "refuse_launchers",
     "run_script",
     "serve_as_child",
     "show_error",

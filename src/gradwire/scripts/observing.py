@@ -17,10 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.scripts.imports import ImportNotice
 
-SPAWN_HINT = (
-    "the script starts processes itself (torch.multiprocessing.spawn), and gradwire cannot measure those. "
-    "Let the script be one rank that reads RANK and WORLD_SIZE, as under torchrun, and let --ranks start them"
-)
+# The first is the module; its name in torch.multiprocessing is taken by the function.
+_SPAWNING = (sys.modules["torch.multiprocessing.spawn"], torch.multiprocessing)
 # Frameworks that take the number of ranks from the script, and wait for all of them.
 _COUNTING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 # Frameworks that start the other ranks themselves, unless they find LOCAL_RANK in the environment.
@@ -45,9 +43,11 @@ class Observations:
 def observe() -> Iterator[Observations]:
     """Observe the script that runs inside this context.
 
-    A framework that wants another number of ranks than there are gets a `LauncherRefused`.
+    A framework that wants another number of ranks than there are gets a `LauncherRefused`; so does a script
+    that starts ranks itself in each of several ranks.
     """
     seen = Observations()
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))  # now: launchers change it
 
     def count(*_: Any) -> None:
         seen.num_optimizer_steps += 1
@@ -55,6 +55,7 @@ def observe() -> Iterator[Observations]:
     def note_spawn(start: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(start)
         def noted(*args: Any, **kwargs: Any) -> Any:
+            _refuse_nested_ranks(num_ranks)
             seen.has_spawned = True
             return start(*args, **kwargs)
 
@@ -77,13 +78,11 @@ def observe() -> Iterator[Observations]:
 
         return checked
 
-    # The module, whose name in torch.multiprocessing is taken by the function.
-    spawning = sys.modules["torch.multiprocessing.spawn"]
     handle = register_optimizer_step_post_hook(count)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_replaced(torch, "save", note_save))
-            for module in (spawning, torch.multiprocessing):
+            for module in _SPAWNING:
                 stack.enter_context(_replaced(module, "start_processes", note_spawn))
             for module in (dist, dist.distributed_c10d):
                 stack.enter_context(_replaced(module, "init_process_group", check_size))
@@ -121,20 +120,32 @@ def hide_from_launchers(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def refuse_ray() -> Iterator[None]:
-    """Raise `LauncherRefused` from ``TorchTrainer.fit``: Ray's workers are out of our reach."""
+def refuse_launchers() -> Iterator[None]:
+    """Raise `LauncherRefused` where a script starts ranks of its own, which nobody would measure."""
 
-    def refuse(module: ModuleType) -> None:
-        def fit(*_: Any, **__: Any) -> None:
-            raise LauncherRefused(
-                "Ray starts workers of its own, which `gradwire headroom` cannot measure. Measure the "
-                "training function alone, in a script that calls dist.init_process_group and then it"
-            )
+    def refuse_ray(module: ModuleType) -> None:
+        module.TorchTrainer.fit = _refusing(
+            "Ray starts workers of its own, which `gradwire headroom` cannot measure. Measure the "
+            "training function alone, in a script that calls dist.init_process_group and then it"
+        )
 
-        module.TorchTrainer.fit = fit
-
-    with _when_imported(("ray.train.torch",), refuse):
+    refuse_spawn = _refusing(
+        "the script starts processes itself (torch.multiprocessing.spawn), and `gradwire headroom` cannot "
+        "measure those. Let the script be one rank that reads RANK and WORLD_SIZE, as under torchrun, and "
+        "let --ranks start them"
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_when_imported(("ray.train.torch",), refuse_ray))
+        for module in _SPAWNING:
+            stack.enter_context(_replaced(module, "start_processes", lambda _: refuse_spawn))
         yield
+
+
+def _refusing(text: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise LauncherRefused(text)
+
+    return refuse
 
 
 @contextlib.contextmanager
@@ -147,6 +158,16 @@ def _when_imported(names: Iterable[str], then: Callable[[ModuleType], None]) -> 
     finally:
         for notice in notices:
             notice.ignore()
+
+
+def _refuse_nested_ranks(num_ranks: int) -> None:
+    """Raise LauncherRefused if this is one of several ranks, and has not joined the others yet."""
+    if num_ranks > 1 and not dist.is_initialized():
+        raise LauncherRefused(
+            f"the script starts processes itself (torch.multiprocessing.spawn), and would do so in each of "
+            f"{num_ranks} ranks. Start it once, without torchrun and without --ranks; gradwire reaches the "
+            "processes that it starts: gradwire run --recipe RECIPE -- SCRIPT"
+        )
 
 
 def _refuse_framework(world_size: int) -> None:

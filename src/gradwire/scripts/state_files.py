@@ -15,7 +15,6 @@ import re
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import nn
 from torch.serialization import save
 
 from gradwire.averaging import merge_state_dicts
-from gradwire.ddp import Wire, attachment_of, hash_of_parameters, is_ddp, shared_parameters
+from gradwire.ddp import Wire, attached_of, hash_of_parameters, is_ddp, shared_parameters
 from gradwire.peers import CollectiveCall, timeout_of
 
 log = logging.getLogger("gradwire")
@@ -74,7 +73,7 @@ class ScriptStates:
         """Keep the state of another model's wire."""
         if self._folder is None:
             return
-        keeper = StateKeeper(self._folder, self._every, len(self._keepers), model, wire)
+        keeper = StateKeeper(self._folder, self._every, len(self._keepers), wire)
         self._keepers.append((keeper, weakref.ref(model)))
         # A compiled model would trace it.
         before_forward = torch.compiler.disable(lambda model, inputs: keeper.before_forward(model))
@@ -108,21 +107,21 @@ class ScriptStates:
 class StateKeeper:
     """Save and load the states of one model's wire, before forward passes and at the end."""
 
-    def __init__(self, folder: Path, every: int, number: int, model: Any, wire: Wire) -> None:
+    def __init__(self, folder: Path, every: int, number: int, wire: Wire) -> None:
         self.wire = wire
         self.loaded_step: int | None = None
         self._folder = folder
         self._every = every
         self._number = number
-        self._group = model.process_group
-        self._rank, self._world_size = self._group.rank(), self._group.size()
+        self._attached = attached_of(wire)
+        self._rank, self._world_size = self._attached.rank, self._attached.world_size
         self._is_new = True
         self._saved_step = -1
 
     @property
     def num_steps(self) -> int:
         """The number of steps of the run so far, including those before it was resumed."""
-        return attachment_of(self.wire).bridge.num_steps
+        return self._attached.bridge.num_steps
 
     def before_forward(self, model: Any) -> None:
         """Load the state that fits, the first time; later save one if it is time to."""
@@ -157,10 +156,11 @@ class StateKeeper:
         weights = hash_of_parameters(_parameters(model))
         files = self._files()
         states = _readable_states([f for f in files if f.weights == weights], self._rank, self._world_size)
-        timeout: timedelta = timeout_of(self._group)
-        with CollectiveCall(self._group, timeout, "gradwire run --state") as call:
-            notes = call.agree({"--state": "is used"}, note=json.dumps(sorted(states)))
-        common: set[int] = set.intersection(*(set(json.loads(note)) for note in notes))
+        common = set(states)
+        for group in self._attached.state_groups():  # with replicas of shards: both, one after the other
+            with CollectiveCall(group, timeout_of(group), "gradwire run --state") as call:
+                notes = call.agree({"--state": "is used"}, note=json.dumps(sorted(common)))
+            common = set.intersection(*(set(json.loads(note)) for note in notes))
         if common:
             step = max(common)
             self.wire.load_state_dict(states[step])

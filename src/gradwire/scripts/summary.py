@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from rich.filesize import decimal
 
 import gradwire
-from gradwire.ddp import AttachedModel, Attachments, attachment_of
+from gradwire.ddp import AttachedModel, Attachments, attached_of
 from gradwire.recipes import make_plan, scattered
 from gradwire.scripts.observing import Observations
 from gradwire.scripts.state_files import ScriptStates
@@ -82,7 +82,7 @@ def describe_models(
 
 def _remembers(attachment: AttachedModel) -> bool:
     """Return True if a run that loses the state of this wire differs from one that keeps it."""
-    state = attachment_of(attachment.wire).state
+    state = attached_of(attachment.wire).state
     return bool(state.memory.named()) or "schedule" in str(attachment.wire.recipe)
 
 

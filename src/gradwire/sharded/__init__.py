@@ -5,6 +5,18 @@ The `Wire` belongs to `ddp`, and the averaging itself to `averaging`.
 
 from gradwire.sharded.attach_to_all import attach_to_all
 from gradwire.sharded.attaching import attach
+from gradwire.sharded.blocks import blocks_of, shard_blocks, shard_layout, unit_parameters
 from gradwire.sharded.units import is_sharded
+from gradwire.sharded.weights import row_bytes, weights_codec
 
-__all__ = ["attach", "attach_to_all", "is_sharded"]
+__all__ = [
+    "attach",
+    "attach_to_all",
+    "blocks_of",
+    "is_sharded",
+    "row_bytes",
+    "shard_blocks",
+    "shard_layout",
+    "unit_parameters",
+    "weights_codec",
+]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, open_engine
+from gradwire.codecs import Codec
 from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
 from gradwire.ddp import attach as attach_to_ddp
 from gradwire.ops import warm_up
@@ -26,6 +27,7 @@ from gradwire.sharded.reduce_scatter import UnitReduceScatter
 from gradwire.sharded.replicas import UnitReplicas
 from gradwire.sharded.shard_group import agreement, plain_mean, sharing
 from gradwire.sharded.units import Unit, is_sharded
+from gradwire.sharded.weights import UnitAllGather, weights_codec
 from gradwire.telemetry import Telemetry
 from gradwire.torch_private import fsdp, uncompiled
 
@@ -37,6 +39,7 @@ def attach(
     recipe: str | Recipe | Hook = "fp32",
     *,
     replicas: object = None,
+    weights: str | Recipe | None = None,
     state: object = None,
     timeout: timedelta | None = None,
     on_nonfinite: OnNonfinite = "propagate",
@@ -56,6 +59,9 @@ def attach(
         replicas: for a sharded model, the ranks that hold the same shard: a process group, or a
             ``DeviceMesh`` of one dimension. Gradients are then averaged over them by ``recipe``, and over
             shards by torch. A model that was sharded over a mesh of two dimensions knows its replicas.
+        weights: for a sharded model, the encoding in which parameters are gathered: ``"bf16"``, ``"int8"``,
+            ``"fp8"`` or ``"int4"``. All ranks compute with the decoded weights; optimizers step the shards as
+            they are. None, the default, leaves that to torch.
         state: the first argument of a hook; not for recipes.
         timeout: how long to wait for the other ranks; by default the group's own timeout.
         on_nonfinite: what to do when an averaged gradient is infinite or NaN. ``"propagate"`` passes it to
@@ -87,8 +93,9 @@ def attach(
     """
     root = uncompiled(model)
     if not is_sharded(root):
-        if replicas is not None:
-            raise TypeError("replicas= goes with a model that fully_shard has sharded; leave it out")
+        for name, given in (("replicas", replicas), ("weights", weights)):
+            if given is not None:
+                raise TypeError(f"{name}= goes with a model that fully_shard has sharded; leave it out")
         return attach_to_ddp(
             model,
             recipe,
@@ -112,13 +119,18 @@ def attach(
                 raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
             options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
             chosen = sharded.resolve(_parse(recipe, state))
-            check(sharded, options, chosen)
+            encoding = None if weights is None else parse_recipe(weights)
+            check(sharded, options, chosen, has_weights=encoding is not None)
+            codec = None if encoding is None else weights_codec(encoding)
             if not is_disabled:
                 options.check_file(sharded.rank)
-                warm_up(sharded.device, kernels_of(chosen, sharded.group))
+                warm_up(
+                    sharded.device, kernels_of(chosen, sharded.group) | getattr(codec, "kernels", frozenset())
+                )
             choice = Choice(chosen)
             claim = {
                 "GRADWIRE_DISABLE": "set" if is_disabled else "not set",
+                "weights": str(encoding),
                 **options.claim(),
                 **sharded.claim(choice.fingerprint),
             }
@@ -128,7 +140,7 @@ def attach(
                 call.agree(claim)
         if around is not None:
             around.agree(claim)
-    return Wire(_open(sharded, choice, options, limit, call.rendezvous, is_disabled=is_disabled))
+    return Wire(_open(sharded, choice, options, limit, call.rendezvous, codec, is_disabled=is_disabled))
 
 
 def _open(
@@ -137,6 +149,7 @@ def _open(
     options: Options,
     timeout: timedelta,
     rendezvous: str,
+    weights: Codec | None,
     *,
     is_disabled: bool,
 ) -> ShardedAttachment:
@@ -174,10 +187,13 @@ def _open(
         undo.callback(installed.close)
         for unit in sharded.units:
             _install(unit, backward, installed, is_hsdp=sharded.has_replicas)
+            if weights is not None:
+                installed.callback(unit.module.set_custom_all_gather, unit.all_gather)
+                unit.module.set_custom_all_gather(UnitAllGather(unit, weights))
         undo.pop_all()
     details = {"recipe": choice.name, "world_size": sharded.world_size, "device": str(sharded.device)}
     checks.record_event("attach", 0, **details)
-    return ShardedAttachment(sharded, backward, choice, timeout, installed)
+    return ShardedAttachment(sharded, backward, choice, timeout, installed, weights)
 
 
 def _install(unit: Unit, backward: Backward, undo: contextlib.ExitStack, *, is_hsdp: bool) -> None:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from gradwire.averaging import checkpoint
 from gradwire.buckets import BucketLayout
+from gradwire.codecs import Codec
 from gradwire.ddp import Attached, Choice
 from gradwire.errors import WireError
 from gradwire.recipes import Recipe, WirePlan, make_plan
 from gradwire.sharded.backward import Backward
 from gradwire.sharded.model import ShardedModel
+from gradwire.sharded.weights import gather_bytes
 
 
 class ShardedAttachment(Attached):
-    """The parts that one `attach` to a sharded model has put together; internal to gradwire.
-
-    States count ranks replica by replica: rank ``r * S + s`` holds shard s of S in replica r.
-    """
+    """The parts that one `attach` to a sharded model has put together; internal to gradwire."""
 
     def __init__(
         self,
@@ -34,15 +34,25 @@ class ShardedAttachment(Attached):
         choice: Choice,
         timeout: timedelta,
         undo: contextlib.ExitStack,
+        weights: Codec | None = None,
         *,
         is_disabled: bool = False,
     ) -> None:
         self._model = model
         self._backward = backward
         self._undo = undo
+        self._weights = weights
         self._group = weakref.ref(model.group)
         self._is_attached = not is_disabled
-        super().__init__(backward, choice, model.rank, model.world_size, timeout, is_disabled=is_disabled)
+        super().__init__(
+            backward,
+            choice,
+            model.rank,
+            model.world_size,
+            timeout,
+            num_shards=model.num_shards,
+            is_disabled=is_disabled,
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -76,11 +86,21 @@ class ShardedAttachment(Attached):
 
     def plan(self, recipe: Recipe, step: int | None) -> WirePlan:
         layouts = self._backward.current() or self._model.expected_layouts()
-        return make_plan(recipe, layouts, self.group.rank(), self.group.size(), step)
+        plan = make_plan(recipe, layouts, self.group.rank(), self.group.size(), step)
+        return replace(plan, note=self._describe_gathers())
+
+    def _describe_gathers(self) -> str:
+        """Say what this rank sends in the all-gathers of parameters, which are no part of a recipe."""
+        units, num_peers = self._model.units, self._model.num_shards - 1
+        sent = sum(unit.num_gathers * num_peers * gather_bytes(unit, self._weights) for unit in units)
+        encoded = "" if self._weights is None else "encoded "
+        return f"Beside gradients, {encoded}parameters are gathered: {sent:,} bytes sent in a step."
 
     def read(self, state: Mapping[str, Any]) -> checkpoint.Saved:
-        shapes = {each.name: torch.empty(each.padded_shape, device="meta") for each in self._model.trained()}
-        return _read(state, shapes, self._model)
+        trained = self._model.trained()
+        whole = {each.name: torch.empty(each.shape, device="meta") for each in trained}
+        shard_dims = {each.name: each.shard_dim for each in trained}
+        return checkpoint.read(state, whole, (), self.rank, self.grid, "mean", shard_dims)
 
     def state_groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self.group, self._model.shards) if self._model.has_replicas else (self.group,)
@@ -88,30 +108,3 @@ class ShardedAttachment(Attached):
     def leave(self) -> None:
         self._is_attached = False
         self._undo.close()
-
-
-def _read(state: Mapping[str, Any], shards: Mapping[str, Tensor], model: ShardedModel) -> checkpoint.Saved:
-    """Return this rank's state, also from another number of replicas; ValueError if shards do not fit."""
-    fields = checkpoint.check_fields(state)
-    num_shards, shard = model.num_shards, model.rank % model.num_shards
-    if fields.world_size % num_shards and fields.entries:
-        raise ValueError(
-            f"this state was saved on {fields.world_size} ranks, which cannot be replicas of {num_shards} "
-            "shards: what it holds back belongs to other shards. Load it with as many shards as it was saved"
-        )
-    if not fields.entries:
-        num_shards, shard = 1, 0
-    # The ranks that hold the same shard, one for each replica, are those that averaged together.
-    memory = {f"rank{r}": states for r, states in enumerate(_of_shard(state, fields, num_shards, shard))}
-    own = {**state, "world_size": fields.world_size // num_shards, "memory": memory}
-    if fields.world_size == model.world_size and fields.entries:
-        own["memory"] = {k: v for k, v in memory.items() if k == f"rank{model.rank // num_shards}" and v}
-    rank, size = model.rank // model.num_shards, model.world_size // model.num_shards
-    return checkpoint.read(own, shards, (), rank, size, "mean")
-
-
-def _of_shard(
-    state: Mapping[str, Any], fields: checkpoint.Fields, num_shards: int, shard: int
-) -> Sequence[Any]:
-    ranks = range(shard, fields.world_size, num_shards)
-    return [state["memory"].get(f"rank{rank}", {}) for rank in ranks]

@@ -11,11 +11,16 @@ from gradwire.sharded.replicas import UnitReplicas
 from gradwire.sharded.units import Unit
 
 
-def check(sharded: ShardedModel, options: Options, chosen: Recipe) -> None:
-    """Raise ValueError for what does not work with this model."""
+def check(sharded: ShardedModel, options: Options, chosen: Recipe, *, has_weights: bool = False) -> None:
+    """Raise ValueError for what does not work with this model.
+
+    ``has_weights`` if parameters are gathered by an encoding.
+    """
     options.check(chosen, sharded.device, is_nccl=uses_nccl(sharded.group, sharded.device))
     for unit in sharded.units:
         _check_unit(unit, has_replicas=sharded.has_replicas)
+        if has_weights:
+            _check_gather(unit)
     if sharded.has_replicas:
         return
     if options.verify_every:
@@ -58,6 +63,20 @@ def _check_unit(unit: Unit, *, has_replicas: bool) -> None:
         raise ValueError(
             f"{where} has parameters with hooks that take gradients before they are averaged over replicas; "
             "leave register_post_accumulate_grad_hook out, and step after backward()"
+        )
+
+
+def _check_gather(unit: Unit) -> None:
+    if not hasattr(unit.module, "set_custom_all_gather"):
+        raise ValueError(
+            "this version of torch has no FSDPModule.set_custom_all_gather, which weights= needs; update "
+            "torch, or leave it out"
+        )
+    comm = type(unit.all_gather).__name__
+    if comm != "DefaultAllGather":
+        raise ValueError(
+            f"module {unit.name!r} has an all-gather of its own, {comm}; leave set_custom_all_gather, "
+            "set_symm_mem_for_comm and set_allocate_memory_from_process_group_for_comm out, or weights="
         )
 
 

@@ -39,9 +39,9 @@ class ShardedParameter:
         return shape
 
     @property
-    def is_padded(self) -> bool:
-        """True if this rank's shard is smaller than others."""
-        return bool(self.fsdp_param.sharded_size != self.padded_shape)
+    def shard_dim(self) -> int:
+        """The dimension in which it is cut."""
+        return fsdp.shard_dim(self.fsdp_param)
 
     @property
     def has_hooks(self) -> bool:
@@ -122,14 +122,28 @@ class Unit:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which torch reduces gradients."""
-        policy = self.group.mp_policy
-        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or self.trained[0].parameter.dtype
-        return dtype
+        return fsdp.reduce_dtype(self.trained[0].fsdp_param)
 
     @property
     def reduce_scatter(self) -> Any:
         """The object that reduces and scatters gradients."""
         return fsdp.reduce_scatter_of(self.group)
+
+    @property
+    def all_gather(self) -> Any:
+        """The object that gathers parameters."""
+        return fsdp.all_gather_of(self.group)
+
+    @property
+    def num_gathers(self) -> int:
+        """The number of times that parameters are gathered in a step."""
+        return 2 if fsdp.gathers_twice(self.group) else 1
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype in which parameters are gathered."""
+        dtype: torch.dtype = self.group.mp_policy.param_dtype or self.parameters[0].parameter.dtype
+        return dtype
 
     @property
     def all_reduce_hook(self) -> Any:
@@ -151,7 +165,7 @@ class Unit:
 
         Then nothing reads the values before the backward pass ends.
         """
-        is_plain = self.all_reduce_hook is None and dtype == fsdp.parameter_dtype(self.group)
+        is_plain = self.all_reduce_hook is None and dtype == fsdp.gradient_dtype(self.group)
         return is_plain and all(
             each.parameter.grad is None and not each.has_hooks and not each.fsdp_param.offload_to_cpu
             for each in self.parameters

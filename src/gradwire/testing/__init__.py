@@ -25,6 +25,7 @@ from gradwire.testing.matrix import Case, CaseResult, Report, cases, check_hook
 from gradwire.testing.sharded import ShardedCase, check_sharded
 from gradwire.testing.virtual import VirtualRanks
 from gradwire.testing.virtual_group import run_virtual_ranks
+from gradwire.testing.virtual_hsdp import VirtualHSDP
 
 __all__ = [
     "AveragerCase",
@@ -33,6 +34,7 @@ __all__ = [
     "RanksFailed",
     "Report",
     "ShardedCase",
+    "VirtualHSDP",
     "VirtualRanks",
     "cases",
     "check_averager",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.averaging import Grouping, Timeline, checkpoint, grouping_of
+from gradwire.averaging import Grid, Grouping, Timeline, checkpoint, grouping_of
 from gradwire.buckets import BucketLayout, Memory, canonical_name, dtype_named
 from gradwire.ddp import is_ddp
 from gradwire.exchanges import Context, Scratch, average
@@ -154,7 +154,7 @@ class VirtualRanks:
         return checkpoint.merge_state_dicts(
             {
                 **checkpoint.write(
-                    recipe, self.num_steps, timeline, memory.state_dict(), rank, self.world_size
+                    recipe, self.num_steps, timeline, memory.state_dict(), rank, Grid(self.world_size)
                 ),
                 **({"tuning": self._tuners[rank].save()} if self._tuners else {}),
             }
@@ -168,7 +168,7 @@ class VirtualRanks:
         """
         parameters = self._parameters
         saved = [
-            checkpoint.read(state, parameters, parameters, rank, self.world_size, self.recipe.reduction)
+            checkpoint.read(state, parameters, parameters, rank, Grid(self.world_size), self.recipe.reduction)
             for rank in range(self.world_size)
         ]
         policies = [read_state(each.tuning) if each.tuning and self._tuners else None for each in saved]

@@ -72,6 +72,7 @@ class VirtualGroup:
     """One rank's side of a group whose ranks take turns."""
 
     native_sum = None
+    native_scatter = None
 
     def __init__(self, shared: _Mailbox, rank: int) -> None:
         self.rank = rank

@@ -18,20 +18,22 @@ FSDP_NAMES = (
             "mesh_info": "the ranks that hold shards",
             "post_forward_mesh_info": "takes replicas over from torch",
             "device": "the device of gradients",
-            "mp_policy": "the dtype of gradients",
             "all_reduce_grads": "knows the last micro-batch",
             "gradient_divide_factor": "knows who divides",
             "_reduce_scatter_comm": "finds a reduce-scatter of the user's",
             "_all_reduce_hook": "finds a hook of the user's",
         }.items()
     ),
+    ("param_group:_all_gather_comm", "finds an all-gather of the user's", "refuse weights="),
     *(
         (f"fsdp_param:{name}", "the layout of reduced gradients", "refuse sharded models")
         for name in (
+            "mp_policy",
             "sharded_param",
             "sharded_size",
             "padded_sharded_param_size",
             "offload_to_cpu",
+            "fsdp_placement",
             "_orig_size",
             "_module_info",
         )
@@ -60,21 +62,50 @@ def whole_shape(fsdp_param: Any) -> torch.Size:
     return shape
 
 
+def shard_dim(fsdp_param: Any) -> int:
+    """Return the dimension in which a parameter is cut into shards."""
+    dim: int = fsdp_param.fsdp_placement.dim
+    return dim
+
+
 def owner_of(fsdp_param: Any) -> tuple[Any, str]:
     """Return the module that has a parameter, and the parameter's name in it."""
     info = fsdp_param._module_info
     return info.module, info.param_name
 
 
-def parameter_dtype(param_group: Any) -> torch.dtype | None:
-    """Return the dtype of a group's parameters; None before the first forward pass."""
-    dtype: torch.dtype | None = getattr(param_group, "_orig_dtype", None)
+def gradient_dtype(param_group: Any) -> torch.dtype | None:
+    """Return the dtype of a group's gradients; None before the first forward pass, or if it has several."""
+    if hasattr(param_group, "_orig_dtype"):  # before torch 2.15
+        dtype: torch.dtype | None = param_group._orig_dtype
+        return dtype
+    trained = [each for each in param_group.fsdp_params if each.sharded_param.requires_grad]
+    dtypes = {getattr(each, "sharded_grad_dtype", None) for each in trained}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def reduce_dtype(fsdp_param: Any) -> torch.dtype:
+    """Return the dtype in which torch reduces a parameter's gradient."""
+    policy = fsdp_param.mp_policy
+    # From torch 2.15 on, gradients are not reduced in the dtype of the computation.
+    computed = None if hasattr(type(fsdp_param), "unsharded_grad_dtype") else policy.param_dtype
+    dtype: torch.dtype = policy.reduce_dtype or computed or fsdp_param.sharded_param.dtype
     return dtype
 
 
 def reduce_scatter_of(param_group: Any) -> Any:
     """Return the object that reduces and scatters a group's gradients."""
     return param_group._reduce_scatter_comm
+
+
+def all_gather_of(param_group: Any) -> Any:
+    """Return the object that gathers a group's parameters; None in a torch that has none."""
+    return getattr(param_group, "_all_gather_comm", None)
+
+
+def gathers_twice(param_group: Any) -> bool:
+    """Return True if parameters are freed after the forward pass, and gathered again for the backward."""
+    return param_group.post_forward_mesh_info is not None
 
 
 def all_reduce_hook_of(param_group: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradwire.averaging import (
     Engine,
+    Grid,
     LayoutCheck,
     RunState,
     Timeline,
@@ -207,7 +208,7 @@ class LocalSGD:
             loop.give_up()
         tensors = tensors_of([] if loop is None else loop.fragments)
         memory = self._engine.state.memory.state_dict()
-        averaging = checkpoint.write(str(self.recipe), self._position, (), memory, rank, size)
+        averaging = checkpoint.write(str(self.recipe), self._position, (), memory, rank, Grid(size))
         if gather:
             averaging = gather_states(averaging, self._group, self._timeout, "LocalSGD.state_dict")
         # With a period in seconds ranks are at different steps; a wire that averages nothing keeps nothing.

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.averaging import checkpoint
+from gradwire.averaging import Grid, checkpoint
 from gradwire.buckets import canonical_name
 from gradwire.ddp import bucketed_parameters, trained_parameters
 
@@ -77,7 +77,7 @@ def require_keys(state: object) -> int:
 def require_all_ranks(key: str, part: object, size: int) -> None:
     """Raise ValueError if a part was saved on another number of ranks and lacks the residuals of one."""
     fields = checkpoint.check_fields(part)
-    saved, there = fields.world_size, [f"rank{rank}" for rank in fields.memory]
+    saved, there = fields.grid.world_size, [f"rank{rank}" for rank in fields.memory]
     if fields.entries and saved not in (size, len(there)):
         raise ValueError(
             f"this state was saved on {saved} ranks and this group has {size}, but its {key!r} has only the "
@@ -93,10 +93,10 @@ def read_parts(
     rank, size = group.rank(), group.size()
     for key in ("averaging", "wire"):
         require_all_ranks(key, state[key], size)
-    memory = checkpoint.read(state["averaging"], _named(ddp.module), (), rank, size, "mean").memory
+    memory = checkpoint.read(state["averaging"], _named(ddp.module), (), rank, Grid(size), "mean").memory
     # The wire will check its state too, but by then a new wire may have replaced the old one.
     in_wire, must_be = bucketed_parameters(ddp), trained_parameters(ddp).keys()
-    return memory, checkpoint.read(state["wire"], in_wire, must_be, rank, size, "mean")
+    return memory, checkpoint.read(state["wire"], in_wire, must_be, rank, Grid(size), "mean")
 
 
 def read_own_residuals(state: Mapping[str, Any], module: nn.Module) -> checkpoint.States:
@@ -109,7 +109,7 @@ def read_own_residuals(state: Mapping[str, Any], module: nn.Module) -> checkpoin
         )
     own = next(iter(memory.values()), {})
     alone = {**state["averaging"], "world_size": 1, "memory": {"rank0": own}}
-    return checkpoint.read(alone, _named(module), (), 0, 1, "mean").memory
+    return checkpoint.read(alone, _named(module), (), 0, Grid(1), "mean").memory
 
 
 def _named(module: nn.Module) -> dict[str, nn.Parameter]:

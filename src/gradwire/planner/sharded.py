@@ -1,0 +1,142 @@
+"""Predictions for models that ``fully_shard`` shards: FSDP2 and HSDP."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+import gradwire
+from gradwire.buckets import BucketLayout, shard_shape
+from gradwire.headroom import ALLREDUCE, Sharding
+from gradwire.planner.calibration import Calibration
+from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffic
+from gradwire.planner.models import trained_parameters
+from gradwire.planner.predictions import Model, layout_traffic, ring_traffic
+from gradwire.planner.shapes import Shape, layers_of
+from gradwire.planner.sharded_cost import ShardedTraffic, UnitTraffic, predict_sharded_step
+from gradwire.recipes import placed, route_module_tables, scattered
+from gradwire.sharded import row_bytes, shard_layout, unit_parameters, weights_codec
+
+
+@dataclass(frozen=True)
+class ShardedPlan:
+    """How a model is sharded: the kind and the number of shards, and how its parameters are gathered."""
+
+    sharding: Sharding
+    weights: str = "fp32"
+    """The encoding of gathered parameters, as for `attach`."""
+    reshards: bool = True
+    """True if blocks are freed after the forward pass, and gathered again."""
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """The parameters of one ``fully_shard`` call, by name."""
+
+    shapes: dict[str, Shape]
+    num_gathers: int
+
+    @property
+    def numel(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+
+def predict_sharded(
+    recipe: str,
+    model: Model,
+    compute_s: float,
+    cluster: Cluster,
+    calibration: Calibration,
+    plan: ShardedPlan,
+) -> Prediction:
+    """Predict a step with ``recipe`` of a model that is sharded; ``allreduce`` is torch's own sharding.
+
+    Raises ValueError if the recipe does not fit, or if shards do not divide the cluster's workers.
+    """
+    if recipe not in calibration.costs:
+        raise ValueError(f"the calibration has no {recipe!r}: calibrate again with all recipes that you plan")
+    traffic = sharded_traffic(recipe, model, cluster, plan)
+    costs = calibration.costs
+    return predict_sharded_step(compute_s, traffic, costs[recipe], costs[ALLREDUCE], cluster)
+
+
+def sharded_traffic(recipe: str, model: Model, cluster: Cluster, plan: ShardedPlan) -> ShardedTraffic:
+    """Return the traffic of a step.
+
+    >>> plan = ShardedPlan(Sharding("fsdp", 2))
+    >>> (unit,) = sharded_traffic("int8", [(1000, 1000)], Cluster(num_nodes=2), plan).units
+    >>> round(unit.gather.node_bytes), round(unit.average.node_bytes)
+    (2000000, 503908)
+    """
+    shards, local = plan.sharding.num_shards, cluster.workers_per_node
+    num_replicas = plan.sharding.num_replicas(cluster.num_workers)
+    if shards % local and local % shards:
+        raise ValueError(f"{shards} shards do not fit nodes of {local} workers: one must divide the other")
+    units = _units(model, plan.reshards)
+    is_fsdp = plan.sharding.kind == "fsdp"
+    # The ranks of a replica, and those that average: with replicas, the ranks that hold the same shard.
+    replica = replace(cluster, num_nodes=max(1, shards // local), workers_per_node=min(shards, local))
+    per_node = max(1, local // shards)
+    peers = replace(cluster, num_nodes=num_replicas // per_node, workers_per_node=per_node)
+    layouts = [shard_layout(0, unit.shapes, shards, shards if is_fsdp else 1) for unit in units]
+    averages = _averages(recipe, model, layouts, cluster if is_fsdp else peers, is_fsdp=is_fsdp)
+    if not is_fsdp:  # each shard of a node has such an average
+        factor = local // per_node
+        buckets = (replace(each, node_bytes=factor * each.node_bytes) for each in averages.buckets)
+        averages = replace(averages, buckets=tuple(buckets))
+    found = [
+        UnitTraffic(
+            _gather(unit, plan.weights, replica),
+            unit.num_gathers,
+            averages.buckets[number] if averages.buckets else None,
+            None
+            if is_fsdp or shards == 1
+            else ring_traffic(shard_layout(0, unit.shapes, shards, shards), replica),
+        )
+        for number, unit in enumerate(units)
+    ]
+    return ShardedTraffic(tuple(found), averages.work, averages.messages_meet, waits=recipe == ALLREDUCE)
+
+
+def _averages(
+    recipe: str, model: Model, layouts: Sequence[BucketLayout], cluster: Cluster, *, is_fsdp: bool
+) -> StepTraffic:
+    """Return the traffic of averages over ``cluster``: of whole gradients, or of a shard between replicas."""
+    if cluster.num_workers == 1:
+        return StepTraffic(())
+    if recipe == ALLREDUCE:
+        # Over Gloo torch's reduce-scatter is a whole all-reduce too.
+        return StepTraffic(tuple(ring_traffic(layout, cluster) for layout in layouts))
+    chosen = gradwire.recipe(recipe)
+    if isinstance(model, nn.Module):
+        chosen = route_module_tables(chosen, model, trained_parameters(model))
+    node_size = cluster.workers_per_node if cluster.num_nodes > 1 else 1
+    chosen = scattered(chosen) if is_fsdp else placed(chosen, node_size, cluster.num_workers)
+    return layout_traffic(chosen, layouts, cluster)
+
+
+def _units(model: Model, reshards: bool) -> list[_Unit]:
+    """Return the units in the order of the forward pass; the root's parameters, gathered once, come first."""
+    num_gathers = 2 if reshards else 1
+    if not isinstance(model, nn.Module):
+        layers = (dict(zip(map(str, range(len(own))), own, strict=True)) for own in layers_of(model))
+        return [_Unit(layer, num_gathers) for layer in layers]
+    return [
+        # The root's parameters stay whole after the forward pass.
+        _Unit({name: tuple(p.shape) for name, p in unit.items()}, num_gathers if number else 1)
+        for number, unit in enumerate(unit_parameters(model))
+        if unit
+    ]
+
+
+def _gather(unit: _Unit, weights: str, replica: Cluster) -> BucketTraffic:
+    """Return the traffic of an all-gather in a ring over the ranks of a replica."""
+    shapes = [torch.Size(shard_shape(whole, 0, replica.num_workers)) for whole in unit.shapes.values()]
+    num_rounds = replica.num_workers - 1
+    num_bytes = num_rounds * row_bytes(shapes, torch.float32, weights_codec(gradwire.recipe(weights)))
+    leaving = num_bytes if replica.num_nodes > 1 else 0
+    return BucketTraffic(unit.numel, num_bytes, leaving, num_rounds, num_rounds)

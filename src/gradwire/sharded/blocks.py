@@ -1,0 +1,67 @@
+"""Models before they are sharded: which parts to shard by themselves, and what their buckets will be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.buckets import BucketLayout, Slot, canonical_name, shard_shape
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules to shard by themselves: members of its lists and sequences that have parameters.
+
+    >>> blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    [Linear(in_features=2, out_features=2, bias=True)]
+    """
+    containers = (each for each in model.modules() if isinstance(each, nn.Sequential | nn.ModuleList))
+    members = dict.fromkeys(member for container in containers for member in container)
+    without_forward = nn.ModuleList | nn.ModuleDict
+    return [m for m in members if any(True for _ in m.parameters()) and not isinstance(m, without_forward)]
+
+
+def shard_blocks(model: nn.Module, mesh: Any) -> nn.Module:
+    """Shard every block of a model by itself, and the rest with the whole."""
+    # Imported here, since it takes a second.
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks_of(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def unit_parameters(model: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """Return the trained parameters of each unit that `shard_blocks` makes, by name; those of the root first.
+
+    >>> [list(unit) for unit in unit_parameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))]
+    [[], ['0.weight', '0.bias'], ['1.weight', '1.bias']]
+    """
+    owners: dict[int, int] = {}
+    blocks = blocks_of(model)
+    for number, block in enumerate(blocks, start=1):  # outer ones come before those inside them
+        owners.update((id(parameter), number) for parameter in block.parameters())
+    units: list[dict[str, nn.Parameter]] = [{} for _ in (model, *blocks)]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            units[owners.get(id(parameter), 0)][canonical_name(name)] = parameter
+    return units
+
+
+def shard_layout(
+    index: int,
+    shapes: Mapping[str, Sequence[int]],
+    num_shards: int,
+    num_parts: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> BucketLayout:
+    """Return the layout of a shard of these parameters, or of ``num_parts`` shards one after the other."""
+    slots = []
+    for name, whole in shapes.items():
+        first, *more = shard_shape(whole, 0, num_shards)
+        shape = torch.Size([num_parts * first, *more])
+        slots.append(Slot(name, 0, shape, torch.empty(shape, device="meta").stride(), torch.Size(whole)))
+    return BucketLayout.packed(index, dtype, slots, num_parts)

@@ -1,0 +1,146 @@
+"""The all-gather of a unit's parameters by an encoding, in place of torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.codecs import Codec, Raw
+from gradwire.exchanges import Gathered
+from gradwire.ops import Chunk
+from gradwire.recipes import Recipe, gathered
+from gradwire.sharded.units import Unit
+
+# Rows and segments start at multiples of so many bytes, so that kernels can use vector loads.
+_ALIGNMENT = 64
+# torch 2.13 has renamed it.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# With fewer bits, weights are too far from those that the optimizer steps.
+_ENCODINGS = ("fp32", "fp16", "bf16", "int8", "fp8", "int4")
+
+
+def weights_codec(recipe: Recipe) -> Codec:
+    """Return the encoding of parameters; ValueError for a recipe that is not one of values, or is random."""
+    exchange = gathered(recipe).exchange if recipe.name.partition(":")[0] in _ENCODINGS else None
+    if not isinstance(exchange, Gathered) or exchange.codec.stochastic:
+        raise ValueError(
+            f"weights={str(recipe)!r} cannot encode parameters: take one of {', '.join(_ENCODINGS)}, with "
+            "rounding to the nearest"
+        )
+    return exchange.codec
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A matrix, or neighbouring vectors, in a shard: the places of their values and of their bytes."""
+
+    codec: Codec
+    values: slice
+    bytes: slice
+
+
+def segments_of(shapes: Sequence[torch.Size], dtype: torch.dtype, codec: Codec) -> list[Segment]:
+    """Return the segments of a row in which a rank sends its shards, which have these shapes.
+
+    Each matrix is encoded by itself: parameters differ in size, and a block has one scale. Vectors, which are
+    norms and biases, are few, matter much, and stay as they are.
+    """
+    segments, start, begin = [], 0, 0
+    for number, group in groupby(enumerate(shapes), _number_if_matrix):
+        own = Raw(dtype) if number is None else codec.resolve(dtype)
+        end = start + sum(shape.numel() for _, shape in group)
+        num_bytes = own.wire_bytes(end - start)
+        segments.append(Segment(own, slice(start, end), slice(begin, begin + num_bytes)))
+        start, begin = end, _aligned(begin + num_bytes)
+    return segments
+
+
+def _number_if_matrix(numbered: tuple[int, torch.Size]) -> int | None:
+    number, shape = numbered
+    return number if len(shape) > 1 else None
+
+
+def row_bytes(shapes: Sequence[torch.Size], dtype: torch.dtype, codec: Codec) -> int:
+    """Return the bytes that a rank sends to each other one in an all-gather of its shards."""
+    return _aligned(segments_of(shapes, dtype, codec)[-1].bytes.stop)
+
+
+def gather_bytes(unit: Unit, codec: Codec | None) -> int:
+    """Return the bytes that a rank sends to each other one when a unit is gathered; None is torch's own."""
+    shapes = [each.padded_shape for each in unit.parameters]
+    if codec is None:
+        return sum(shape.numel() for shape in shapes) * unit.gather_dtype.itemsize
+    return row_bytes(shapes, unit.gather_dtype, codec)
+
+
+class UnitAllGather:
+    """An argument of ``set_custom_all_gather``: it sends the parameters of one unit by an encoding.
+
+    Each rank decodes all shards, its own too. So all ranks compute with the same weights, and a second
+    all-gather in the backward pass has those of the forward pass. Optimizers step the shards themselves,
+    which are not rounded.
+    """
+
+    def __init__(self, unit: Unit, codec: Codec) -> None:
+        self._unit = unit
+        self._codec = codec
+        self._segments: dict[torch.dtype, list[Segment]] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the values that torch hands over, or takes back."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Leave what all ranks' shards decode to in ``output_tensor``, rank by rank."""
+        shapes = [each.padded_shape for each in self._unit.parameters]
+        is_whole = input_tensor.numel() == sum(shape.numel() for shape in shapes)
+        # Shards of a smaller mesh are parts of decoded weights already, and bytes are of several dtypes.
+        if not (is_whole and input_tensor.is_floating_point()):
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        dtype = input_tensor.dtype
+        if dtype not in self._segments:
+            self._segments[dtype] = segments_of(shapes, dtype, self._codec)
+        segments = self._segments[dtype]
+        stride = _aligned(segments[-1].bytes.stop)
+        rows = torch.empty(group.size(), stride, dtype=torch.uint8, device=input_tensor.device)
+        own = rows[group.rank()]
+        for each in segments:
+            _encode(each, input_tensor, own)
+        _all_gather(rows.view(-1), own, group=group)
+        for row, values in zip(rows, output_tensor.view(group.size(), -1), strict=True):
+            for each in segments:
+                _decode(each, row, values)
+        return None
+
+
+def _encode(segment: Segment, values: Tensor, row: Tensor) -> None:
+    part, codec = values[segment.values], segment.codec
+    if not _takes(codec, part):
+        part = part.to(codec.works_in)
+    codec.encode(Chunk(part, row[segment.bytes]))
+
+
+def _decode(segment: Segment, row: Tensor, values: Tensor) -> None:
+    part, codec = values[segment.values], segment.codec
+    if _takes(codec, part):
+        codec.decode(row[segment.bytes], part)
+    else:
+        wide = torch.empty_like(part, dtype=codec.works_in)
+        codec.decode(row[segment.bytes], wide)
+        part.copy_(wide)
+
+
+def _takes(codec: Codec, values: Tensor) -> bool:
+    return codec.works_in in (None, values.dtype)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

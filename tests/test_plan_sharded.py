@@ -1,0 +1,154 @@
+"""Plans of sharded models: the bytes of wires, the laws of the cost model, and `gradwire plan --sharding`."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+import gradwire
+from gradwire.cli import app
+from gradwire.headroom import Sharding
+from gradwire.planner import (
+    Calibration,
+    Cluster,
+    Costs,
+    ShardedPlan,
+    predict_sharded,
+    sharded_traffic,
+    typical_shapes,
+)
+from gradwire.sharded import shard_blocks
+from tests.sharded_runs import attached, batch, loss_of, make
+
+SOME = Costs(1.0, 0.5, 0.2, 0.05, 0.1)
+NAMES = ("fp32", "bf16", "int8", "int4", "sign", "powersgd")
+SPEEDS = Calibration("a machine", "2.13", dict.fromkeys(("allreduce", *NAMES), SOME), num_cores=2)
+SHAPES = typical_shapes(10_000_000)
+
+
+def gathered(wire):
+    """Return the bytes of gathers that a wire's plan names."""
+    return int(re.search(r"([\d,]+) bytes sent", str(wire.plan()))[1].replace(",", ""))
+
+
+def planned(kind, num_shards, spec, weights):
+    cluster = Cluster(2, 1) if kind == "fsdp" else Cluster(2, 2)
+    plan = ShardedPlan(Sharding(kind, num_shards), weights)
+    units = sharded_traffic(spec, make(), cluster, plan).units
+    gathers = sum(unit.num_gathers * unit.gather.worker_bytes for unit in units)
+    return sum(unit.average.worker_bytes for unit in units), gathers
+
+
+def check_fsdp(rank, specs):
+    for spec in specs:
+        for weights in ("fp32", "int8"):
+            model = shard_blocks(make(), None)
+            with gradwire.attach(model, spec, weights=None if weights == "fp32" else weights) as wire:
+                loss_of(model, batch(rank, 0)).backward()
+                averages, gathers = planned("fsdp", 2, spec, weights)
+                sent = max(wire.plan().bytes_sent, wire.stats().bytes_sent - 24 * 3)
+                assert averages == pytest.approx(sent, rel=0.01), spec
+                assert gathers == pytest.approx(gathered(wire), rel=0.01)
+
+
+def test_a_plan_has_the_bytes_of_a_wire_of_the_sharded_model(two_ranks):
+    two_ranks.run(check_fsdp, ["sign"])
+
+
+def check_hsdp(rank, specs):
+    for spec in specs:
+        model, wire = attached(spec, True)
+        loss_of(model, batch(rank, 0)).backward()  # from here on the root is not freed after the forward pass
+        averages, gathers = planned("hsdp", 2, spec, "fp32")
+        assert averages == pytest.approx(wire.plan().bytes_sent, rel=0.01), spec
+        assert gathers == pytest.approx(gathered(wire), rel=0.01)
+        wire.detach()
+
+
+def test_a_plan_has_the_bytes_of_a_wire_between_replicas(four_ranks):
+    four_ranks.run(check_hsdp, ["powersgd:rank=2"])
+
+
+def step(kind="fsdp", recipe="int8", cluster=None, compute_s=0.1, **more):
+    cluster = cluster or Cluster(4, 2, 1e9)
+    shards = cluster.num_workers if kind == "fsdp" else cluster.workers_per_node
+    plan = ShardedPlan(Sharding(kind, shards), **more)
+    return predict_sharded(recipe, SHAPES, compute_s, cluster, SPEEDS, plan)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_less_of_anything_never_makes_a_step_longer(kind):
+    base = step(kind)
+    assert base.step_s > 0.1
+    assert step(kind, recipe="int4").step_s <= base.step_s < step(kind, recipe="allreduce").step_s
+    assert step(kind, weights="int8").step_s < base.step_s
+    assert step(kind, reshards=False).step_s < base.step_s
+    assert step(kind, cluster=Cluster(4, 2, 1e10)).step_s < base.step_s
+    assert step(kind, compute_s=0.05).step_s < base.step_s
+
+
+def test_gathers_stay_within_nodes_that_hold_a_replica():
+    assert step("hsdp").gathered_bytes == 0
+    whole, once = step("fsdp"), step("fsdp", reshards=False)
+    assert whole.gathered_bytes == pytest.approx(2 * 4 * 10e6 * 7 / 8, rel=0.01)
+    assert once.gathered_bytes == whole.gathered_bytes / 2
+    assert step("fsdp", weights="int8").gathered_bytes == pytest.approx(whole.gathered_bytes / 4, rel=0.03)
+    # A node of two workers sends two shards' averages: together, those of the whole model between replicas.
+    assert step("hsdp", "fp32").bytes_per_step == pytest.approx(2 * 4 * 10e6 * 3 / 4, rel=0.01)
+
+
+def test_replicas_that_share_a_node_send_no_more_than_one():
+    nodes = Cluster(2, 4, 1e9)
+    spread = predict_sharded("int8", SHAPES, 0.1, nodes, SPEEDS, ShardedPlan(Sharding("hsdp", 4)))
+    shared = predict_sharded("int8", SHAPES, 0.1, nodes, SPEEDS, ShardedPlan(Sharding("hsdp", 2)))
+    assert shared.bytes_per_step == pytest.approx(spread.bytes_per_step, rel=0.02)
+
+
+def test_one_worker_only_computes():
+    assert step("fsdp", cluster=Cluster(1)).step_s == pytest.approx(0.1)
+    alone = step("hsdp", cluster=Cluster(1, 2))
+    assert alone.bytes_per_step == 0
+    assert alone.step_s > 0.1  # it gathers within the node
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["plan", "--parameters", "1e6", "--compute-ms", "10", *arguments])
+
+
+def test_the_command_plans_sharded_models(tmp_path):
+    path = tmp_path / "speeds.json"
+    path.write_text(SPEEDS.to_json())
+    base = ["--calibration", str(path), "--nodes", "2,16", "--workers", "4", "--recipe", "int8"]
+    result = run(*base, "--sharding", "fsdp", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [(row["workers"], row["recipe"]) for row in found] == [
+        (8, "allreduce"),
+        (8, "int8"),
+        (64, "allreduce"),
+        (64, "int8"),
+    ]
+    assert all(0 < row["gathered_bytes"] < row["bytes_per_step"] for row in found)
+    shown = run(*base, "--sharding", "hsdp", "--weights", "bf16").stdout
+    assert "hsdp" in shown
+    assert "gathers" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sharding", "zero"], "must be fsdp or hsdp, not 'zero'"),
+        (["--shards", "2"], "go with --sharding"),
+        (["--sharding", "fsdp", "--period", "5"], "leave out --sharding"),
+        (["--sharding", "fsdp", "--recipe", "powersgd"], "whole matrices"),
+        (["--sharding", "hsdp", "--shards", "3", "--workers", "2", "--recipe", "int8"], "3 shards"),
+        (["--sharding", "fsdp", "--weights", "sign"], "cannot encode parameters"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, message, tmp_path):
+    path = tmp_path / "speeds.json"
+    path.write_text(SPEEDS.to_json())
+    result = run("--calibration", str(path), *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
