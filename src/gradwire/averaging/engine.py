@@ -152,8 +152,9 @@ class Engine:
             self._start_collective(self._follow_loss_scale, job.place, job.flat.device)
         work = None if self._layout_check is None else self._layout_check.work_for(job.layout, self.recipe)
         if work is not None:
-            # DDP's first bucket holds all parameters: the next ones need less memory.
-            self._start_collective(work, job.place, job.flat.device, frees_scratch=True)
+            assert self._lane is not None
+            self._lane.free_scratch()  # DDP's first bucket holds all parameters; later ones need less
+            self._start_collective(work, job.place, job.flat.device)
 
     def _submit(self, batch: list[Job]) -> None:
         """Submit jobs that share messages; the statistics count the messages for the last job."""
@@ -172,11 +173,9 @@ class Engine:
     def _is_measured(self, job: Job) -> bool:
         return self._meter is not None and self._meter.is_due(job.place.step) and not job.flat.is_sparse
 
-    def _start_collective(
-        self, work: CollectiveWork, place: Place, device: torch.device, *, frees_scratch: bool = False
-    ) -> Future[Tensor]:
+    def _start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Future[Tensor]:
         assert self._lane is not None
-        task = collective_task(work, place, device, frees_scratch=frees_scratch)
+        task = collective_task(work, place, device)
         self._lane.submit(task)
         return task.promises[0].future
 

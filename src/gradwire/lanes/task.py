@@ -91,17 +91,10 @@ class Task:
             promise.keep(result)
 
 
-def collective_task(
-    work: CollectiveWork, place: Place, device: torch.device, *, frees_scratch: bool = False
-) -> Task:
-    """Return a task that runs ``work`` on every rank, after all tasks before it.
-
-    With ``frees_scratch``, it also frees the scratch memory of those before it, on the same thread or stream.
-    """
+def collective_task(work: CollectiveWork, place: Place, device: torch.device) -> Task:
+    """Return a task that runs ``work`` on every rank, after all tasks before it."""
 
     def run(flats: Sequence[Tensor], group: Group, scratch: Scratch) -> Sequence[Tensor]:
-        if frees_scratch:
-            scratch.clear()
         work(group, flats[0].device)
         return flats
 
