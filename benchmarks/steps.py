@@ -3,33 +3,38 @@
     python benchmarks/steps.py                     two ranks on this machine
     python benchmarks/steps.py --link 100mbit      each rank behind a link of that rate (root, iproute2)
     python benchmarks/steps.py --device cuda       two NCCL ranks, which may share one GPU
-    python benchmarks/steps.py --rows noop int8 int4 powersgd powersgd:rank=4 --rounds 4
+    python benchmarks/steps.py --rows noop int8 int8@8 DDP@8 powersgd:rank=4 --rounds 4
+
+A row is a recipe, or one of torch's hooks. ``int8@8`` has a bucket_cap_mb of 8 instead of DDP's own, and
+``int8@wrap`` is a model that `gradwire.wrap` has made.
 
 All rows are measured in the same processes, in turns whose order changes from round to round, so that drift
 hits all alike. A ratio is the median of the ratios within each round. A step is zero_grad, forward and
-backward; its time is that of the slowest rank. Behind a link, the bytes that left a rank's interface are
-compared with those that recipes announce. "Averaging" times the exchange alone, without a forward or
-backward pass: for one bucket, and for all buckets of the model, which DDP averages two at a time.
+backward; its time is that of the slowest rank. On CUDA, "host" is the time until backward() returns; the
+device goes on by itself. Behind a link, the bytes that left a rank's interface are compared with those that
+recipes announce. "Averaging" times the exchange alone, without a forward or backward pass: for one bucket,
+and for all buckets of the model, which DDP averages two at a time.
 """
 
 import argparse
 import contextlib
 import copy
+import dataclasses
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,8 +66,13 @@ PEERS: dict[str, Any] = {
     "torch allreduce": torch_hooks.allreduce_hook,
     "torch fp16": torch_hooks.fp16_compress_hook,
     "torch bf16": torch_bf16,
+    "torch noop": noop_hook,
 }
-DEFAULT_ROWS = ["noop", *PEERS, *(name for name in gradwire.recipes.RECIPES if name != "noop")]
+DEFAULT_ROWS = [
+    "noop",
+    *(name for name in PEERS if name != "torch noop"),
+    *(name for name in gradwire.recipes.RECIPES if name != "noop"),
+]
 CPU, GPU = Workload(), Workload(width=1024, num_layers=8, batch=8, sequence=128)
 
 
@@ -90,7 +100,7 @@ def ratio(values: list[float], base: list[float], per_round: int = 1) -> float:
     return float(statistics.median(a / b for a, b in rounds))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Measured:
     """The measurements of one row."""
 
@@ -99,25 +109,44 @@ class Measured:
     """Bytes per step that the recipe announces: a mean, since some send more in every other step."""
     sent_bytes: float | None
     """Bytes per step that left the interface, headers included."""
+    host_ms: list[float]
+    """The times until backward() has returned; the device may not be done then."""
 
 
-def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[str, Measured]:
+def make_models(
+    rows: list[str], module: nn.Module, group: dist.ProcessGroup
+) -> tuple[dict[str, DistributedDataParallel], dict[str, gradwire.Wire]]:
+    """Return a model for each row, and the wires of those with a recipe."""
+    models, wires = {}, {}
+    for row in rows:
+        name, _, bucket_mb = row.partition("@")
+        own = copy.deepcopy(module)
+        if bucket_mb == "wrap":
+            models[row], wires[row] = gradwire.wrap(own, name, process_group=group)
+            continue
+        options: dict[str, Any] = {"bucket_cap_mb": float(bucket_mb)} if bucket_mb else {}
+        model = DistributedDataParallel(own, process_group=group, **options)
+        if name not in PEERS:
+            wires[row] = gradwire.attach(model, name)
+        elif PEERS[name] is not None:
+            model.register_comm_hook(group, PEERS[name])
+        models[row] = model
+    return models, wires
+
+
+def time_steps(
+    rank: int, names: list[str], rounds: int, device: str, workload: Workload
+) -> dict[str, Measured]:
     group = dist.group.WORLD
+    assert group is not None
     if device == "cuda":
         os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
         torch.cuda.set_device(rank % torch.cuda.device_count())
         group = dist.new_group(backend="nccl")
-    built = (CPU if device == "cpu" else GPU).build()
-    wires, models = {}, {}
-    for name in names:
-        model = DistributedDataParallel(copy.deepcopy(built.model).to(device), process_group=group)
-        if name not in PEERS:
-            wires[name] = gradwire.attach(model, name)
-        elif PEERS[name] is not None:
-            model.register_comm_hook(group, PEERS[name])
-        models[name] = model
-    built = built.to(torch.device(device))
+    built = workload.build().to(torch.device(device))
+    models, wires = make_models(names, built.model, group)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    host_seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[int]] = {name: [] for name in names}
     announced: dict[str, list[int]] = {name: [] for name in wires}
     for turn in range(NUM_WARM_UP_TURNS + rounds):
@@ -128,9 +157,11 @@ def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[st
                 begin = time.perf_counter()
                 model.zero_grad()
                 built.step_loss(model).backward()
+                returned = time.perf_counter()
                 if device == "cuda":
                     torch.cuda.synchronize()
                 if turn >= NUM_WARM_UP_TURNS:
+                    host_seconds[name].append(returned - begin)
                     seconds[name].append(time.perf_counter() - begin)
             after = interface_bytes()
             if turn >= NUM_WARM_UP_TURNS and before is not None and after is not None:
@@ -143,6 +174,7 @@ def time_steps(rank: int, names: list[str], rounds: int, device: str) -> dict[st
             slowest(values),
             statistics.mean(announced[name]) / STEPS_PER_TURN if name in wires else None,
             statistics.mean(sent[name]) / STEPS_PER_TURN if sent[name] else None,
+            slowest(host_seconds[name]),
         )
         for name, values in seconds.items()
     }
@@ -209,9 +241,38 @@ def time_averaging(rank: int, names: list[str], rounds: int, sizes: list[int]) -
     return {name: slowest(values) for name, values in seconds.items()}
 
 
-def describe(values: list[float]) -> str:
+def describe(values: list[float]) -> list[str]:
+    """Return the median, and the first and the last tenth."""
     low, *_, high = statistics.quantiles(values, n=10)
-    return f"{statistics.median(values):8.1f} {low:8.1f} {high:8.1f}"
+    return [f"{value:.1f}" for value in (statistics.median(values), low, high)]
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+    """Print a Markdown table, without the columns that are empty in every row."""
+    used = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    print("", *(f"| {' | '.join(line[i] for i in used)} |" for line in lines), sep="\n")
+
+
+def row_of(name: str, steps: dict[str, Measured], device: str) -> list[str]:
+    """Return the cells of a row of the table of steps."""
+    row = steps[name]
+    pairs = [("DDP", name), ("torch fp16", name), (name, "noop")]
+    ratios = [
+        f"{ratio(steps[over].ms, steps[under].ms, STEPS_PER_TURN):.2f}" if {over, under} <= set(steps) else ""
+        for over, under in pairs
+    ]
+    counted = ""
+    if row.sent_bytes is not None and row.announced_bytes:
+        counted = f"{row.sent_bytes / 1e6:.2f} ({row.sent_bytes / row.announced_bytes:.3f})"
+    return [
+        name if name in PEERS else f"`{name}`",
+        *describe(row.ms),
+        *ratios,
+        f"{statistics.median(row.host_ms):.1f}" if device == "cuda" else "",
+        "" if row.announced_bytes is None else f"{row.announced_bytes / 1e6:.2f}",
+        counted,
+    ]
 
 
 def main() -> None:
@@ -223,6 +284,8 @@ def main() -> None:
     parser.add_argument("--link", help="rate of each rank's link, such as 1gbit; by default no limit")
     parser.add_argument("--delay", help="time from rank to rank, such as 20ms; by default none")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--width", type=int, help="width of the transformer; by default 512, on CUDA 1024")
+    parser.add_argument("--layers", type=int, help="number of its layers; by default 6, on CUDA 8")
     parser.add_argument(
         "--rows", nargs="+", default=DEFAULT_ROWS, help="recipes, and torch's hooks, as 'torch fp16'"
     )
@@ -232,6 +295,11 @@ def main() -> None:
     limit = timedelta(minutes=30).total_seconds()
 
     workload = CPU if options.device == "cpu" else GPU
+    workload = dataclasses.replace(
+        workload,
+        width=options.width or workload.width,
+        num_layers=options.layers or workload.num_layers,
+    )
     link = f"links of {options.link}" if options.link else "no limit"
     link += f", {options.delay} long" if options.delay else ""
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{Machine.here()}, Gloo"
@@ -240,38 +308,27 @@ def main() -> None:
     )
     lab_options = options.world_size, options.link, options.delay
     with Lab(*lab_options) if options.link or options.delay else contextlib.nullcontext() as lab:
-        args = names, options.rounds, options.device
+        args = names, options.rounds, options.device, workload
         steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab)[0]
-    print(
-        f"\n{'a step, ms':28} {'median':>8} {'p10':>8} {'p90':>8}   DDP over it   torch fp16 over it"
-        f"   it over noop   MB sent   on the interface"
-    )
-    for name, row in steps.items():
-        ratios = [
-            ratio(steps[base].ms, row.ms, STEPS_PER_TURN) if base in steps else None
-            for base in ("DDP", "torch fp16")
-        ]
-        if "noop" in steps:
-            ratios.append(ratio(row.ms, steps["noop"].ms, STEPS_PER_TURN))
-        cells = "".join(f"{r:14.2f}" if r is not None else f"{'':14}" for r in ratios)
-        announced = "" if row.announced_bytes is None else f"{row.announced_bytes / 1e6:9.2f}"
-        counted = ""
-        if row.sent_bytes is not None and row.announced_bytes:
-            counted = f"{row.sent_bytes / 1e6:9.2f} ({row.sent_bytes / row.announced_bytes:.3f})"
-        print(f"{name:28} {describe(row.ms)} {cells} {announced:>9} {counted}")
+    quantiles = ["median", "p10", "p90"]
+    ratios = ["DDP over it", "torch fp16 over it", "it over noop"]
+    header = ["a step, ms", *quantiles, *ratios, "host, ms", "MB sent", "on the interface"]
+    print_table(header, [row_of(name, steps, options.device) for name in steps])
 
     if not options.averaging:
         return
     bucket, numel = 6_553_600, workload.num_parameters  # 25 MiB, DDP's default
     whole = [bucket] * (numel // bucket) + [numel % bucket]
-    ours = [name for name in names if name not in PEERS and name != "noop"]
+    ours = [name for name in names if name not in PEERS and name != "noop" and "@" not in name]
     for what, sizes in {"averaging one bucket, ms": [bucket], "averaging all buckets, ms": whole}.items():
         averaging = run_ranks(
             time_averaging, options.world_size, limit, args=(ours, 4 * options.rounds, sizes)
         )[0]
-        print(f"\n{what:28} {'median':>8} {'p10':>8} {'p90':>8}   over DDP's")
-        for name, values in averaging.items():
-            print(f"{name:28} {describe(values)}   {ratio(values, averaging[BASE]):8.3f}")
+        rows = [
+            [name, *describe(values), f"{ratio(values, averaging[BASE]):.3f}"]
+            for name, values in averaging.items()
+        ]
+        print_table([what, *quantiles, "over DDP's"], rows)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from tests.drawn_buckets import Given, draw, outer
 
 try:
     from gradwire.ops.cuda import low_rank as cuda
+    from gradwire.ops.cuda import orthogonal as cuda_orthogonal
 except ImportError:  # no Triton for this platform
     cuda = None
 
@@ -250,6 +251,24 @@ def test_vectors_are_made_orthogonal_at_once_unless_they_are_too_much_alike(angl
         torch.testing.assert_close(shares @ found.double(), scaled, rtol=0, atol=1e-5)
         torch.testing.assert_close(shares.triu(1), torch.zeros_like(shares), rtol=0, atol=2e-6)  # in order
         assert (shares.diag() > 0).all()
+
+
+@pytest.mark.skipif(cuda is None, reason="needs Triton")
+@pytest.mark.parametrize(("angle", "at_once"), [(1.0, True), (0.1, True), (1e-4, False), (0.0, False)])
+def test_triton_makes_vectors_orthogonal_at_once_unless_they_are_too_much_alike(angle, at_once, monkeypatch):
+    vectors, directions, spare = draw(8, (12, 301), (12, 301), (12, 301))
+    vectors *= 10.0 ** (3 * torch.arange(12.0) - 20)[:, None]
+    vectors[5] = vectors[4] + angle * vectors[4].norm() * directions[5]
+    found, given, calls = vectors.clone(), vectors.double(), []
+    one_by_one = cuda_orthogonal._one_by_one
+    monkeypatch.setattr(cuda_orthogonal, "_one_by_one", lambda *args: calls.append(args) or one_by_one(*args))
+    one_factor(cuda, found, spare)
+    assert bool(calls) == (not at_once)
+    torch.testing.assert_close(found @ found.T, torch.eye(12), rtol=0, atol=3e-6)
+    scaled = given / given.norm(dim=1, keepdim=True)
+    if angle:
+        torch.testing.assert_close(scaled @ found.double().T @ found.double(), scaled, rtol=0, atol=1e-5)
+    assert ((scaled @ found.double().T).tril() - scaled @ found.double().T).abs().max() < 1e-5
 
 
 # --- what becomes of a parameter ---
@@ -526,6 +545,12 @@ def test_messages_that_go_in_two_shots_lose_nothing_either(num_rounds, world_siz
     sent, given, kept = (torch.stack(values) for values in zip(*results, strict=True))
     assert (sent == sent[0]).all(), "the same bits on every rank"
     assert torch.allclose(sent[0] + kept.mean(0), given.mean(0), atol=1e-4)
+
+
+def test_what_is_not_encoded_travels_with_the_first_factor():
+    layout = layout_of((900, 800), (50,), (700, 900))
+    for rounds, world_size, spec in ((2, 2, "powersgd:rank=4"), (4, 2, "powersgd"), (4, 8, "powersgd")):
+        assert gradwire.recipe(spec).exchange.link_rounds(layout, world_size, 0).across == rounds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -11,7 +11,7 @@ from gradwire.version import __version__
 
 if TYPE_CHECKING:
     from gradwire.averaging import merge_state_dicts
-    from gradwire.ddp import Wire
+    from gradwire.ddp import Wire, wrap
     from gradwire.errors import PeerError, WireError
     from gradwire.loops import Averager, AveragingHandle
     from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
@@ -49,12 +49,13 @@ __all__ = [
     "recipe",
     "route",
     "schedule",
+    "wrap",
 ]
 
 # Imported when first used, so that `import gradwire` takes a millisecond.
 _HOMES = {
     "averaging": ["merge_state_dicts"],
-    "ddp": ["Wire"],
+    "ddp": ["Wire", "wrap"],
     "errors": ["PeerError", "WireError"],
     "loops": ["Averager", "AveragingHandle"],
     "recipes": ["RECIPES", "Recipe", "bf16", "fp16", "fp32", "noop", "recipe", "route", "schedule"],

@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp_comm_hooks import default_hooks
-from gradwire.ops import BlockFormat, Chunk, Seed
+from gradwire.ops import BlockFormat, Chunk, Seed, Terms
 from gradwire.ops.cuda import blocks as cuda_blocks
+from gradwire.ops.cuda import casts as cuda_casts
 from gradwire.ops.reference import blocks as reference_blocks
+from gradwire.ops.reference import casts as reference_casts
 from gradwire.testing import cases, check_hook, run_ranks
 from tests.gpu import auto, averager, face, faults, lowrank, outer, resume, rotated, sharded, telemetry, trust
 from tests.rows import ROWS
@@ -199,6 +201,26 @@ def check_kernels():
     return f"largest difference {worst:.1e}"
 
 
+def check_cast_kernel():
+    """Compare the Triton kernel that sums casts with the reference on the GPU, bit for bit."""
+    for dtype, own_dtype, on_device in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16), (False, True)
+    ):
+        for n in (1, 1023, 100_001):
+            torch.manual_seed(n)
+            values = torch.randn(n, device="cuda").to(own_dtype)
+            rows = torch.randn(3, -(-n // 64) * 64, device="cuda").to(dtype).view(torch.uint8)
+            scales = [torch.tensor(1 / 3, device="cuda") if on_device else 1 / 3] * 3
+            results = []
+            for kernels in (reference_casts, cuda_casts):
+                own, encoded = values.clone(), torch.zeros(n, dtype=dtype, device="cuda")
+                kernels.reduce_rows(Terms(own, 1, rows, scales), encoded, 4.0, 0.25)
+                in_place = values.to(dtype)
+                kernels.reduce_rows(Terms(in_place, 1, rows, scales), in_place, 1.0, 1.0)
+                results.append(torch.cat([t.view(torch.uint8) for t in (own, encoded, in_place)]))
+            assert torch.equal(*results), (dtype, own_dtype, on_device, n)
+
+
 def main():
     assert torch.cuda.is_available(), "these tests need a CUDA device"
     num_failed = num_passed = 0
@@ -214,6 +236,7 @@ def main():
             torch_hooks.allreduce_hook, tolerance=1e-6, device="cuda", via="attach"
         ),
         "kernels": check_kernels,
+        "kernel of casts": check_cast_kernel,
         **rotated.CHECKS,
         "streams": lambda: run_ranks(job_streams, 2, timeout=120),
         "errors": lambda: run_ranks(job_errors, 2, timeout=120),

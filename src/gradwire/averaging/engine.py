@@ -157,6 +157,8 @@ class Engine:
             self._start_collective(self._follow_loss_scale, job.place, job.flat.device)
         work = None if self._layout_check is None else self._layout_check.work_for(job.layout, self.recipe)
         if work is not None:
+            assert self._lane is not None
+            self._lane.free_scratch()  # DDP's first bucket holds all parameters; later ones need less
             self._start_collective(work, job.place, job.flat.device)
 
     def _submit(self, batch: list[Job]) -> None:

@@ -17,13 +17,13 @@ from gradwire.ddp.models import (
     claim_of,
     device_of,
     is_ddp,
+    make_ddp,
     num_bucketed,
     num_transient,
     resolve_for_model,
     shared_parameters,
     trained_parameters,
     unwrap,
-    wrap,
 )
 from gradwire.ddp.nonfinite import OnNonfinite
 from gradwire.ddp.options import Options
@@ -34,6 +34,7 @@ from gradwire.ddp.stepping import SteppingRunner, step_parameters
 from gradwire.ddp.user_hooks import HookRunner, check_result, require_future
 from gradwire.ddp.verification import hash_of_parameters
 from gradwire.ddp.wire import Wire, attached_of, attachment_of
+from gradwire.ddp.wrapping import wrap
 
 __all__ = [
     "AfterAttach",
@@ -67,6 +68,7 @@ __all__ = [
     "hook_name",
     "hook_with_bridge",
     "is_ddp",
+    "make_ddp",
     "num_bucketed",
     "num_transient",
     "open_raw_engine",

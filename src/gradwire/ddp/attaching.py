@@ -17,6 +17,7 @@ from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, open_eng
 from gradwire.buckets import Layouts
 from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.bridge import Bridge
+from gradwire.ddp.bucket_size import suggest_buckets
 from gradwire.ddp.choice import Choice, choose
 from gradwire.ddp.gradients import DDPGradients
 from gradwire.ddp.hook_info import Hook
@@ -117,6 +118,8 @@ def attach(
     bridge = _open_bridge(ddp, slot, choice, options, layouts, call.rendezvous)
     details = {"recipe": bridge.runner.name, "world_size": group.size(), "device": str(device)}
     bridge.checks.record_event("attach", 0, **details)
+    if choice.recipe is not None:
+        suggest_buckets(ddp, choice.recipe)
     return Wire(Attachment(slot, bridge, choice, layouts, limit))
 
 

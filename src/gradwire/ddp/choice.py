@@ -68,7 +68,7 @@ class Choice:
 
 def choose(ddp: DistributedDataParallel, recipe: str | Recipe | Hook, state: object) -> Choice:
     """Return what to attach, without changing anything; raise for errors that this rank sees alone."""
-    choice = Choice(_parse(recipe), state)
+    choice = Choice(parse_choice(recipe), state)
     _check_state(ddp, state)
     if choice.recipe is not None:
         choice = choice.with_recipe(resolve_for_model(choice.recipe, ddp))
@@ -81,7 +81,8 @@ def choose(ddp: DistributedDataParallel, recipe: str | Recipe | Hook, state: obj
     return choice
 
 
-def _parse(recipe: str | Recipe | Hook) -> Recipe | Hook:
+def parse_choice(recipe: str | Recipe | Hook) -> Recipe | Hook:
+    """Return the recipe or hook; ValueError or TypeError if there is no such recipe."""
     # Recipe factories and classes are callable too, but they are not hooks.
     if isinstance(recipe, str | Recipe | type) or not callable(recipe) or is_factory(recipe):
         return parse_recipe(recipe)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from gradwire.recipes import Recipe, fingerprint, resolve_for_module
 from gradwire.torch_private import ddp_facts, uncompiled
 
 
-def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
+def make_ddp(module: nn.Module, **options: Any) -> DistributedDataParallel:
     """Return ``DistributedDataParallel(module, **options)``, for packages that must not import DDP."""
     return DistributedDataParallel(module, **options)
 

@@ -20,7 +20,7 @@ from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
 from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Round, Rounds
 from gradwire.exchanges.scatter import Sum
-from gradwire.exchanges.two_phase import two_shot_bytes
+from gradwire.exchanges.two_phase import shared_two_shot_bytes
 from gradwire.exchanges.two_shot import PLAIN
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
 from gradwire.ops import OTHER, Side
@@ -120,25 +120,20 @@ class LowRank:
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         if self._is_plain(layout, step):
             return PLAIN.shared_bytes(layout, step)
-        work = _work_dtype(layout.dtype)
-        return sum((codec or Raw(work)).wire_bytes(numel) for codec, numel in self._sums(layout, step))
+        messages = self._messages(layout, step)
+        return sum(codec.wire_bytes(numel) for message in messages for codec, numel in message)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         if self._is_plain(layout, step):
             return PLAIN.link_bytes(layout, world_size, step)
-        work = _work_dtype(layout.dtype)
-        sums = [
-            sum_bytes(numel, work, world_size) if codec is None else two_shot_bytes(codec, numel, world_size)
-            for codec, numel in self._sums(layout, step)
-        ]
-        return [Links(0, sum(sent)) for sent in zip(*sums, strict=True)]
+        sent = [_message_bytes(message, world_size) for message in self._messages(layout, step)]
+        return [Links(0, sum(of_rank)) for of_rank in zip(*sent, strict=True)]
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
         if self._is_plain(layout, step):
             return PLAIN.link_rounds(layout, world_size, step)
-        size, sums = _work_dtype(layout.dtype).itemsize, self._sums(layout, step)
-        once = [codec is None and one_round_pays(numel * size, world_size) for codec, numel in sums]
-        return Links(0, sum(1 if each else 2 for each in once))
+        messages = self._messages(layout, step)
+        return Links(0, sum(_message_rounds(message, world_size) for message in messages))
 
     def _codec(self, dtype: torch.dtype) -> Codec | None:
         """Return the encoding of factors for a bucket of this dtype; None to send them as they are."""
@@ -150,17 +145,17 @@ class LowRank:
         """Return True if nothing of a bucket is compressed in this step."""
         return step < self.start or layout.dtype.is_complex or not self.plan(layout).batches
 
-    def _sums(self, layout: BucketLayout, step: int) -> list[tuple[Codec | None, int]]:
-        """Return the encoding and the number of values of each sum over ranks in a step that compresses."""
+    def _messages(self, layout: BucketLayout, step: int) -> list[list[tuple[Codec, int]]]:
+        """Return the sums of each message in a step that compresses: encoding and number of values."""
         plan, codec = self.plan(layout), self._codec(layout.dtype)
+        exact: Codec = Raw(_work_dtype(layout.dtype))
         left, right, rest = plan.left.numel, plan.right.numel, plan.num_matrices + plan.num_plain
-        factors = (
-            [left, right] if self.num_rounds == 2 else [left if self._side_at(step) == "left" else right]
-        )
-        if codec is not None:
-            return [(None, rest), *((codec, factor) for factor in factors)]
-        factors[0] += rest
-        return [(None, factor) for factor in factors]
+        if self.num_rounds == 2:
+            first, *others = left, right
+        else:
+            first, *others = (left if self._side_at(step) == "left" else right,)
+        with_rest = [(exact, first + rest)] if codec is None else [(codec, first), (exact, rest)]
+        return [with_rest, *([(codec or exact, factor)] for factor in others)]
 
     def _side_at(self, step: int) -> Side:
         """Return the factor that this step computes if there is one round."""
@@ -170,6 +165,20 @@ class LowRank:
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of products and residuals: at least fp32, also for buckets of 16 bits."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _message_bytes(message: list[tuple[Codec, int]], world_size: int) -> list[int]:
+    """Return the exact bytes that each rank sends for a message."""
+    codec, numel = message[0]
+    if isinstance(codec, Raw):
+        assert codec.dtype is not None
+        return sum_bytes(numel, codec.dtype, world_size)
+    return shared_two_shot_bytes(message, world_size)
+
+
+def _message_rounds(message: list[tuple[Codec, int]], world_size: int) -> int:
+    codec, numel = message[0]
+    return 1 if isinstance(codec, Raw) and one_round_pays(codec.wire_bytes(numel), world_size) else 2
 
 
 class _LowRankStep:
@@ -258,7 +267,9 @@ class _LowRankStep:
             yield (Sum(message),)
             return
         left_out = None if own is None else self._scratch("left out", factor.numel()).zero_()
-        yield Sum(factor, self._codec, left_out), Sum(message[factor.numel() :])
+        rest = message[factor.numel() :]
+        # With a codec, even one that changes nothing, they travel with the factor.
+        yield Sum(factor, self._codec, left_out), Sum(rest, Raw(rest.dtype))
         if own is not None and left_out is not None:
             own.sub_(left_out)
 

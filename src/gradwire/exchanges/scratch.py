@@ -20,6 +20,11 @@ class Scratch:
         """Return separate buffers for one of several buckets that are exchanged side by side."""
         return self._parts.setdefault(number, Scratch())
 
+    def clear(self) -> None:
+        """Free all buffers."""
+        self._buffers.clear()
+        self._parts.clear()
+
     def bytes(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer of ``num_bytes`` bytes with undefined content."""
         buffer = self._buffers.get((name, device))

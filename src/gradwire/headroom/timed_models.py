@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.ddp import wrap
+from gradwire.ddp import make_ddp
 from gradwire.headroom.benchmark import Benchmark, Measurement, Variant
 from gradwire.headroom.devices import largest_of_ranks, open_group, sum_of_ranks
 from gradwire.headroom.records import Row
@@ -119,7 +119,7 @@ class TimedModelFactory:
             return model
         if self._mesh is not None:
             return shard_blocks(model, self._mesh)
-        return wrap(model, bucket_cap_mb=variant.bucket_mb, process_group=self.group)
+        return make_ddp(model, bucket_cap_mb=variant.bucket_mb, process_group=self.group)
 
     def _build(self) -> BuiltWorkload:
         return self._workload.build().to(self.device)

@@ -41,6 +41,10 @@ class Lane(Protocol):
         """Begin the task after those submitted before it; complete its promises, also after an error."""
         ...
 
+    def free_scratch(self) -> None:
+        """Free the memory that tasks before have used, before the next task begins."""
+        ...
+
     def fail(self, error: WireError) -> None:
         """Fail with ``error``, on every rank."""
         ...

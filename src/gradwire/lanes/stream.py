@@ -60,6 +60,9 @@ class StreamLane:
             # A future completed under the side stream makes its readers wait for that stream.
             task.keep(results)
 
+    def free_scratch(self) -> None:
+        self._scratch.clear()
+
     def fail(self, error: WireError) -> None:
         if self.failure is None:
             # Logged now: other ranks hang on their devices, and torch may end this process before it raises.

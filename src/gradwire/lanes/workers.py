@@ -57,6 +57,10 @@ class WorkerLane:
         if not self._pool.submit(task):
             task.keep(task.flats)
 
+    def free_scratch(self) -> None:
+        for worker in self._pool.workers:
+            worker.frees_scratch = True
+
     def fail(self, error: WireError) -> None:
         self._pool.fail(error)
 
@@ -136,6 +140,8 @@ class _Worker:
         self.group = group
         self.queue: queue.SimpleQueue[_QueuedTask | None] = queue.SimpleQueue()
         self._scratch = Scratch()
+        self.frees_scratch = False
+        """True to free the scratch memory before the next task."""
         self._unconnected: PeerUnreachable | None = None
         self._at = -1, Progress(None, True, time.monotonic())
 
@@ -196,6 +202,9 @@ class _Worker:
         task = queued.task
         if pool.failure.error is not None:
             return flats
+        if self.frees_scratch:
+            self.frees_scratch = False
+            self._scratch.clear()
         before, begin = self.group.traffic.copy(), time.perf_counter()
         self._at = queued.number, Progress(task.place, False, time.monotonic())
         try:

@@ -82,9 +82,7 @@ def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
     Sums are fp32, or fp64 when ``own`` is fp64. Each product is rounded before it is added, so a sum depends
     neither on a value's position nor on which rank owns it.
     """
-    fast = _is_fast(terms.own) and encoded.dtype in (torch.float32, *_HALVES)
-    kernels = _cpu_casts() if fast else reference_casts
-    kernels.reduce_rows(terms, encoded, up, down)
+    _casts(terms.own, encoded.dtype).reduce_rows(terms, encoded, up, down)
 
 
 def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
@@ -92,13 +90,7 @@ def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
 
     Sums are as in `reduce_rows`, and are not encoded again.
     """
-    dtypes = (torch.float32, *_HALVES)
-    kernels: ModuleType = reference_casts
-    if _is_fast(terms.own) and dtype in dtypes:
-        kernels = _cpu_casts()
-    elif terms.own.is_cuda and _has_triton() and {dtype, terms.own.dtype} <= set(dtypes):
-        kernels = _cuda_casts()
-    kernels.sum_rows(terms, dtype)
+    _casts(terms.own, dtype).sum_rows(terms, dtype)
 
 
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
@@ -209,6 +201,15 @@ def _tell_compiling(names: Sequence[str]) -> None:
 
 def _is_fast(*tensors: Tensor) -> bool:
     return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+
+
+def _casts(own: Tensor, dtype: torch.dtype) -> ModuleType:
+    """Return the kernels for sums of rows of ``dtype``."""
+    dtypes = {torch.float32, *_HALVES}
+    if _is_fast(own) and dtype in dtypes:
+        return _cpu_casts()
+    is_for_triton = own.is_cuda and _has_triton() and {dtype, own.dtype} <= dtypes
+    return _cuda_casts() if is_for_triton else reference_casts
 
 
 def _blocks(values: Tensor) -> ModuleType:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.ddp import wrap
+from gradwire.ddp import make_ddp
 from gradwire.headroom import ALLREDUCE, Machine, parse_json, read_field, read_number, read_text, read_whole
 from gradwire.planner.cost import Costs
 from gradwire.planner.messages import measure_messages
@@ -184,7 +184,7 @@ def _average(recipe: gradwire.Recipe, size: tuple[int, int], num_steps: int) -> 
     count, side = size
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(count, side, side)
-    model = wrap(_Matrices(count, side), bucket_cap_mb=1000)
+    model = make_ddp(_Matrices(count, side), bucket_cap_mb=1000)
     cpu_ms = []
     with gradwire.attach(model, recipe) as wire:
         for _ in range(num_steps):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.ddp import Wire, attach, hook_name, wrap
+from gradwire.ddp import Wire, attach, hook_name, make_ddp
 from gradwire.recipes import Recipe
 from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require
 from gradwire.testing.workload import (
@@ -71,7 +71,7 @@ def check_invariants(subject: Subject, case: Case) -> float:
     num_steps_of_any = num_steps(case, size)
     expected = exact_results(net, batches, num_steps_of_any, subject.expect, checks)
 
-    model = wrap(
+    model = make_ddp(
         net,
         process_group=group,
         bucket_cap_mb=0.004 if case.buckets == "many" else 25,

@@ -16,9 +16,9 @@ _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["numel", "num_rows", "own_index"])
-def _sum(
-    own, rows, numel, num_rows, stride, own_index, factor, factors,
-    HAS_FACTORS: tl.constexpr, BLOCK: tl.constexpr,
+def _reduce(
+    own, rows, encoded, numel, num_rows, stride, own_index, factor, up, down, factors,
+    HAS_FACTORS: tl.constexpr, IS_SUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = offsets < numel
@@ -34,31 +34,57 @@ def _sum(
         x += value * factor
         # Advanced row by row: the product r * stride may overflow 32 bits.
         row += stride
+    if not IS_SUM:
+        if HAS_FACTORS:
+            up = tl.load(factors + num_rows)
+            down = tl.load(factors + num_rows + 1)
+        code = (x * up).to(encoded.dtype.element_ty)
+        tl.store(encoded + offsets, code, exists)
+        x = code.to(tl.float32) * down
     tl.store(own + offsets, x.to(own.dtype.element_ty), exists)
 
 
+def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
+    if encoded.data_ptr() == terms.own.data_ptr():  # values that travel as they are summed
+        sum_rows(terms, encoded.dtype)
+    else:
+        _launch(terms, encoded, up, down, is_sum=False)
+
+
 def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
+    # The second operand says what rows hold, and is not written.
+    _launch(terms, terms.rows.view(dtype), 1.0, 1.0, is_sum=True)
+
+
+def _launch(terms: Terms, encoded: Tensor, up: Scale, down: Scale, *, is_sum: bool) -> None:
     own = terms.own
-    rows = terms.rows.view(dtype)[:, terms.header_bytes // dtype.itemsize :]
-    _sum[(triton.cdiv(own.numel(), _BLOCK),)](
+    rows = terms.rows.view(encoded.dtype)[:, terms.header_bytes // encoded.dtype.itemsize :]
+    _reduce[(triton.cdiv(own.numel(), _BLOCK),)](
         own=own,
         rows=rows,
+        encoded=encoded,
         numel=own.numel(),
         num_rows=len(rows),
         stride=rows.stride(0),
         own_index=terms.own_index,
-        **_factors(terms.scales, own),
+        **_factors([*terms.scales, up, down], own),
+        IS_SUM=is_sum,
         BLOCK=_BLOCK,
         enable_fp_fusion=False,  # each product is rounded before it is added
     )
 
 
 def _factors(scales: Sequence[Scale], own: Tensor) -> dict[str, Any]:
-    """Return the factors of the terms; as a tensor if one of them is, since its value is not known here."""
+    """Return the factors of the terms, and the last two of the sum.
+
+    They are a tensor if one of them is, since its value is not known here.
+    """
     if not any(isinstance(scale, Tensor) for scale in scales):
-        return {"factor": scales[0], "factors": own, "HAS_FACTORS": False}
+        return {
+            "factor": scales[0], "up": scales[-2], "down": scales[-1], "factors": own, "HAS_FACTORS": False
+        }  # fmt: skip
     each = [
         scale.to(torch.float32) if isinstance(scale, Tensor) else own.new_full((), scale, dtype=torch.float32)
         for scale in scales
     ]
-    return {"factor": 1.0, "factors": torch.stack(each), "HAS_FACTORS": True}
+    return {"factor": 1.0, "up": 1.0, "down": 1.0, "factors": torch.stack(each), "HAS_FACTORS": True}

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.ops.batches import Batches, Side
+from gradwire.ops.cuda.orthogonal import orthogonalize_matrices
 from gradwire.ops.owner_cache import cached_on_owner
 from gradwire.ops.reference import low_rank as reference
 from gradwire.ops.reference.low_rank import project, project_back
@@ -27,7 +28,6 @@ __all__ = [
     "project_back",
 ]
 
-_NEGLIGIBLE = tl.constexpr(reference.NEGLIGIBLE[torch.float32])
 _INFINITY = tl.constexpr(0x7F800000)
 _ABS = tl.constexpr(0x7FFFFFFF)
 # Votes as bits, which are in the same order: 0, 1, NaN.
@@ -123,51 +123,6 @@ def _finish(
     tl.store(values, tl.where(counts > 0.0, product, counts).to(flat.dtype.element_ty), exists)
 
 
-@triton.jit
-def _direction(own, vectors, i, length, BLOCK: tl.constexpr):
-    """Return the unit vector of what is orthogonal to the vectors before, and two flags.
-
-    The first is True if that is not negligible, the second if ``own`` is finite.
-    """
-    place = tl.arange(0, BLOCK)
-    finite = tl.max(own.to(tl.int32, bitcast=True) & _ABS, axis=0) < _INFINITY
-    own = tl.where(finite, own, 0.0)
-    top = tl.max(tl.abs(own), axis=0)
-    rest = own / tl.where(top == 0.0, 1.0, top)
-    whole = tl.sum(rest * rest, axis=0)
-    for _ in range(2):
-        for c in range(i):
-            other = tl.load(vectors + c * length + place, place < length, other=0.0)
-            rest -= tl.sum(rest * other, axis=0) * other
-    remains = tl.sum(rest * rest, axis=0)
-    keeps = finite & (remains > _NEGLIGIBLE * _NEGLIGIBLE * whole)
-    return rest / tl.where(remains == 0.0, 1.0, tl.sqrt(remains)), keeps, finite
-
-
-@triton.jit
-def _orthogonalize(matrices, factor, spare, HAS_SPARE: tl.constexpr, BLOCK: tl.constexpr):
-    entry = matrices + 3 * tl.program_id(0)
-    start, num_vectors, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    place = tl.arange(0, BLOCK)
-    exists = place < length
-    vectors = factor + start
-    all_finite = length > 0
-    for i in range(num_vectors):
-        own = tl.load(vectors + i * length + place, exists, other=0.0)
-        direction, keeps, finite = _direction(own, vectors, i, length, BLOCK)
-        result = tl.where(keeps, direction, 0.0)
-        if HAS_SPARE:
-            if not keeps:
-                own = tl.load(spare + start + i * length + place, exists, other=0.0)
-                direction, keeps, finite = _direction(own, vectors, i, length, BLOCK)
-                result = tl.where(keeps, direction, 0.0)
-        else:
-            all_finite = all_finite & finite
-            result = tl.where(all_finite, result, float("nan"))
-        tl.store(vectors + i * length + place, result, exists)
-        tl.debug_barrier()  # the next vector's threads read what these wrote
-
-
 def accumulate_and_project(
     batches: Batches, flat: Tensor, sums: Tensor, votes: Tensor, right: Tensor, left: Tensor
 ) -> None:
@@ -226,17 +181,9 @@ def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | 
     if factor.dtype != torch.float32 or blocks[-1] > _MAX_LENGTH:
         reference.orthogonalize(batches, side, factor, spare)
         return
-    others = factor if spare is None else spare
+    rank = max(batch.rank for batch in batches)
     for block in blocks:
-        matrices = _matrices(batches, side, block, factor.device)
-        _orthogonalize[(len(matrices),)](
-            matrices,
-            factor,
-            others,
-            HAS_SPARE=spare is not None,
-            BLOCK=block,
-            num_warps=min(block // 512, 16),
-        )
+        orthogonalize_matrices(_matrices(batches, side, block, factor.device), factor, spare, rank, block)
 
 
 def _on(device: torch.device, table: Sequence[tuple[int, ...]]) -> Tensor:

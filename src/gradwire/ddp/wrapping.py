@@ -1,0 +1,54 @@
+"""`wrap`, which makes a model with buckets that suit its recipe."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.ddp.attaching import attach
+from gradwire.ddp.bucket_size import best_bucket_mb
+from gradwire.ddp.choice import parse_choice
+from gradwire.ddp.hook_info import Hook
+from gradwire.ddp.wire import Wire
+from gradwire.recipes import Recipe
+
+_OF_ATTACH = frozenset(inspect.signature(attach).parameters) - {"model", "recipe"}
+
+
+def wrap(
+    module: nn.Module, recipe: str | Recipe | Hook = "fp32", **options: Any
+) -> tuple[DistributedDataParallel, Wire]:
+    """Make a ``DistributedDataParallel`` whose buckets suit ``recipe``, and attach the recipe to it.
+
+    Collective: every rank calls it, with the same arguments.
+
+    Args:
+        module: the model to train, on its device.
+        recipe: as for `attach`.
+        options: those of ``DistributedDataParallel`` and of `attach`. By default ``bucket_cap_mb`` is what
+            suits the recipe on the module's device, and ``gradient_as_bucket_view`` is True, which saves a
+            copy of all gradients.
+
+    Returns:
+        The model, and the wire that `attach` has returned for it.
+
+    Raises:
+        TypeError, ValueError, OSError, RuntimeError: as ``DistributedDataParallel`` and `attach` do.
+
+    >>> model, wire = gradwire.wrap(torch.nn.Linear(64, 64), "int8", static_graph=True, verify_every=100)
+    >>> model(inputs).sum().backward()
+    >>> wire.stats().num_steps
+    1
+    """
+    chosen = parse_choice(recipe)
+    of_attach = {name: value for name, value in options.items() if name in _OF_ATTACH}
+    of_ddp = {name: value for name, value in options.items() if name not in _OF_ATTACH}
+    of_ddp.setdefault("gradient_as_bucket_view", True)
+    if isinstance(chosen, Recipe):
+        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        of_ddp.setdefault("bucket_cap_mb", best_bucket_mb(chosen, module, trained))
+    model = DistributedDataParallel(module, **of_ddp)
+    return model, attach(model, chosen, **of_attach)

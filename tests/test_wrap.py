@@ -1,0 +1,106 @@
+"""`wrap`: a model whose buckets suit its recipe, and what `attach` says of buckets that do not."""
+
+import functools
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.ddp import attachment_of, bucket_size
+from tests.models import backward, gradients
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 2))
+
+
+def cap_mb(model):
+    return model._get_ddp_logging_data()["bucket_cap_bytes"] / 2**20
+
+
+def check_wrapped_model(rank):
+    plain = DistributedDataParallel(net())
+    with gradwire.attach(plain, "int4"):
+        backward(plain)
+        expected = gradients(plain)
+    model, wire = gradwire.wrap(net(), "int4")
+    with wire:
+        backward(model)
+        assert wire.model is model
+        assert wire.stats().bytes_sent > 0
+    # One bucket in both, so the same blocks and the same bits.
+    assert torch.equal(gradients(model), expected)
+    assert model.gradient_as_bucket_view
+
+
+def test_a_wrapped_model_is_averaged_by_its_recipe(two_ranks):
+    two_ranks.run(check_wrapped_model)
+
+
+def check_buckets(rank):
+    for recipe, size_mb in (("int8", 8), ("bf16", 8), ("fp32", 8), ("int4", 25), ("powersgd", 25)):
+        model, wire = gradwire.wrap(nn.Linear(64, 64), recipe)
+        wire.detach()
+        assert cap_mb(model) == size_mb, recipe
+    model, wire = gradwire.wrap(net(), allreduce_hook, state=dist.group.WORLD)
+    with wire:
+        backward(model)
+        assert cap_mb(model) == 25
+
+
+def test_the_buckets_suit_the_recipe(two_ranks):
+    two_ranks.run(check_buckets)
+
+
+def check_options(rank):
+    group = dist.new_group()
+    model, wire = gradwire.wrap(
+        net(),
+        gradwire.recipe("fp16"),
+        bucket_cap_mb=3,
+        gradient_as_bucket_view=False,
+        find_unused_parameters=True,
+        process_group=group,
+        on_nonfinite="raise",
+    )
+    with wire:
+        assert cap_mb(model) == 3
+        assert (model.gradient_as_bucket_view, model.find_unused_parameters) == (False, True)
+        assert model.process_group is group
+        assert attachment_of(wire).checks_nonfinite
+    with pytest.raises(TypeError, match="bucket_cap"):
+        gradwire.wrap(net(), "fp16", bucket_cap=3)
+
+
+def test_options_go_to_ddp_and_to_attach(two_ranks):
+    two_ranks.run(check_options)
+
+
+def logged_by(log, attach):
+    """Return what ``attach`` logs about buckets."""
+    log.clear()
+    with log.at_level(logging.INFO, "gradwire"), attach():
+        return [each.getMessage() for each in log.records if "buckets" in each.getMessage()]
+
+
+def test_buckets_that_are_too_large_are_told_once(caplog):
+    bucket_size._log_once.cache_clear()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        large = functools.partial(nn.Linear, 2100, 2100)
+        model = DistributedDataParallel(large())
+        first, second = (logged_by(caplog, lambda: gradwire.attach(model, "int8")) for _ in range(2))
+        assert ["gradwire.wrap(module, 'int8')" in text for text in first] == [True]
+        assert not second
+        small, fits = DistributedDataParallel(net()), DistributedDataParallel(large(), bucket_cap_mb=8)
+        for other, recipe in ((small, "int8"), (fits, "int8"), (model, "int4"), (model, "noop")):
+            assert not logged_by(caplog, lambda other=other, recipe=recipe: gradwire.attach(other, recipe))
+        assert not logged_by(caplog, lambda: gradwire.wrap(large(), "int8")[1])
+    finally:
+        dist.destroy_process_group()
