@@ -30,7 +30,7 @@ from gradwire.ranks import run_ranks, send_message
 LINKS = ["10mbit", "100mbit", "1gbit", "none", "1gbit>50mbit"]
 WIDTHS = {"10mbit": 64, "100mbit": 128, "1gbit": 256, "none": 256, "1gbit>50mbit": 128}
 FIXED = ["bf16", "int8", "int4:feedback=false", "int2"]
-NUM_ALONE, STEPS_PER_TURN, NUM_AFTER_CHANGE = 100, 5, 150
+NUM_ALONE, STEPS_PER_TURN, NUM_AFTER_CHANGE = 100, 5, 100
 TIMEOUT_S = 1200.0
 
 

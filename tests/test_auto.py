@@ -11,12 +11,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.ddp import AttachedModel, Attachments
+from gradwire.averaging import NativeMean
+from gradwire.ddp import AttachedModel, Attachments, attachment_of
 from gradwire.recipes import with_node_size
 from gradwire.scripts import Observations, summarize
 from gradwire.testing import VirtualRanks
 from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
 from gradwire.tuning.times import StepTimer, Times
+from gradwire.tuning.tuner import Tuner
 
 FIRST = NUM_SETTLING + NUM_TIMED - 1
 SLOW, HIDDEN = Times(1.0, 0.9, 0.9), Times(1.0, 0.001, 0.5)
@@ -39,6 +41,7 @@ class Net(nn.Module):
 def make(spec, times=SLOW, **options):
     """Return a model, its optimizer and its wire; its steps seem to take ``times``."""
     StepTimer.read = lambda timer: times() if callable(times) else times
+    Tuner.looking = 0.0
     torch.manual_seed(0)
     model = DistributedDataParallel(Net(), bucket_cap_mb=0.15, **options)
     return model, torch.optim.SGD(model.parameters(), lr=0.05), gradwire.attach(model, spec)
@@ -97,7 +100,7 @@ def test_it_is_a_recipe_like_any_other(spec):
         ("auto:bytes=1e6,budget=0.2", "give one of them"),
         ("auto:every=0", "every 1 or more steps"),
         ("auto:floor=int8,ceiling=int4", "swap them"),
-        ("auto:floor=sign", "must be bf16 or int8 or int4 or int2"),
+        ("auto:floor=sign", "must be fp32 or bf16 or int8 or int4 or int2"),
         ("route(*=auto)", "a route cannot contain it"),
         ("schedule(0=bf16; 9=auto)", "a schedule cannot contain it"),
     ],
@@ -120,7 +123,7 @@ def check_choice(rank, times):
         require_same_everywhere(decision)
         assert set(decision.encodings) == {name for name, _ in model.module.named_parameters()}
         if times == HIDDEN:
-            assert set(decision.encodings.values()) == {"bf16"}
+            assert set(decision.encodings.values()) == {"fp32"}, "on trial"
             return
         assert len(set(decision.encodings.values())) > 1, "by parameter"
         assert decision.encodings["layers.2.weight"] == "int2", "a layer of small gradients"
@@ -171,7 +174,9 @@ def check_different_times(rank):
     with wire:
         train(model, optimizer, range(40))
         require_same_everywhere(wire.decisions())
-        assert set(wire.decisions()[0].encodings.values()) == {"bf16"}, "one rank only waits for the other"
+        first = wire.decisions()[0]
+        assert first.exposed_ms == 1.0, "one rank only waits for the other"
+        assert set(first.encodings.values()) == {"fp32"}
 
 
 def test_ranks_that_measure_different_times_decide_alike(two_ranks):
@@ -194,7 +199,8 @@ def test_steps_that_are_not_finite_are_ignored(two_ranks):
 
 
 def check_unfrozen(rank):
-    model, optimizer, wire = make("auto:every=1000", find_unused_parameters=True)
+    spec = "auto:every=1000,ceiling=bf16,floor=bf16"  # it tries nothing, and so may look at any time
+    model, optimizer, wire = make(spec, find_unused_parameters=True)
     with wire:
         for layer in model.module.layers[:2]:
             layer.register_forward_hook(lambda module, inputs, result: result.detach())
@@ -213,6 +219,63 @@ def check_unfrozen(rank):
 
 def test_parameters_that_are_unfrozen_are_noticed(two_ranks):
     two_ranks.run(check_unfrozen)
+
+
+def check_exact(rank):
+    def times():
+        encodings = set(attachment_of(wire).tuned.tuner.encodings.values()) or {"bf16"}
+        return Times({"fp32": 0.5, "bf16": 1.0}.get(max(encodings), 2.0), 0.3, 0.3)
+
+    started = []
+    model, optimizer, wire = make("auto:feedback=true,floor=int4", times)
+    engine = attachment_of(wire).engine
+    start = NativeMean.start
+    NativeMean.start = lambda *args: started.append(args) or start(*args)
+    with wire:
+        train(model, optimizer, range(FIRST + 2))
+        assert "int4" in wire.decisions()[0].encodings.values()
+        assert not engine.state.memory.is_empty
+        train(model, optimizer, range(FIRST + 2, 60))
+        assert set(wire.decisions()[-1].encodings.values()) == {"fp32"}
+        assert engine.state.memory.is_empty, "what was held back is sent"
+        plain = DistributedDataParallel(Net(), bucket_cap_mb=0.15)
+        plain.module.load_state_dict(model.module.state_dict())
+        started.clear()
+        for each in (plain, model):
+            train(each, torch.optim.SGD(each.parameters(), lr=0.0), [60, 61])
+        assert len(started) == 2 * len(wire.layout()), "DDP's own all-reduce takes every bucket"
+        assert all(torch.equal(*grads) for grads in zip(*map(gradients, (plain, model)), strict=True))
+        sent = sum(bucket.bytes_sent for bucket in wire.stats().steps[-1].buckets)
+        assert sent == pytest.approx(wire.plan().bytes_sent, rel=1e-3)
+        wire.swap("fp32")
+        train(model, optimizer, [62])
+        assert len(started) == 2 * len(wire.layout()), "only for auto"
+    NativeMean.start = start
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+def test_exact_gradients_are_left_to_ddp_if_they_are_fastest(two_ranks):
+    two_ranks.run(check_exact)
+
+
+def check_join(rank):
+    results = []
+    for spec in ("noop", "auto:floor=fp32"):
+        model, optimizer, wire = make(spec)
+        if spec == "noop":
+            wire.detach()  # plain DDP
+        with model.join():
+            train(model, optimizer, range(FIRST + 3 + 4 * rank))
+        results.append(flat(model))
+        wire.detach()
+    assert torch.equal(*results)
+
+
+def test_exact_gradients_work_where_ranks_have_uneven_inputs(two_ranks):
+    two_ranks.run(check_join)
 
 
 # --- changes by the user, checkpoints ---
@@ -325,11 +388,8 @@ def test_virtual_ranks_choose_too_and_resume_on_another_number(one_thread):
     assert json.loads(fewer.state_dict()["tuning"])["next_look"] > looked
 
 
-def test_where_gradients_are_not_a_models_it_is_refused():
-    from gradwire.loops.choices import choose_recipe
+def test_a_plan_cannot_know_what_it_will_choose():
     from gradwire.planner import Cluster, step_traffic
 
-    with pytest.raises(ValueError, match="does not work with an Averager"):
-        choose_recipe("auto", 2)
     with pytest.raises(ValueError, match="does not work with a plan"):
         step_traffic("auto", [(1000, 1000)], Cluster(num_nodes=2))

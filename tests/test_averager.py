@@ -10,8 +10,7 @@ from gradwire.loops.packing import Packings
 from tests.averaged import SHAPES, draw, exact, require_identical, require_near
 from tests.rows import ROWS
 
-# Recipe auto chooses by the gradients of a DistributedDataParallel.
-AVERAGING = [row for row in ROWS if row.expect != "local" and row.spec != "auto"]
+AVERAGING = [row for row in ROWS if row.expect != "local"]
 
 
 def check_recipe(rank, spec, expect):

@@ -78,6 +78,20 @@ def test_a_script_whose_name_is_not_utf8_is_measured_like_any_other(tmp_path):
     assert "train\\udcff.py" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+def test_it_says_what_auto_would_send_for_the_scripts_gradients(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = ["--ranks", "2", "--recipe", "noop", "--steps", "1", "--budget", "0.1", "--json", "found.json"]
+    done = gradwire(tmp_path, "headroom", *options, "--", script)
+    assert done.returncode == 0, done.stderr
+    (found,) = read_records((tmp_path / "found.json").read_text())
+    proposed = found.proposal
+    assert sum(count for _, count in proposed.counts) == 2
+    assert 0 < proposed.error < 0.1
+    assert 0 < proposed.bytes_per_step < found.allreduce.bytes_per_step / 3
+    assert f"auto:budget=0.1 would send {proposed.bytes_per_step:,}".encode() in done.stdout
+
+
 def test_a_rank_that_aborts_once_it_has_left_its_result_is_measured(tmp_path):
     done = measure(tmp_path, "--json", "record.json", "abort")
     assert done.returncode == 0, done.stderr

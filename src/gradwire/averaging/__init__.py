@@ -11,9 +11,11 @@ from gradwire.averaging.engine import Engine, open_engine
 from gradwire.averaging.gathering import gather_states
 from gradwire.averaging.grid import Grid
 from gradwire.averaging.layout_check import LayoutCheck
+from gradwire.averaging.native import NativeMean
 from gradwire.averaging.pending import Pending
 from gradwire.averaging.state import RunState
 from gradwire.averaging.timeline import Grouping, Timeline, grouping_of
+from gradwire.averaging.tuned import Share, Tuned
 
 __all__ = [
     "Bucket",
@@ -22,9 +24,12 @@ __all__ = [
     "Grid",
     "Grouping",
     "LayoutCheck",
+    "NativeMean",
     "Pending",
     "RunState",
+    "Share",
     "Timeline",
+    "Tuned",
     "checkpoint",
     "gather_states",
     "grouping_of",

@@ -14,6 +14,7 @@ from gradwire.averaging.bucket import Bucket
 from gradwire.averaging.coalesce import Coalescer
 from gradwire.averaging.job import Job, run_jobs
 from gradwire.averaging.layout_check import LayoutCheck
+from gradwire.averaging.native import NativeMean
 from gradwire.averaging.regroup import Regrouper
 from gradwire.averaging.scaling import Scaling
 from gradwire.averaging.state import RunState
@@ -56,6 +57,8 @@ class Engine:
         self.stats = StatsCollector()
         self.state = state or RunState()
         self.coalescer = coalescer or Coalescer()
+        self.native: NativeMean | None = None
+        """Averages buckets in place of the recipe, where it makes no difference but in time."""
         self._lane: Lane | None = None
         self._regrouper = Regrouper(self.state.timeline)
         self._meter = meter
@@ -84,6 +87,8 @@ class Engine:
         if not exchange.communicates:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.flat)
+        if self.native is not None and self._goes_natively(bucket, place):
+            return self.native.start(bucket.flat, place, self.stats.record)
         is_active = bucket.is_active if recipe.reduction == "mean" else None
         scaling = Scaling(recipe.reduction, is_active, bucket.weight, bucket.factor, bucket.claim)
         job = Job(
@@ -99,7 +104,7 @@ class Engine:
         try:
             for each in jobs:
                 self._prepare(each)
-                for batch in self.coalescer.take(each, may_wait=not self._is_measured(each)):
+                for batch in self.coalescer.take(each, may_wait=not self._is_measured(each.place, each.flat)):
                     self._submit(batch)
         except Exception:
             for each in jobs:  # some have left the regrouper, and no lane knows them
@@ -111,7 +116,7 @@ class Engine:
         """Average by another recipe from now on; the residuals of the old one stay in the state."""
         if self._lane is None and recipe.exchange.communicates:
             self._use_lane(open_lane())
-        self.recipe = recipe
+        self.recipe, self.native = recipe, None
 
     def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
         """Run ``work`` on every rank after all buckets started before it, and wait for its end.
@@ -163,13 +168,25 @@ class Engine:
         run = functools.partial(run_jobs, batch, self.state.memory, self._may_have_unused)
         may_overlap = all(job.may_overlap for job in batch)
         tasks = [Task(run, promises, last.place, self.stats.report, overlaps=may_overlap)]
-        if self._meter is not None and self._is_measured(last):
+        if self._meter is not None and self._is_measured(last.place, last.flat):
             tasks = self._meter.measured(tasks[0], last.layout, self.state.memory, last.scaling.factor)
         for task in tasks:
             self._lane.submit(task)
 
-    def _is_measured(self, job: Job) -> bool:
-        return self._meter is not None and self._meter.is_due(job.place.step) and not job.flat.is_sparse
+    def _is_measured(self, place: Place, flat: Tensor) -> bool:
+        return self._meter is not None and self._meter.is_due(place.step) and not flat.is_sparse
+
+    def _goes_natively(self, bucket: Bucket, place: Place) -> bool:
+        """Return True for a plain mean: nothing is owed, compared, weighted, measured or regrouped."""
+        is_plain = bucket.exchange is None and bucket.claim is None and not bucket.flat.is_sparse
+        options = (bucket.is_active, bucket.weight, bucket.factor, self.state.timeline.at(place.step))
+        return (
+            is_plain
+            and self.recipe.reduction == "mean"
+            and all(option is None for option in options)
+            and self.state.memory.is_empty
+            and not self._is_measured(place, bucket.flat)
+        )
 
     def _start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Future[Tensor]:
         assert self._lane is not None

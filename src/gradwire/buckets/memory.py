@@ -28,6 +28,12 @@ class Memory:
         self._states: dict[tuple[str, torch.dtype], ParameterState] = {}
         self._cache: dict[Hashable, Any] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no parameter has a state."""
+        with self._lock:
+            return not any(state.named() for state in self._states.values())
+
     def flat(
         self,
         name: str,

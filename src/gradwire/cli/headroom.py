@@ -103,9 +103,14 @@ def _measure(
     needs_lab = rate is not None or options.delay is not None
     with Lab(options.num_hosts, rate, options.delay) if needs_lab else nullcontext() as lab:
         if isinstance(subject, Script):
-            num_steps = options.num_steps
             return measure_script(
-                subject, options.recipes, num_ranks, num_steps=num_steps, lab=lab, on_progress=on_progress
+                subject,
+                options.recipes,
+                num_ranks,
+                num_steps=options.num_steps,
+                budget=options.budget,
+                lab=lab,
+                on_progress=on_progress,
             )
         if under_torchrun():
             return measure_under_torchrun(subject, on_progress=on_progress)

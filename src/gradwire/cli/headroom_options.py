@@ -170,11 +170,6 @@ class HeadroomOptions:
         """Return the script or the benchmark to measure. Raises ValueError if there is none."""
         if not self.script_words:
             return self._benchmark()
-        if self.budget is not None:
-            raise ValueError(
-                "--budget needs gradients that are not averaged yet: leave it out, and run the script by "
-                "`gradwire run --recipe auto`, which ends with what it chose"
-            )
         if self.model or self.bucket_mb or self.device or self.sharding:
             raise ValueError(
                 "a script makes its own models, on its own devices: leave out --model, --bucket-mb, --device "

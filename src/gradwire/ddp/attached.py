@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -11,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.averaging import Engine, Grid, RunState, checkpoint, gather_states
+from gradwire.averaging import Engine, Grid, RunState, Tuned, checkpoint, gather_states
 from gradwire.buckets import BucketLayout
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
-from gradwire.ddp.tuned import Tuned
 from gradwire.errors import WireError
 from gradwire.peers import CollectiveCall
-from gradwire.recipes import Recipe, WirePlan
+from gradwire.recipes import Recipe, Tuning, WirePlan
 from gradwire.torch_private import backward_pass
+from gradwire.tuning import Decision
 
 
 class StepSource(Protocol):
@@ -28,6 +29,8 @@ class StepSource(Protocol):
 
     runner: Runner
     checks: StepChecks
+    tuned: Tuned | None
+    """The tuner of recipe ``auto``; None for other recipes and for hooks."""
     num_steps: int
     """The number of steps of the run, including those before a resume."""
 
@@ -58,6 +61,8 @@ class Attached(abc.ABC):
         # Kept here, since another runner may be put around it.
         self.engine = bridge.runner if isinstance(bridge.runner, Engine) else None
         self.timeout = timeout
+        if choice.recipe is not None:
+            self.use_tuner_of(choice.recipe)
 
     @property
     @abc.abstractmethod
@@ -116,7 +121,7 @@ class Attached(abc.ABC):
     @property
     def tuned(self) -> Tuned | None:
         """The tuner of recipe ``auto``; None for other recipes."""
-        return None
+        return self.bridge.tuned
 
     @property
     def current_recipe(self) -> Recipe | None:
@@ -127,7 +132,18 @@ class Attached(abc.ABC):
 
     def use_tuner_of(self, recipe: Recipe) -> None:
         """Let the recipe choose its encodings, if it is ``auto``; end the tuner of an earlier recipe."""
-        assert recipe.tuning is None, "this kind of model cannot be tuned, and `resolve` refuses it"
+        self.bridge.tuned = None
+        if recipe.tuning is not None and self.engine is not None and not self.is_disabled:
+            self.bridge.tuned = self.make_tuner(recipe.tuning, self.engine)
+
+    def make_tuner(self, tuning: Tuning, engine: Engine, **options: Any) -> Tuned:
+        """Return a tuner of the engine, over the ranks that exchange messages."""
+        size, step = self.group.size(), self.bridge.num_steps
+        return Tuned(tuning, engine, self.rank, size, step, on_decision=self._record_decision, **options)
+
+    def _record_decision(self, decision: Decision) -> None:
+        fields = {**dataclasses.asdict(decision), "event": "decision"}
+        self.bridge.checks.record_event(**fields)
 
     @property
     def checks_nonfinite(self) -> bool:

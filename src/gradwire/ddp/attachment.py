@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.averaging import checkpoint
+from gradwire.averaging import Engine, NativeMean, Tuned, checkpoint
 from gradwire.buckets import BucketLayout, Layouts
 from gradwire.ddp.attached import Attached
 from gradwire.ddp.bridge import Bridge
@@ -27,10 +26,9 @@ from gradwire.ddp.models import (
     trained_parameters,
 )
 from gradwire.ddp.runner import Runner
-from gradwire.ddp.tuned import Tuned
-from gradwire.recipes import Recipe, WirePlan, make_plan
+from gradwire.peers import uses_nccl
+from gradwire.recipes import Recipe, Tuning, WirePlan, make_plan
 from gradwire.torch_private import is_joining
-from gradwire.tuning import Decision
 
 
 class Attachment(Attached):
@@ -56,8 +54,6 @@ class Attachment(Attached):
         self._bridge = bridge
         self.layouts = layouts
         super().__init__(bridge, choice, group.rank(), group.size(), timeout, is_disabled=is_disabled)
-        if choice.recipe is not None:
-            self.use_tuner_of(choice.recipe)
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -90,14 +86,7 @@ class Attachment(Attached):
         buckets = self.layouts.current() or self.layouts.one_per_dtype(trained)
         return make_plan(recipe, buckets, self.group.rank(), self.group.size(), step)
 
-    @property
-    def tuned(self) -> Tuned | None:
-        return self._bridge.tuned
-
-    def use_tuner_of(self, recipe: Recipe) -> None:
-        self._bridge.tuned = None
-        if recipe.tuning is None or self.engine is None or self.is_disabled:
-            return
+    def make_tuner(self, tuning: Tuning, engine: Engine, **options: Any) -> Tuned:
         model = weakref.ref(self.slot.model)  # weakly: the model's hook holds this
 
         def may_look() -> bool:
@@ -105,13 +94,9 @@ class Attachment(Attached):
             # In join(), DDP then exchanges the used parameters on some ranks before this, on others after.
             return ddp is not None and not (ddp.find_unused_parameters and is_joining(ddp))
 
-        tuned = Tuned(recipe.tuning, self.engine, self.rank, self.world_size, may_look, self._record_decision)
-        tuned.load(None, self.bridge.num_steps, look_soon=False)
-        self._bridge.tuned = tuned
-
-    def _record_decision(self, decision: Decision) -> None:
-        fields = {**dataclasses.asdict(decision), "event": "decision"}
-        self.bridge.checks.record_event(**fields)
+        # On NCCL, an engine does the same with exact gradients, on a stream of its own.
+        native = None if uses_nccl(self.group, self.device) else NativeMean(self.group)
+        return super().make_tuner(tuning, engine, may_look=may_look, native=native, **options)
 
     def read(self, state: Mapping[str, Any]) -> checkpoint.Saved:
         recipe = self.choice.recipe

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.futures import Future
 from torch.profiler import record_function
 
+from gradwire.averaging import Tuned
 from gradwire.buckets import Layouts
 from gradwire.ddp.bucket_order import BucketOrder, BucketPosition
 from gradwire.ddp.ddp_bucket import DDPBucket
 from gradwire.ddp.hook_info import record_use
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
-from gradwire.ddp.tuned import Tuned
 from gradwire.errors import Place, locate
 from gradwire.lanes import completed
 from gradwire.torch_private import GradBucket, end_range_with, profiler_is_on, queue_callback
@@ -136,7 +136,7 @@ class Bridge:
 
     def _end_backward(self, place: Place, device: torch.device) -> None:
         if self.tuned is not None:
-            self.tuned.end_backward(place, device)
+            self.tuned.end_step(place, device)
 
     def _tune(self, place: Place, device: torch.device) -> None:
         if self.tuned is not None:

@@ -20,7 +20,7 @@ from gradwire.ops import warm_up
 from gradwire.recipes import Recipe, WirePlan, agree_on_nodes, kernels_of, require_averaging
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.telemetry import WireStats
-from gradwire.tuning import Decision, decision_table, read_state
+from gradwire.tuning import Decision
 
 
 class Wire:
@@ -153,7 +153,7 @@ class Wire:
             saved = own.read(state)
             claim = {"the saved step": str(saved.step), "the saved layout": str(saved.timeline)}
             claim["the saved loss scale"] = str(saved.loss_scale)
-            policy = None if own.tuned is None or not saved.tuning else read_state(saved.tuning)
+            policy = None if own.tuned is None else own.tuned.read(saved)
             claim["the saved tuning"] = saved.tuning or "none"
             call.agree({**claim, **own.claim(own.choice.fingerprint)})
         if own.is_disabled:
@@ -163,8 +163,7 @@ class Wire:
         if own.engine is not None:
             own.engine.state.load(saved, own.device)
         if own.tuned is not None:
-            changed = saved.world_size != own.world_size
-            own.tuned.load(policy, saved.step, look_soon=changed)
+            own.tuned.load(policy, saved.step, look_soon=saved.world_size != own.world_size)
         own.record_event("load", saved_by=saved.recipe)
 
     def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:
@@ -235,8 +234,8 @@ class Wire:
         self.detach()
 
     def __str__(self) -> str:
-        decisions = self.decisions()
-        return f"{self!r}\n{decision_table(decisions)}" if decisions else repr(self)
+        tuned = self._attachment.tuned
+        return repr(self) if tuned is None else f"{self!r}\n{tuned}"
 
     def __repr__(self) -> str:
         return f"<Wire {self._attachment.choice.name}, {'attached' if self.attached else 'detached'}>"

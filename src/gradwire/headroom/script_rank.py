@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradwire.ddp import Attachments
+from gradwire.ddp import Attachments, is_ddp
+from gradwire.headroom.proposals import propose_encodings
+from gradwire.headroom.records import Proposal
 from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
 from gradwire.processes import end_with_parent
 from gradwire.scripts import observe, refuse_launchers, run_script, show_error
@@ -66,6 +69,8 @@ def main() -> None:
     with attaching as attachments, observe(), refuse_launchers():
         _run_until_enough(task)
         wires = None if attachments is None else _totals(attachments)
+        is_over = len(stopwatch.ends_s) > task.num_steps
+        proposal = _propose(attachments, task.budget) if attachments is not None and is_over else None
     result = ScriptResult(
         times_s=tuple(end - begin for begin, end in pairwise(stopwatch.ends_s)),
         num_threads=torch.get_num_threads(),
@@ -73,6 +78,7 @@ def main() -> None:
         device=torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
         num_optimizer_steps=len(stopwatch.ends_s),
         wires=wires,
+        proposal=proposal,
     )
     # Whoever waits for the file must never see a part of it.
     unfinished = result_file.with_suffix(".part")
@@ -122,6 +128,27 @@ def _totals(attachments: Attachments) -> WireTotals:
         work_ms=total("work_ms"),
         num_parameters=sum(layout.numel for layout in layouts),
         gradient_bytes=sum(layout.numel * layout.dtype.itemsize for layout in layouts),
+    )
+
+
+def _propose(attachments: Attachments, budget: float | None) -> Proposal | None:
+    """Return what ``auto`` would send for all models together; collective. Their recipe is noop.
+
+    Optimizers have stepped, and what comes after has not run, so the last gradients are still there.
+    """
+    wires = [each.wire for each in attachments.made if is_ddp(each.wire.model) and each.wire.attached]
+    if budget is None or dist.get_world_size() == 1 or not wires:
+        return None
+    found = [propose_encodings(wire, wire.group, budget) for wire in wires]
+    counts: Counter[str] = Counter()
+    for each in found:
+        counts.update(dict(each.counts))
+    errors = [each.error for each in found if each.error is not None]
+    return Proposal(
+        found[0].recipe,
+        sum(each.bytes_per_step for each in found),
+        max(errors, default=None),
+        tuple(sorted(counts.items())),
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
+from gradwire.headroom.records import Proposal
 from gradwire.scripts import Script
 
 
@@ -17,6 +18,8 @@ class ScriptTask:
     recipe: str | None
     """None for plain DDP."""
     num_steps: int
+    budget: float | None = None
+    """The budget of recipe ``auto``, to say what it would send; None to leave that out."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -25,9 +28,9 @@ class ScriptTask:
     def from_json(cls, text: str) -> ScriptTask:
         """Read back what `to_json` wrote."""
         fields = json.loads(text)
-        script = fields["script"]
+        script = fields.pop("script")
         name, arguments = script["name"], tuple(script["arguments"])
-        return cls(Script(name, arguments, script["is_module"]), fields["recipe"], fields["num_steps"])
+        return cls(Script(name, arguments, script["is_module"]), **fields)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class ScriptResult:
     """The steps that the script took, one more than there are times."""
     wires: WireTotals | None
     """None with plain DDP, whose messages nobody counts."""
+    proposal: Proposal | None = None
+    """The choice of recipe ``auto``; None if the task does not ask for it, or no model can have it."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -67,4 +72,7 @@ class ScriptResult:
         fields["times_s"] = tuple(fields["times_s"])
         if fields["wires"] is not None:
             fields["wires"] = WireTotals(**fields["wires"])
+        if fields["proposal"] is not None:
+            counts = tuple(map(tuple, fields["proposal"].pop("counts")))
+            fields["proposal"] = Proposal(**fields["proposal"], counts=counts)
         return cls(**fields)

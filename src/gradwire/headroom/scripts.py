@@ -29,6 +29,7 @@ def measure_script(
     world_size: int,
     *,
     num_steps: int | None = None,
+    budget: float | None = None,
     lab: Lab | None = None,
     on_progress: OnProgress | None = None,
 ) -> Record | None:
@@ -44,6 +45,7 @@ def measure_script(
         recipes: recipes to measure beside plain DDP and noop.
         world_size: number of ranks on this machine; ignored under torchrun.
         num_steps: timed steps of each run; 16 by default.
+        budget: the budget of recipe ``auto``, to say what it would send for the last step's gradients.
         lab: the lab to run in, one rank on each host.
         on_progress: called with ``(runs done, runs in all)``.
 
@@ -51,13 +53,17 @@ def measure_script(
     and `ScriptFailed`.
     """
     compared = compared_recipes(recipes)
+    if budget is not None:
+        gradwire.recipe(f"auto:budget={budget:g}")  # raises ValueError for what is no budget
     num_steps = _NUM_WARM_UP_STEPS + (num_steps or _DEFAULT_NUM_STEPS)
     launcher = choose_launcher(world_size, lab)
     runs: _Runs = {}
     for index, recipe in enumerate(compared):
         if on_progress is not None:
             on_progress(index, len(compared))
-        task = ScriptTask(script, None if recipe is None else str(recipe), num_steps)
+        # Only without communication are gradients left that are not averaged.
+        own_budget = budget if recipe == gradwire.noop() else None
+        task = ScriptTask(script, None if recipe is None else str(recipe), num_steps, own_budget)
         results = launcher.run(task, index)
         if results is not None:
             _check(task, results)
@@ -89,7 +95,8 @@ def _check(task: ScriptTask, results: Sequence[ScriptResult]) -> None:
 def _to_record(script: Script, runs: _Runs, lab: Lab | None, one_machine: bool) -> Record:
     """Make one record of every run's results."""
     first = runs[None][0]
-    wires = runs[gradwire.noop()][0].wires
+    idle = runs[gradwire.noop()][0]
+    wires = idle.wires
     assert wires is not None
     return Record(
         **conditions(lab, one_machine),
@@ -103,6 +110,7 @@ def _to_record(script: Script, runs: _Runs, lab: Lab | None, one_machine: bool) 
         num_parameters=wires.num_parameters,
         gradient_bytes=wires.gradient_bytes,
         rows=tuple(_row(recipe, results, wires.gradient_bytes) for recipe, results in runs.items()),
+        proposal=idle.proposal,
     )
 
 

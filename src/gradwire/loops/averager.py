@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -15,15 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.averaging import Bucket, Engine, Grid, RunState, Timeline, checkpoint, open_engine
+from gradwire.averaging import Bucket, Engine, Grid, RunState, Timeline, Tuned, checkpoint, open_engine
 from gradwire.errors import Place, WireError, locate
 from gradwire.lanes import open_lane
-from gradwire.loops.choices import check_weight, choose_device, choose_group, choose_recipe, keeps_state
+from gradwire.loops.choices import (
+    check_weight,
+    choose_device,
+    choose_group,
+    choose_recipe,
+    keeps_state,
+    require_nothing_owed,
+)
 from gradwire.loops.halves import (
+    HalfRunner,
     chunk_of,
-    claim_of,
+    compare,
     gather_plainly,
-    layout_of,
     make_full,
     require_flat,
     scatter_plainly,
@@ -33,7 +39,7 @@ from gradwire.loops.packing import Packing, Packings
 from gradwire.loops.plain import start_plain_mean
 from gradwire.loops.tensors import Tensors, named_tensors
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, SealedClaim, backend_name, require_same, timeout_of
+from gradwire.peers import CollectiveCall, backend_name, timeout_of
 from gradwire.recipes import (
     Recipe,
     WirePlan,
@@ -46,6 +52,7 @@ from gradwire.recipes import (
     scattered,
 )
 from gradwire.telemetry import WireStats
+from gradwire.tuning import Decision
 
 log = logging.getLogger("gradwire")
 
@@ -88,11 +95,10 @@ class Averager:
             if not isinstance(timeout, timedelta | None):
                 raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
             self._device = choose_device(self._group, device)
-            is_disabled = {"GRADWIRE_DISABLE": "set" if self._is_disabled else "not set"}
-            self._recipe = self._agree_on_recipe(recipe, call, is_disabled)
+            claim = {"GRADWIRE_DISABLE": "set" if self._is_disabled else "not set"}
+            self._recipe = self._agree_on_recipe(recipe, call, claim)
         self._num_calls = self._first_call = 0
         self._packings = Packings()
-        self._compared: set[SealedClaim] = set()
         self._in_flight: list[AveragingHandle] = []
         self._may_have_state = keeps_state(self._recipe)
         self._is_closed = False
@@ -106,6 +112,8 @@ class Averager:
             self._engine = open_engine(
                 self._recipe, self._group, self._device, call.rendezvous, state, may_wait=True
             )
+        self._halves = HalfRunner(self._engine, self._device if is_nccl else None)
+        self._tuned = self._make_tuner()
 
     @property
     def recipe(self) -> Recipe:
@@ -149,6 +157,9 @@ class Averager:
         place = self._begin_call()
         self._in_flight = [handle for handle in self._in_flight if not handle.done()]
         with self._failing_all(place):
+            if self._tuned is not None:  # about the call before: all ranks begin calls in the same order
+                self._tuned.decide(place, self._device)
+                self._require_usable()
             named = named_tensors(tensors, self._device_types)
             self._check_weight(weight, named)
             packing = self._packing_of(named, weight is not None, place)
@@ -156,6 +167,8 @@ class Averager:
 
         def end(results: list[Tensor]) -> None:
             self._require_usable()
+            if self._tuned is not None:
+                self._tuned.end_step(place, self._device)
             packing.unpack(results, named)
             self._in_flight = [other for other in self._in_flight if other is not handle]
 
@@ -185,7 +198,8 @@ class Averager:
             own = require_flat(flat, self._device_types)
             if self._is_disabled:
                 return scatter_plainly(own, self._group, is_sum=self._recipe.reduction == "sum")
-            self._run_half("reduce_scatter", recipe, own, place)
+            self._halves.run("reduce_scatter", recipe, own, place)
+            self._require_usable()
         return chunk_of(own, self._group).clone()
 
     def all_gather(self, shard: Tensor, numel: int | None = None) -> Tensor:
@@ -203,7 +217,8 @@ class Averager:
             full = make_full(require_flat(shard, self._device_types), numel, self._group)
             if self._is_disabled:
                 return gather_plainly(full, self._group)
-            self._run_half("all_gather", recipe, full, place)
+            self._halves.run("all_gather", recipe, full, place)
+            self._require_usable()
         return full
 
     def stats(self) -> WireStats:
@@ -225,7 +240,12 @@ class Averager:
             packing, _ = Packings().of(named_tensors(tensors, self._device_types))
         if packing is None:
             raise ValueError("nothing has been averaged yet, so there is no plan: give the tensors")
-        return make_plan(self._recipe, packing.layouts, self._group.rank(), self._group.size(), step)
+        recipe = self._recipe if self._tuned is None else self._engine.recipe
+        return make_plan(recipe, packing.layouts, self._group.rank(), self._group.size(), step)
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """Return the decisions of recipe ``auto`` so far, the same on every rank; none for other recipes."""
+        return () if self._tuned is None else self._tuned.decisions
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to resume bit for bit: residuals and other states, and the step count.
@@ -233,8 +253,9 @@ class Averager:
         The state is copies of tensors, and numbers. Each rank saves its own. Waits for what is under way.
         """
         self._wait_for_lane()
-        state, group = self._engine.state, self._group
-        return state.save(str(self._recipe), self._num_calls, group.rank(), Grid(group.size()))
+        run, group = self._engine.state, self._group
+        state = run.save(str(self._recipe), self._num_calls, group.rank(), Grid(group.size()))
+        return state if self._tuned is None else {**state, "tuning": self._tuned.tuner.save()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; collective.
@@ -251,12 +272,16 @@ class Averager:
         with CollectiveCall(self._group, self._timeout, "Averager.load_state_dict") as call:
             rank, size = self._group.rank(), self._group.size()
             saved = checkpoint.read(state, None, (), rank, Grid(size), self._recipe.reduction)
-            call.agree({"the saved step": str(saved.step), **fingerprint.of_version()})
+            policy = None if self._tuned is None else self._tuned.read(saved)
+            facts = {"the saved step": str(saved.step), "the saved tuning": saved.tuning or "none"}
+            call.agree({**facts, **fingerprint.of_version()})
         self._wait_for_lane()
         self._first_call += saved.step - self._num_calls
         self._num_calls = saved.step
         self._may_have_state |= bool(saved.memory)
         self._engine.state.load(saved, self._device)
+        if self._tuned is not None:
+            self._tuned.load(policy, saved.step, look_soon=saved.world_size != size)
 
     def swap(self, recipe: str | Recipe) -> None:
         """Average by another recipe from the next call on; collective.
@@ -272,6 +297,7 @@ class Averager:
         self._may_have_state |= keeps_state(chosen)
         if not self._is_disabled:
             self._engine.swap(chosen, lambda: open_lane(self._group, self._device, call.rendezvous))
+        self._tuned = self._make_tuner()
 
     def close(self) -> None:
         """End the averager's threads and connections, and give up what is under way; call on every rank."""
@@ -284,6 +310,9 @@ class Averager:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __str__(self) -> str:
+        return repr(self) if self._tuned is None else f"{self!r}\n{self._tuned}"
+
     def __repr__(self) -> str:
         return f"<Averager {self._recipe} over {self._group.size()} ranks{', closed' * self._is_closed}>"
 
@@ -293,6 +322,13 @@ class Averager:
             warm_up(self._device, kernels_of(chosen, self._group))
         facts = {"device": self._device.type, **fingerprint.of_version(), **fingerprint.of_recipe(chosen)}
         return agree_on_nodes(chosen, call, {**claim, **facts})
+
+    def _make_tuner(self) -> Tuned | None:
+        """Return a tuner for recipe ``auto``, for which each call is a step; None for other recipes."""
+        if self._recipe.tuning is None or self._is_disabled:
+            return None
+        group = self._group
+        return Tuned(self._recipe.tuning, self._engine, group.rank(), group.size(), self._num_calls)
 
     def _start(
         self, packing: Packing, flats: list[Tensor], weight: float | None, place: Place
@@ -314,6 +350,8 @@ class Averager:
                 may_overlap=not (shares_names and self._may_have_state),
             )
             own_place = Place(place.rank, place.step, index, place.hook)
+            if self._tuned is not None:
+                self._tuned.arrive(bucket, own_place)
             futures.append(self._engine.start(bucket, own_place))
         return futures
 
@@ -333,31 +371,13 @@ class Averager:
             self._engine.give_up()
             raise located.with_traceback(error.__traceback__) from None
 
-    def _run_half(self, what: str, recipe: Recipe, flat: Tensor, place: Place) -> None:
-        """Run a reduce-scatter or an all-gather in place, and wait for it."""
-        claim = claim_of(what, flat.numel(), flat.dtype)
-        is_new = claim not in self._compared and recipe.exchange.communicates
-        if is_new and self._device_types == ("cuda",):
-            self._compared.add(claim)
-            self._compare(claim, place)
-        bucket = Bucket(
-            flat, layout_of(flat.numel(), flat.dtype), is_last=True, claim=claim, exchange=recipe.exchange
-        )
-        self._engine.start(bucket, place).wait()
-        self._require_usable()
-
     def _packing_of(self, named: Mapping[str, Tensor], is_weighted: bool, place: Place) -> Packing:
         """Return the packing of these tensors; on NCCL, compare one that is new with the other ranks'."""
         packing, is_new = self._packings.of(named)
         if is_new and self._device_types == ("cuda",) and self._recipe.exchange.communicates:
-            self._compare(packing.weighted_claim if is_weighted else packing.claim, place)
+            claim = packing.weighted_claim if is_weighted else packing.claim
+            compare(claim, self._engine, place, self._device)
         return packing
-
-    def _compare(self, claim: SealedClaim, place: Place) -> None:
-        """Compare a claim with the other ranks', and wait for the result."""
-        self._engine.run_collective(functools.partial(require_same, claim), place, self._device)
-        if self._engine.failure is not None:
-            raise self._engine.failure
 
     def _check_weight(self, weight: float | None, named: Mapping[str, Tensor]) -> None:
         if weight is None:
@@ -365,12 +385,7 @@ class Averager:
         check_weight(weight, self._recipe)
         if self._may_have_state:  # a recipe before this one may have held something back
             self._wait_for_lane()
-            owed = self._engine.state.memory.named().get("residual", {}).keys() & named.keys()
-            if owed:
-                raise ValueError(
-                    f"an earlier recipe has held back a part of {sorted(owed)[:5]}, which has no weight: "
-                    "average them once without one"
-                )
+            require_nothing_owed(self._engine.state.memory, named)
 
     def _require_usable(self) -> None:
         if self._is_closed:

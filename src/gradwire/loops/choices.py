@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 
+from gradwire.buckets import Memory
 from gradwire.exchanges import LowRank
 from gradwire.peers import backend_name
-from gradwire.recipes import Recipe, require_fixed
+from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.torch_private import device_types
 
@@ -43,7 +45,6 @@ def choose_device(group: dist.ProcessGroup, device: torch.device | str | None) -
 def choose_recipe(recipe: str | Recipe, world_size: int) -> Recipe:
     """Return the recipe; ValueError if the ranks cannot be divided into its nodes."""
     chosen = parse_recipe(recipe)
-    require_fixed(chosen, "an Averager")
     for each in chosen.leaves():
         if world_size % (each.local_size or 1):
             raise ValueError(f"recipe {each}: {world_size} ranks cannot be nodes of {each.local_size}")
@@ -53,6 +54,15 @@ def choose_recipe(recipe: str | Recipe, world_size: int) -> Recipe:
 def keeps_state(recipe: Recipe) -> bool:
     """Return True if the recipe keeps residuals or factors from call to call."""
     return any(_has_feedback(each) or isinstance(each.exchange, LowRank) for each in recipe.leaves())
+
+
+def require_nothing_owed(memory: Memory, names: Collection[str]) -> None:
+    """Raise ValueError if an earlier recipe has held back a part of one of these tensors."""
+    if owed := memory.named().get("residual", {}).keys() & set(names):
+        raise ValueError(
+            f"an earlier recipe has held back a part of {sorted(owed)[:5]}, which has no weight: average "
+            "them once without one"
+        )
 
 
 def check_weight(weight: object, recipe: Recipe) -> None:
@@ -77,4 +87,6 @@ def check_weight(weight: object, recipe: Recipe) -> None:
 
 
 def _has_feedback(recipe: Recipe) -> bool:
-    return getattr(recipe.exchange, "feedback", None) not in (None, False)
+    tuning = recipe.tuning
+    exchanges = [recipe.exchange] if tuning is None else [exchange for _, exchange in tuning.encodings]
+    return any(getattr(each, "feedback", None) not in (None, False) for each in exchanges)

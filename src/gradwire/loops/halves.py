@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.averaging import Bucket, Engine
 from gradwire.buckets import BucketLayout, Slot
+from gradwire.errors import Place
 from gradwire.exchanges import even_bounds
-from gradwire.peers import SealedClaim
+from gradwire.peers import SealedClaim, require_same
+from gradwire.recipes import Recipe
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,14 +60,40 @@ def make_full(shard: Tensor, numel: int | None, group: dist.ProcessGroup) -> Ten
     return full
 
 
+def compare(claim: SealedClaim, engine: Engine, place: Place, device: torch.device) -> None:
+    """Compare a claim with the other ranks', and wait for the result."""
+    engine.run_collective(functools.partial(require_same, claim), place, device)
+    if engine.failure is not None:
+        raise engine.failure
+
+
+class HalfRunner:
+    """Runs reduce-scatters and all-gathers on an engine."""
+
+    def __init__(self, engine: Engine, device: torch.device | None) -> None:
+        """Run on ``engine``; on NCCL give the ``device``, to compare new calls with the other ranks'."""
+        self._engine = engine
+        self._device = device
+        self._compared: set[SealedClaim] = set()
+
+    def run(self, what: str, recipe: Recipe, flat: Tensor, place: Place) -> None:
+        """Run a reduce-scatter or an all-gather in place, and wait for it."""
+        claim, exchange = _claim_of(what, flat.numel(), flat.dtype), recipe.exchange
+        if self._device is not None and claim not in self._compared and exchange.communicates:
+            self._compared.add(claim)
+            compare(claim, self._engine, place, self._device)
+        layout = _layout_of(flat.numel(), flat.dtype)
+        self._engine.start(Bucket(flat, layout, is_last=True, claim=claim, exchange=exchange), place).wait()
+
+
 @functools.lru_cache(256)
-def layout_of(numel: int, dtype: torch.dtype) -> BucketLayout:
+def _layout_of(numel: int, dtype: torch.dtype) -> BucketLayout:
     """Return the layout of a flat tensor."""
     return BucketLayout.packed(0, dtype, [Slot("flat", 0, torch.Size([numel]), (1,))])
 
 
 @functools.lru_cache(256)
-def claim_of(what: str, numel: int, dtype: torch.dtype) -> SealedClaim:
+def _claim_of(what: str, numel: int, dtype: torch.dtype) -> SealedClaim:
     """Return the claim that ranks compare."""
     return SealedClaim({"call": what, "tensor": f"{numel} values, {str(dtype).removeprefix('torch.')}"})
 

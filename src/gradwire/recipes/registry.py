@@ -336,7 +336,7 @@ def auto(
     bytes: float | None = None,  # noqa: A002  # what users write
     every: int = 500,
     floor: Encoding = "int2",
-    ceiling: Encoding = "bf16",
+    ceiling: Encoding = "fp32",
     feedback: bool = False,
     log: bool = True,
     reduction: Reduction = "mean",

@@ -71,8 +71,8 @@ def require_fixed(recipe: Recipe, what: str) -> None:
     """Raise ValueError if the recipe chooses encodings while it runs, which ``what`` does not let it do."""
     if recipe.tuning is not None:
         raise ValueError(
-            f"{recipe} chooses by the gradients of a DistributedDataParallel, and does not work with {what}: "
-            "attach it to a model, or give another recipe here, such as 'int8'"
+            f"{recipe} chooses encodings while a model trains, and does not work with {what}: give another "
+            "recipe here, such as 'int8'"
         )
 
 

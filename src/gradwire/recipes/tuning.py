@@ -9,8 +9,8 @@ from typing import Literal
 
 from gradwire.exchanges import Exchange, Mixed
 
-Encoding = Literal["bf16", "int8", "int4", "int2"]
-ENCODINGS: tuple[Encoding, ...] = ("bf16", "int8", "int4", "int2")
+Encoding = Literal["fp32", "bf16", "int8", "int4", "int2"]
+ENCODINGS: tuple[Encoding, ...] = ("fp32", "bf16", "int8", "int4", "int2")
 """The encodings that ``auto`` chooses from, from the finest to the coarsest."""
 
 DEFAULT_BUDGET = 0.15
@@ -46,6 +46,11 @@ class Tuning:
         """The names of the encodings, from the finest to the coarsest."""
         return tuple(name for name, _ in self.encodings)
 
+    @property
+    def first(self) -> int:
+        """The number of the encoding to begin with: 16 bits, or the finest if that is coarser."""
+        return self.names.index("bf16") if "bf16" in self.names else 0
+
     def num_allowed(self, name: str) -> int:
         """Return how many of the encodings, counted from the finest, parameter ``name`` may go by."""
         if name not in self.tables:
@@ -53,15 +58,13 @@ class Tuning:
         return max(1, sum(ENCODINGS.index(each) <= ENCODINGS.index("int4") for each in self.names))
 
     def exchange(self, chosen: Mapping[str, str] | None = None) -> Mixed:
-        """Return the exchange for a choice of encodings by parameter; others go by the finest."""
-        (_, finest), *coarser = self.encodings
+        """Return the exchange for a choice of encodings by parameter; others go by the first."""
         by_encoding: dict[str, list[str]] = {}
         for parameter, encoding in (chosen or {}).items():
             by_encoding.setdefault(encoding, []).append(parameter)
         # Encodings that nobody has are there too: their kernels are compiled when the recipe is attached.
-        return Mixed(
-            tuple((each, tuple(sorted(by_encoding.get(name, ())))) for name, each in coarser), finest
-        )
+        assigned = ((each, tuple(sorted(by_encoding.get(name, ())))) for name, each in self.encodings)
+        return Mixed(tuple(assigned), self.encodings[self.first][1])
 
 
 def between(ceiling: Encoding, floor: Encoding) -> tuple[Encoding, ...]:

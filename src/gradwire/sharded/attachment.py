@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.averaging import checkpoint
+from gradwire.averaging import Engine, Tuned, checkpoint
 from gradwire.buckets import BucketLayout
 from gradwire.codecs import Codec
 from gradwire.ddp import Attached, Choice
 from gradwire.errors import WireError
-from gradwire.recipes import Recipe, WirePlan, make_plan
+from gradwire.recipes import Recipe, Tuning, WirePlan, make_plan
 from gradwire.sharded.backward import Backward
 from gradwire.sharded.model import ShardedModel
+from gradwire.sharded.shard_group import report_sharing
 from gradwire.sharded.weights import gather_bytes
 
 
@@ -104,6 +105,9 @@ class ShardedAttachment(Attached):
 
     def state_groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self.group, self._model.shards) if self._model.has_replicas else (self.group,)
+
+    def make_tuner(self, tuning: Tuning, engine: Engine, **options: Any) -> Tuned:
+        return super().make_tuner(tuning, engine, share=report_sharing(self._model.shards), **options)
 
     def leave(self) -> None:
         self._is_attached = False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.averaging import Bucket, Engine
+from gradwire.averaging import Bucket, Engine, Tuned
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.ddp import Runner, StepChecks
 from gradwire.errors import Place, WireError, locate
@@ -70,6 +70,8 @@ class Backward:
         self.engine = engine
         self.runner: Runner = engine
         self.checks = checks or StepChecks()
+        self.tuned: Tuned | None = None
+        """The tuner of recipe ``auto``; None for other recipes."""
         self.num_steps = 0
         """The number of steps of the run, including those before a resume."""
         self.failure: WireError | None = None
@@ -113,6 +115,8 @@ class Backward:
             if self.engine.failure is None and self.failure is None:
                 layout, claim = self._layout(place.bucket, flat, parameters, num_shards)
                 bucket = Bucket(flat, layout, is_last=False, claim=claim, factor=factor)
+                if self.tuned is not None:
+                    self.tuned.arrive(bucket, place)
                 future = self.engine.start(bucket, place)
         except Exception as error:
             self.engine.fail(locate(error, place))
@@ -189,8 +193,12 @@ class Backward:
             for index in [each for each in self._layouts if each >= self._num_buckets]:
                 del self._layouts[index]
             with torch.no_grad():
+                if self.tuned is not None:
+                    self.tuned.end_arrivals(self._num_buckets, self._device)
                 self.engine.flush()
                 self._wait(0)
+                if self.tuned is not None:
+                    self.tuned.end_step(place, self._device)
             self.failure = self.failure or self._check(place)
         failure = self.failure or self.engine.failure
         if failure is not None:
@@ -198,6 +206,17 @@ class Backward:
             raise failure.with_traceback(None)
         if self._num_buckets:  # otherwise gradients accumulate, and nothing was sent
             self.checks.finish_step(self.engine, place, self._device, is_verified=True)
+            self._tune(place)
+
+    def _tune(self, place: Place) -> None:
+        """Let recipe ``auto`` decide, if it is due; raise the failure of any rank."""
+        if self.tuned is None or not self.tuned.tuner.is_due:
+            return
+        self.tuned.decide(place, self._device)
+        failure = self.engine.failure
+        self.failure = failure if self._share_failure is None else self._share_failure(failure)
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)
 
     def _check(self, place: Place) -> WireError | None:
         """Return the failure of this step on any rank, if there was one; verify gradients, if it is due."""

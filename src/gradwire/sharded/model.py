@@ -79,7 +79,8 @@ class ShardedModel:
 
     def resolve(self, recipe: Recipe) -> Recipe:
         """Return ``recipe`` for this model; ValueError if it does not fit."""
-        require_fixed(recipe, "sharded models")
+        if not self.has_replicas:
+            require_fixed(recipe, "shards (FSDP2) without replicas (HSDP)")
         for each in recipe.leaves():
             if each.reduction == "sum":
                 raise ValueError(

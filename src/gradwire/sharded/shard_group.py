@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.averaging import Share
 from gradwire.errors import PeerError, WireError
 from gradwire.sharded.model import ShardedModel
+from gradwire.tuning import StepReport
 
 
 def plain_mean(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
@@ -33,6 +35,17 @@ def agreement(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
         return numbers.bool()
 
     return agree
+
+
+def report_sharing(group: dist.ProcessGroup) -> Share:
+    """Return a function that gathers the reports of the ranks that hold other shards, in rank order."""
+
+    def share(report: StepReport | None) -> list[StepReport | None]:
+        reports: list[StepReport | None] = [None] * group.size()
+        dist.all_gather_object(reports, report, group=group)
+        return reports
+
+    return share
 
 
 def sharing(sharded: ShardedModel) -> Callable[[WireError | None], WireError | None]:

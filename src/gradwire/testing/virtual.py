@@ -194,16 +194,16 @@ class VirtualRanks:
             average(bucket, self.recipe.exchange, context)
         traffic = group.traffic.copy()  # without that of the tuner, as in the statistics of a wire
         device = self._buckets[0][0].device
-        if tuner is not None and tuner.end_step(self.num_steps, device):
+        if tuner is not None and tuner.is_due:
             tuner.work(group, device)
-            tuner.conclude(device)
+            assert tuner.report is not None
+            tuner.conclude(tuner.report, device)
         return traffic
 
     def _use_choice(self) -> None:
         """Average by the encodings that ``auto`` has chosen by now, from the next step on."""
         if self._tuners and self.recipe.tuning is not None:
-            choice = self._tuners[0].policy.state.choice
-            exchange = self.recipe.tuning.exchange({} if choice is None else choice.encodings)
+            exchange = self.recipe.tuning.exchange(self._tuners[0].encodings)
             self.recipe = replace(self.recipe, exchange=exchange)
 
     @torch.no_grad()

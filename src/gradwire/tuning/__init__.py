@@ -6,7 +6,7 @@ Encodings themselves belong to `codecs`, and the averaging by them to `exchanges
 from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.decisions import Decision, decision_cells, decision_table
 from gradwire.tuning.policy import Policy
-from gradwire.tuning.policy_state import PolicyState, StepReport
+from gradwire.tuning.policy_state import PolicyState, StepReport, combine_reports
 from gradwire.tuning.proposal import propose
 from gradwire.tuning.saved import read_state
 from gradwire.tuning.tuner import Tuner
@@ -19,6 +19,7 @@ __all__ = [
     "PolicyState",
     "StepReport",
     "Tuner",
+    "combine_reports",
     "decision_cells",
     "decision_table",
     "propose",

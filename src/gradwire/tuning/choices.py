@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from gradwire.buckets import BucketLayout
 from gradwire.codecs import Codec
 from gradwire.exchanges import Exchange, Hierarchical, TwoShot
@@ -39,15 +41,14 @@ class Choosing:
         self._layouts = tuple(layouts)
         self._tuning = tuning
         self._world_size = world_size
-        self.codecs: list[Codec] = [codec_of(exchange) for _, exchange in tuning.encodings]
+        # Samples are fp32, whatever the buckets are.
+        self.codecs: list[Codec] = [
+            codec_of(exchange).resolve(torch.float32) for _, exchange in tuning.encodings
+        ]
 
     @property
     def num_encodings(self) -> int:
         return len(self._tuning.encodings)
-
-    def finest(self, table: ErrorTable | None) -> EncodingChoice:
-        """Return the choice of the finest encoding for all."""
-        return self._choice([0] * len(self.units), table)
 
     def best(self, table: ErrorTable, num_allowed: int) -> EncodingChoice:
         """Return the best choice from the ``num_allowed`` finest encodings."""
@@ -70,12 +71,13 @@ class Choosing:
             target -= choice.num_bytes - limit
         return choice
 
-    def again(self, choice: EncodingChoice, table: ErrorTable) -> EncodingChoice:
-        """Return the same choice with the error that it has by now."""
-        names = self._tuning.names
-        number = {name: index for index, name in enumerate(names)}
-        # A parameter that is new, or whose encoding is not allowed any more, goes by the finest.
-        numbers = [number.get(choice.encodings.get(unit.names[0], ""), 0) for unit in self.units]  # type: ignore[call-overload]
+    def again(self, choice: EncodingChoice | None, table: ErrorTable | None) -> EncodingChoice:
+        """Return the same choice with the error that it has by now; None stands for the first encoding."""
+        encodings: Mapping[str, str] = {} if choice is None else choice.encodings
+        number: dict[str, int] = {name: index for index, name in enumerate(self._tuning.names)}
+        # A parameter that is new, or whose encoding is not allowed any more, goes by the first.
+        first = self._tuning.first
+        numbers = [number.get(encodings.get(unit.names[0], ""), first) for unit in self.units]
         return self._choice(numbers, table)
 
     def _num_allowed(self, unit: TuningUnit, num_allowed: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Decision:
     """Time of a step that was predicted."""
     got_ms: float | None = None
     """Time of a step that was measured afterwards; None before that."""
+    looking: float = field(default=0.0, compare=False)
+    """The part of the time before the decision that measuring and deciding took."""
 
     @property
     def counts(self) -> dict[str, int]:

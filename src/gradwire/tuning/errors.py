@@ -2,7 +2,7 @@
 
 Ranks encode their pieces, sum what these decode to, and encode the mean, as an exchange does. So errors that
 ranks share are not taken for errors that cancel out. The exact mean of the pieces travels along. All of it
-is one message of a few percent of a bucket's bytes.
+is two messages of a few percent of a bucket's bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, Slot
-from gradwire.codecs import Codec
-from gradwire.exchanges import PLAIN, Context, Scratch, average
+from gradwire.codecs import Cast, Codec
+from gradwire.exchanges import PLAIN, Context, Exchange, Scratch, TwoShot, average
 from gradwire.ops import Chunk, Seed
 from gradwire.peers import Group
 from gradwire.tuning.sampling import Sample
 
 # Sets the seeds of measurements apart from those of exchanges.
 _MEASURING = 0x6A09E667
+_SHORT = TwoShot(Cast(torch.bfloat16))
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,27 @@ def measure_errors(
     exact: Tensor, sample: Sample, codecs: Sequence[Codec], group: Group, step: int
 ) -> ErrorTable:
     """Return the errors of every codec on the pieces ``exact`` of a sample; collective."""
-    means = torch.stack([exact, *(_as_sent(exact, codec, group, step) for codec in codecs)])
-    slot = Slot("sample", 0, torch.Size([means.numel()]), (1,))
-    layout = BucketLayout(0, torch.float32, (slot,))
-    average(means.view(-1), PLAIN, Context(group, Scratch(), 1 / group.size, layout))
-    mean = means[0]
+    lossy = [number for number, codec in enumerate(codecs) if not codec.in_place]
+    left_out = [_as_sent(exact, codecs[number], group, step) - exact for number in lossy]
+    mean = _mean_of([exact], PLAIN, group)[0]
     seed = Seed.of(_MEASURING, step)
-    sums = [mean]
-    for codec, own in zip(codecs, means[1:], strict=True):
-        sums.append((_decoded(own, codec, seed) if group.size > 1 else own) - mean)
+    sums = [mean, *(torch.zeros_like(mean) for _ in codecs)]
+    # Errors travel in 16 bits: they need not be exact themselves.
+    for number, error in zip(lossy, _mean_of(left_out, _SHORT, group) if lossy else (), strict=True):
+        own = mean + error
+        sums[1 + number] = (_decoded(own, codecs[number], seed) if group.size > 1 else own) - mean
     figures = torch.stack([each.double().square().sum(1) for each in sums], dim=1)
     rows = sample.scale_up(figures)
     return ErrorTable([row[0] for row in rows], [row[1:] for row in rows])
+
+
+def _mean_of(values: Sequence[Tensor], exchange: Exchange, group: Group) -> Tensor:
+    """Return the means over ranks, in one message; collective."""
+    means = torch.stack(tuple(values))
+    slot = Slot("sample", 0, torch.Size([means.numel()]), (1,))
+    layout = BucketLayout(0, torch.float32, (slot,))
+    average(means.view(-1), exchange, Context(group, Scratch(), 1 / group.size, layout))
+    return means
 
 
 def _as_sent(exact: Tensor, codec: Codec, group: Group, step: int) -> Tensor:
@@ -63,7 +73,6 @@ def _as_sent(exact: Tensor, codec: Codec, group: Group, step: int) -> Tensor:
 def _decoded(values: Tensor, codec: Codec, seed: Seed) -> Tensor:
     """Return what the codec makes of values."""
     flat = values.reshape(-1)
-    codec = codec.resolve(flat.dtype)
     row = torch.empty(codec.wire_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
     codec.encode(Chunk(flat, row, seed=seed))
     decoded = torch.empty_like(flat)

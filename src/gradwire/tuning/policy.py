@@ -2,44 +2,44 @@
 
 Every rank has the same policy and gives it the same reports, so all ranks decide alike.
 
-    measure   the first steps, in the finest encoding. Then a report of times and errors. If communication is
-              hidden, keep that encoding; if not, try the choice with the fewest bytes.
-    try       a few steps with a new choice. If a step takes longer than predicted, encoding costs more than
-              it saves: try without the coarsest encoding. Then keep the fastest choice, and the finest of
-              those that are about as fast.
-    keep      look again after 50 steps, 100, 200, and so on up to ``every``; and as soon as the time of a
-              step, or the set of parameters with gradients, has changed.
+    measure   the first steps, in 16 bits. Then a report of times and errors.
+    try       other choices, one after the other, beside the present one: see `trials`. First those with fewer
+              bytes, if they promise to be faster, from the coarsest on, until one is slower than the one
+              before. If none of them is faster, exact gradients.
+    keep      look at errors again after 50 steps, 100, 200, and so on up to ``every``. Try again as soon as
+              the time of a step has changed.
+
+Encoding costs more the coarser it is, and sending less. So the time of a step first falls and then rises from
+rung to rung. What is slower than the present choice closes its side: nothing beyond it is tried.
 """
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Sequence
+import statistics
 from dataclasses import dataclass, replace
 
 from gradwire.recipes import Tuning
 from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState, StepReport, Trial, Want
-from gradwire.tuning.times import UNKNOWN, Times
+from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState, StepReport, Want
+from gradwire.tuning.times import Times
+from gradwire.tuning.trials import MAX_CREDIT, REFILL, WINDOW, WORTH_IT, Candidate, Trial
+from gradwire.tuning.trials import NUM_SETTLING as WINDOW_SETTLING
 
-# Steps after a change that are not timed, and steps that are.
+# The first steps that are not timed, and those that are.
 NUM_SETTLING = 3
 NUM_TIMED = 8
-# Steps between two reports of times. They are a message of a few bytes.
-CHECK_EVERY = 25
-# A gain below 3 % is not worth coarser gradients; to leave the finest encoding later, 5 % are needed.
-_WORTH_IT, _WORTH_A_CHANGE = 0.97, 0.95
-# Step times that differ by less count as equal, and a prediction as met.
-_AS_FAST, _AS_PREDICTED = 1.03, 1.05
-# Communication in the finest encoding counts as hidden if it makes a step longer by less than this.
-_HIDDEN = 1.01
+# Steps between two reports of times. They are a message of a few bytes. One that is off is followed soon.
+CHECK_EVERY, CHECK_SOON = 25, 8
 # A choice is made anew if its error exceeds the budget by more than this, or if others save more than this.
 _OVER_BUDGET, _FEWER_BYTES, _SMALLER = 1.1, 0.9, 0.9
-# The step time has changed if it is off by these factors in two reports, one after the other.
-_SLOWER, _FASTER, _NUM_OFF = 1.3, 0.75, 2
+# The step time has changed if two reports, one after the other, are off by more than 10 %, and by more than
+# four times what the first reports differ. While these are few, by more than 30 %.
+_OFF, _OFF_AT_FIRST, _NUM_DEVIATIONS, _NUM_FEW, _NUM_RECENT, _NUM_OFF = 0.1, 0.3, 4, 4, 8, 2
+# The largest part of the time that ordinary looks may take.
+MAX_LOOKING = 0.01
 
 
 @dataclass(frozen=True)
@@ -56,28 +56,16 @@ class _Measured:
         return float(round(self.num_bytes / self.times.averaging)) if self.times.averaging else None
 
 
-@dataclass(frozen=True)
-class _Look(_Measured):
-    """One look: what was measured, and the choices that there are."""
-
-    table: ErrorTable
-    fine: EncodingChoice
-    """The finest encoding for all."""
-    now: EncodingChoice
-    """The present choice, with its present error."""
-    target: EncodingChoice
-    """The choice with the fewest bytes within the budget."""
-
-
 class Policy:
     """Turns reports into decisions."""
 
     def __init__(self, tuning: Tuning, state: PolicyState | None = None, *, needs_times: bool = True) -> None:
         """Go on from ``state``. If it does not need times, the policy decides as if only bytes counted."""
-        self.state = state or PolicyState()
+        self.state = state or PolicyState(tuning.first + 1)
         self._tuning = tuning
         self._num_encodings = len(tuning.encodings)
         self._needs_times = needs_times and tuning.max_bytes is None
+        self._fit_options()
 
     def resume(self, step: int, *, look_soon: bool = False) -> None:
         """Go on at ``step``, after a run was stopped.
@@ -86,29 +74,43 @@ class Policy:
         ranks has others.
         """
         state = self.state
+        if look_soon and state.trial is not None:
+            state.choice, state.rung, state.trial = state.trial.kept.choice, state.trial.kept.rung, None
         if look_soon and state.phase != "measure":
-            state.phase, state.trial, state.next_look = "keep", None, step + NUM_SETTLING + NUM_TIMED
+            state.phase, state.next_look = "keep", step + NUM_SETTLING + NUM_TIMED
         if look_soon:
-            state.settled, state.num_off = UNKNOWN, 0
+            self._reopen(())
+
+    def _fit_options(self) -> None:
+        """Let a state of other options hold: encodings may have been added or left out."""
+        state, number = self.state, self._num_encodings
+        state.rung, state.coarsest = min(state.rung, number), min(state.coarsest, number)
+        if state.table is not None and any(len(row) != number for row in state.table.errors):
+            state.table = None
 
     def is_settling(self, step: int) -> bool:
         """Return True if the time of this step does not count."""
-        return step < self.state.since + NUM_SETTLING
+        num_settling = WINDOW_SETTLING if self.state.phase == "try" else NUM_SETTLING
+        return step < self.state.since + num_settling
+
+    def starts_anew(self, step: int) -> bool:
+        """Return True if times of steps up to this one, whose report was the last, do not count any more."""
+        return self.state.since > step or self.state.num_off > 0
 
     def wants(self, step: int) -> Want:
         """Return the report that the policy needs at the end of a step."""
         state = self.state
         num_steps = step - state.since + 1
-        if state.phase == "keep":
-            if step >= state.next_look:
-                return "errors"
-            return "times" if num_steps % CHECK_EVERY == 0 else "nothing"
-        if num_steps < NUM_SETTLING + NUM_TIMED:
-            return "nothing"
-        return "errors" if state.phase == "measure" else "times"
+        if state.phase == "try":
+            return "times" if num_steps >= WINDOW else "nothing"
+        if state.phase == "measure":
+            return "errors" if num_steps >= NUM_SETTLING + NUM_TIMED else "nothing"
+        if step >= state.next_look and state.looking <= MAX_LOOKING:
+            return "errors"
+        return "times" if step >= state.next_check else "nothing"
 
     def conclude(self, step: int, report: StepReport, choosing: Choosing) -> Decision | None:
-        """Take the report of a step; return a decision, if there is one.
+        """Take the report of a step; return a decision, if there is one. The choice may change without one.
 
         A report with numbers that are not finite is ignored, and one without times that are needed. The
         policy then wants another from the next step.
@@ -116,157 +118,173 @@ class Policy:
         state = self.state
         if not report.is_finite or (self._needs_times and not report.times.is_known):
             return None
-        if state.phase == "try":
-            return self._conclude_trial(step, report.times, choosing)
-        if self._has_changed(report.times):
-            state.limit, state.stays_coarse, state.interval = (
-                0,
-                False,
-                min(FIRST_INTERVAL, self._tuning.every),
-            )
-            state.next_look = step + 1
-        if report.table is None:
-            if self._has_new_gradients(report.used):
-                state.next_look = step + 1
+        state.credit = min(MAX_CREDIT, state.credit + REFILL * (step - state.credited))
+        state.credited, state.looking = step, report.looking
+        has_new_gradients = self._used_so_far(report.used) != state.used
+        if has_new_gradients:
+            state.next_look, state.looking = step + 1, 0.0
+        if state.trial is not None:
+            return self._follow_trial(step, report.times, state.trial)
+        has_changed = self._has_changed(report.times)
+        state.next_check = step + (CHECK_SOON if state.num_off else CHECK_EVERY)
+        if has_changed:
+            self._reopen((report.times.step,))
+            state.interval = min(FIRST_INTERVAL, self._tuning.every)
+            state.next_look = min(state.next_look, step + state.interval)
+        if report.table is not None:
+            return self._look(step, report, report.table, choosing)
+        table = state.table
+        if not has_changed or has_new_gradients or table is None or len(table.norms) != len(choosing.units):
             return None
-        state.used = self._used_so_far(report.used)
-        state.next_look, state.interval = step + state.interval, min(2 * state.interval, self._tuning.every)
-        decision = self._look(step, report.times, report.table, choosing)
-        if state.phase == "measure":
-            state.phase, state.since = "keep", step + 1
-        if decision is not None:
-            state.settled, state.num_off = UNKNOWN, 0
-        return decision
+        return self._search(step, report.times, table, choosing)
 
     def _used_so_far(self, used: tuple[bool, ...]) -> tuple[bool, ...]:
         """Return the units that have had gradients, by now or before; units change with the buckets."""
         before = self.state.used if len(self.state.used) == len(used) else (False,) * len(used)
         return tuple(map(operator.or_, before, used))
 
-    def _has_new_gradients(self, used: tuple[bool, ...]) -> bool:
-        return self._used_so_far(used) != self.state.used
-
-    def _look(self, step: int, times: Times, table: ErrorTable, choosing: Choosing) -> Decision | None:
+    def _look(self, step: int, report: StepReport, table: ErrorTable, choosing: Choosing) -> Decision | None:
         """Decide from new errors and times."""
-        state = self.state
-        fine = choosing.finest(table)
-        now = fine if state.choice is None else choosing.again(state.choice, table)
-        target = choosing.best(table, state.limit or self._num_encodings)
-        seen = _Look(step, times, now.num_bytes, table, fine, now, target)
+        state, is_first = self.state, self.state.phase == "measure"
+        state.used, state.table, state.phase = self._used_so_far(report.used), table, "keep"
+        state.next_look, state.interval = step + state.interval, min(2 * state.interval, self._tuning.every)
+        now = choosing.again(state.choice, table)
+        rung = state.rung if self._needs_times else self._num_encodings
+        target = choosing.best(table, rung)
+        at = _Measured(step, report.times, now.num_bytes)
+        if (reason := self._why_anew(now, target)) or (is_first and not self._needs_times):
+            state.recent, state.num_off = (), 0
+            return self._decide(at, reason or self._why_these_bytes(target), target, rung)
         if not self._needs_times:
-            return self._count_bytes(seen)
-        if now.num_bytes == fine.num_bytes:
-            return self._leave_finest(seen)
-        return self._stay_coarse(seen)
+            return None
+        return self._search(step, report.times, table, choosing, is_first=is_first)
 
-    def _count_bytes(self, seen: _Look) -> Decision | None:
-        """Decide without times."""
-        limit, reason = self._tuning.max_bytes, "fewest bytes within the budget"
-        if limit is not None:
-            reason = "smallest error with these bytes"
-            if seen.target.num_bytes > limit:
-                reason = "even the coarsest encodings exceed these bytes"
-        is_over = limit is not None and seen.now.num_bytes > max(limit, seen.target.num_bytes)
-        if self.state.phase == "measure" or is_over or self._is_stale(seen):
-            return self._decide(seen, reason, seen.target, self._num_allowed)
-        return None
+    def _why_anew(self, now: EncodingChoice, target: EncodingChoice) -> str:
+        """Return the reason to change to ``target``; empty if there is none."""
+        if (limit := self._tuning.max_bytes) is not None:
+            is_over = now.num_bytes > max(limit, target.num_bytes)
+            # A smaller error is worth a change too.
+            is_stale = is_over or (target.error or 0.0) < _SMALLER * (now.error or 0.0)
+            return self._why_these_bytes(target) if is_stale else ""
+        if now.error is not None and now.error > _OVER_BUDGET * self._tuning.budget:
+            return "the error left the budget"
+        return "fewer bytes keep the budget" if target.num_bytes < _FEWER_BYTES * now.num_bytes else ""
 
-    def _leave_finest(self, seen: _Look) -> Decision | None:
-        """Try the choice with the fewest bytes, if that promises to be faster."""
-        times, is_first = seen.times, self.state.phase == "measure"
+    def _why_these_bytes(self, target: EncodingChoice) -> str:
+        if (limit := self._tuning.max_bytes) is None:
+            return "fewest bytes within the budget"
+        is_within = target.num_bytes <= limit
+        return (
+            "smallest error with these bytes"
+            if is_within
+            else "even the coarsest encodings exceed these bytes"
+        )
+
+    def _search(
+        self, step: int, times: Times, table: ErrorTable, choosing: Choosing, *, is_first: bool = False
+    ) -> Decision | None:
+        """Begin to try choices that promise to be faster, or are finer and not known to be slower."""
+        state = self.state
+        now = choosing.again(state.choice, table)
+        at = _Measured(step, times, now.num_bytes)
+        rungs = (*range(self._coarsest, state.rung, -1), *range(state.rung - 1, state.finest - 1, -1))
+        candidates: list[Candidate] = []
+        for rung in rungs:
+            choice = choosing.best(table, rung)
+            expected = times.predict(now.num_bytes, choice.num_bytes)
+            known = {now.num_bytes, *(each.choice.num_bytes for each in candidates)}
+            is_promising = rung < state.rung or expected <= WORTH_IT * times.step
+            if is_promising and choice.num_bytes not in known:
+                candidates.append(Candidate(rung, choice, expected))
         reason = f"{times.exposed / times.step:.0%} of a step is communication"
-        expected = times.predict(seen.now.num_bytes, seen.target.num_bytes)
-        if expected <= (_WORTH_IT if is_first else _WORTH_A_CHANGE) * times.step:
-            self._begin_trial(seen)
-            return self._decide(seen, reason, seen.target, self._num_allowed, expected)
+        if candidates and state.credit > 0:
+            kept = Candidate(state.rung, now, times.step)
+            state.trial, state.phase = Trial(kept, tuple(candidates), (times.step,)), "try"
+            return self._try(at, candidates[0], reason)
         if not is_first:
             return None
         reason += ": not worth coarser gradients"
-        if seen.target.num_bytes > _FEWER_BYTES * seen.fine.num_bytes:
+        if choosing.best(table, self._coarsest).num_bytes > _FEWER_BYTES * now.num_bytes:
             reason = "nothing coarser keeps the budget"
-        return self._decide(seen, reason, seen.fine, 1, times.step)
+        return self._decide(at, reason, now, state.rung, times.step)
 
-    def _stay_coarse(self, seen: _Look) -> Decision | None:
-        """Try the finest encoding, if that may be as fast; choose anew, if the choice is stale."""
-        times = seen.times
-        back = times.predict(seen.now.num_bytes, seen.fine.num_bytes)
-        if back <= _HIDDEN * times.step and not self.state.stays_coarse:
-            self._begin_trial(seen)
-            return self._decide(seen, "finer gradients may cost nothing", seen.fine, 1, back)
-        if not self._is_stale(seen):
+    def _try(self, at: _Measured, candidate: Candidate, reason: str) -> Decision:
+        if candidate.rung == 1 and self._tuning.names[0] == "fp32":
+            reason += ": try exact gradients"
+        return self._decide(at, reason, candidate.choice, candidate.rung, candidate.expected)
+
+    def _follow_trial(self, step: int, times: Times, trial: Trial) -> Decision | None:
+        """Take a window's time; go on with the next window, the next challenger or the best choice."""
+        state = self.state
+        at = _Measured(step, times, trial.current.choice.num_bytes)
+        if trial.current is trial.kept:
+            trial = replace(trial, kept_s=(*trial.kept_s, times.step))
+        else:
+            trial = replace(trial, new_s=(*trial.new_s, times.step))
+            state.credit -= trial.loss
+        has_won = trial.verdict()
+        if has_won is None:
+            state.trial = trial
+            self._use(step, trial.current.choice, trial.current.rung)
             return None
-        is_over = seen.now.error is not None and seen.now.error > self._tuning.budget
-        reason = "the error left the budget" if is_over else "fewer bytes keep the budget"
-        return self._decide(seen, reason, seen.target, self._num_allowed)
+        self._close_side(trial, has_won=has_won)
+        state.decisions[-1] = replace(state.decisions[-1], got_ms=_ms(statistics.median(trial.new_s)))
+        kept, kept_s = (trial.challenger, trial.new_s) if has_won else (trial.kept, trial.kept_s)
+        rest = [each for each in trial.challengers[1:] if state.finest <= each.rung <= self._coarsest]
+        if rest and state.credit > 0:
+            state.trial = Trial(kept, tuple(rest), kept_s[-1:])
+            return self._try(at, rest[0], "faster" if has_won else "not faster")
+        state.trial, state.phase, state.recent, state.num_off = None, "keep", kept_s[-1:], 0
+        if has_won:
+            self._use(step, kept.choice, kept.rung)
+            return None
+        return self._decide(at, "faster before", kept.choice, kept.rung, kept_s[-1])
+
+    def _close_side(self, trial: Trial, *, has_won: bool) -> None:
+        """Remember on which side of the loser the fastest rung cannot be."""
+        state, winner, loser = self.state, trial.challenger.rung, trial.kept.rung
+        if not has_won:
+            winner, loser = loser, winner
+        if winner > loser:
+            state.finest = max(state.finest, loser + 1)
+        else:
+            state.coarsest = min(self._coarsest, loser - 1)
 
     @property
-    def _num_allowed(self) -> int:
-        return self.state.limit or self._num_encodings
+    def _coarsest(self) -> int:
+        return self.state.coarsest or self._num_encodings
 
-    def _is_stale(self, seen: _Look) -> bool:
-        now, target = seen.now, seen.target
-        if self._tuning.max_bytes is not None:  # then the error is what can become smaller
-            return (target.error or 0.0) < _SMALLER * (now.error or 0.0)
-        is_over = now.error is not None and now.error > _OVER_BUDGET * self._tuning.budget
-        return is_over or target.num_bytes < _FEWER_BYTES * now.num_bytes
-
-    def _begin_trial(self, seen: _Look) -> None:
-        tried = {self.state.num_allowed: seen.times.step}
-        self.state.trial = Trial(seen.table, seen.times, seen.now.num_bytes, tried)
-        self.state.phase = "try"
-
-    def _conclude_trial(self, step: int, times: Times, choosing: Choosing) -> Decision | None:
-        """Keep what was tried if it is as fast as predicted; if not, try a finer choice or take the best."""
-        state, trial = self.state, self.state.trial
-        assert trial is not None
-        last = state.decisions[-1]
-        state.decisions[-1] = last = replace(last, got_ms=_ms(times.step))
-        tried = {**trial.tried, state.num_allowed: times.step}
-        state.trial, at = replace(trial, tried=tried), _Measured(step, times, last.bytes_per_step)
-        expected_s = 1e-3 * (last.expected_ms or math.inf)
-        if times.step > _AS_PREDICTED * expected_s:
-            for num_allowed in range(state.num_allowed - 1, 1, -1):
-                choice = choosing.best(trial.table, num_allowed)
-                if num_allowed not in tried and choice.encodings != last.encodings:
-                    expected = trial.times.predict(trial.num_bytes, choice.num_bytes)
-                    reason = "slower than predicted: try without the coarsest"
-                    return self._decide(at, reason, choice, num_allowed, expected)
-        fastest = min(tried.values())
-        kept = min(number for number, seconds in tried.items() if seconds <= _AS_FAST * fastest)
-        state.phase, state.since, state.num_off, state.trial = "keep", step + 1, 0, None
-        state.limit, state.stays_coarse = max(1, kept), kept > 1 and 1 in tried and len(tried) > 1
-        if times.step <= _AS_PREDICTED * expected_s and kept == state.num_allowed and len(tried) == 2:
-            state.limit = 0  # nothing was found to be slow
-        if kept == state.num_allowed:
-            state.settled = times
-            return None
-        # If it is slower now than it was, the machine has become slower, and the trial was unfair.
-        state.settled = replace(trial.times, step=tried[kept])
-        choice = choosing.finest(trial.table) if kept == 1 else choosing.best(trial.table, kept)
-        return self._decide(at, "faster before", choice, kept, tried[kept])
+    def _reopen(self, recent: tuple[float, ...]) -> None:
+        """Forget which choices were slower, and how long steps took."""
+        state = self.state
+        state.finest, state.coarsest, state.recent, state.num_off = 1, 0, recent, 0
 
     def _has_changed(self, times: Times) -> bool:
         """Return True if the time of a step is no longer that of the present choice at first."""
-        state = self.state
-        if not (times.is_known and state.settled.is_known):
-            state.settled = times
-            return False
-        ratio = times.step / state.settled.step
-        state.num_off = state.num_off + 1 if ratio > _SLOWER or ratio < _FASTER else 0
-        if state.num_off < _NUM_OFF:
-            return False
-        state.settled, state.num_off = times, 0
-        return True
+        state, known = self.state, self.state.recent
+        if known and times.is_known:
+            usual = statistics.median(known)
+            deviation = statistics.median(abs(each - usual) for each in known)
+            limit = max(_OFF * usual, _NUM_DEVIATIONS * deviation)
+            if len(known) < _NUM_FEW:
+                limit = max(limit, _OFF_AT_FIRST * usual)
+            if abs(times.step - usual) > limit:
+                state.num_off += 1
+                return state.num_off >= _NUM_OFF
+        state.num_off = 0
+        if times.is_known and len(known) < _NUM_RECENT:
+            state.recent = (*known, times.step)
+        return False
 
     def _decide(
         self,
         at: _Measured,
         reason: str,
         choice: EncodingChoice,
-        num_allowed: int,
+        rung: int,
         expected_s: float | None = None,
     ) -> Decision:
-        self.state.choice, self.state.num_allowed, self.state.since = choice, num_allowed, at.step + 1
+        self._use(at.step, choice, rung)
         known = at.times if at.times.is_known else None
         decision = Decision(
             step=at.step,
@@ -278,14 +296,16 @@ class Policy:
             error=choice.error,
             bytes_per_step=choice.num_bytes,
             expected_ms=None if expected_s is None else _ms(expected_s),
+            looking=self.state.looking,
         )
         self.state.decisions.append(decision)
         return decision
 
-
-def combine_used(ranks: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
-    """Return, for each unit, True if it is used on any rank."""
-    return tuple(map(any, zip(*ranks, strict=True)))
+    def _use(self, step: int, choice: EncodingChoice, rung: int) -> None:
+        """Let a choice hold from the next step on."""
+        state = self.state
+        state.choice, state.rung, state.since = choice, rung, step + 1
+        state.next_check = step + CHECK_EVERY
 
 
 def _ms(seconds: float) -> float:

@@ -1,16 +1,17 @@
-"""The input and the memory of a policy: reports, trials, and the state that a checkpoint holds."""
+"""The input and the memory of a policy: reports, and the state that a checkpoint holds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gradwire.tuning.choices import EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.times import UNKNOWN, Times
+from gradwire.tuning.times import Times, combine
+from gradwire.tuning.trials import MAX_CREDIT, Trial
 
 Want = Literal["nothing", "times", "errors"]
 Phase = Literal["measure", "try", "keep"]
@@ -27,6 +28,8 @@ class StepReport:
     used: tuple[bool, ...]
     """For each unit, True if any rank has a gradient in it."""
     table: ErrorTable | None = None
+    looking: float = 0.0
+    """The part of the time so far that measuring and deciding has taken."""
 
     @property
     def is_finite(self) -> bool:
@@ -36,39 +39,63 @@ class StepReport:
         )
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A trial under way: what it began with, and the choices that have been tried."""
+def combine_used(ranks: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
+    """Return, for each unit, True if it is used on any rank."""
+    return tuple(map(any, zip(*ranks, strict=True)))
 
-    table: ErrorTable
-    times: Times
-    """Times before the trial."""
-    num_bytes: int
-    """Bytes of a step before the trial."""
-    tried: Mapping[int, float]
-    """Time of a step, by the number of encodings that a choice was made from."""
+
+def combine_reports(reports: Sequence[StepReport]) -> StepReport:
+    """Return the report of groups of ranks that average different parts of the same parameters."""
+    tables = [report.table for report in reports if report.table is not None]
+    table = None
+    if tables:
+        rows = zip(*(each.errors for each in tables), strict=True)
+        table = ErrorTable(
+            [math.fsum(norms) for norms in zip(*(each.norms for each in tables), strict=True)],
+            [[math.fsum(errors) for errors in zip(*parts, strict=True)] for parts in rows],
+        )
+    return StepReport(
+        combine([report.times for report in reports]),
+        combine_used([report.used for report in reports]),
+        table,
+        max(report.looking for report in reports),
+    )
 
 
 @dataclass
 class PolicyState:
-    """Everything that a policy remembers from step to step and a checkpoint holds."""
+    """Everything that a policy remembers from step to step and a checkpoint holds.
 
+    A *rung* is a number of encodings, counted from the finest: the choice of rung 3 is made from the three
+    finest.
+    """
+
+    rung: int
+    """The rung of the present choice."""
     phase: Phase = "measure"
     since: int = 0
-    """The first step of this phase."""
+    """The first step of this phase, or of a trial's window."""
     next_look: int = 0
+    next_check: int = 0
     interval: int = FIRST_INTERVAL
-    num_allowed: int = 1
-    """The number of encodings that the present choice was made from."""
-    limit: int = 0
-    """The number of encodings that choices are made from: coarser ones were slower. 0 for all."""
-    stays_coarse: bool = False
-    """True if the finest encoding was tried again, and was slower."""
+    finest: int = 1
+    """The fastest rung is not finer than this one, as far as is known."""
+    coarsest: int = 0
+    """The fastest rung is not coarser than this one; 0 if none was found to be slower."""
+    credit: float = MAX_CREDIT
+    """The steps' time that trials may still lose."""
+    credited: int = 0
+    """The step up to which the credit has grown."""
+    looking: float = 0.0
+    """The part of the time that measuring and deciding has taken, by the last report."""
     num_off: int = 0
+    """The number of reports, one after the other, whose step time differs from the first ones."""
+    recent: tuple[float, ...] = ()
+    """Times of a step with the present choice, by the first reports."""
     used: tuple[bool, ...] = ()
-    settled: Times = UNKNOWN
-    """The times of the present choice."""
     choice: EncodingChoice | None = None
-    """The present choice; None for the finest encoding."""
+    """The present choice; None for the encoding that all parameters begin with."""
+    table: ErrorTable | None = None
+    """The errors of the last look."""
     trial: Trial | None = None
     decisions: list[Decision] = field(default_factory=list)

@@ -21,11 +21,12 @@ def propose(
     """Return the choice for this rank's own ``gradients``, which are not averaged; collective."""
     choosing = Choosing(layouts, tuning, group.size)
     sample = Sample(choosing.units, step=0)
+    device = next(iter(gradients.values())).device
     for layout in layouts:
-        device = gradients[layout.slots[0].name].device
         flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         for name, view in layout.views(flat).items():
-            view.copy_(gradients[name])
+            if name in gradients:  # others were not used in this step
+                view.copy_(gradients[name])
         sample.take(layout.index, flat)
     table = measure_errors(sample.values, sample, choosing.codecs, group, 0)
     return choosing.best(table, choosing.num_encodings)

@@ -16,9 +16,9 @@ PIECE = 1024
 """Values of a piece: a multiple of every encoding's block, so that a piece is encoded as in a bucket."""
 _SHARE = 1 / 128
 # So few values are worth looking at all of them.
-_FEW_VALUES = 1 << 16
+_FEW_VALUES = 1 << 15
 # The least number of pieces of a unit.
-_LEAST_PIECES = 8
+_LEAST_PIECES = 4
 # Of a parameter with so few pieces, all are taken.
 _FEW_PIECES = 4
 

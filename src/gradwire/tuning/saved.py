@@ -11,8 +11,8 @@ from gradwire.recipes import ENCODINGS
 from gradwire.tuning.choices import EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.policy_state import Phase, PolicyState, Trial
-from gradwire.tuning.times import Times
+from gradwire.tuning.policy_state import Phase, PolicyState
+from gradwire.tuning.trials import Candidate, Trial
 
 # The most decisions that a checkpoint holds: the latest ones.
 _NUM_KEPT = 50
@@ -31,17 +31,22 @@ def read_state(text: str) -> PolicyState:
         if not isinstance(found, dict) or found.keys() != {f.name for f in dataclasses.fields(PolicyState)}:
             raise ValueError("its fields are not those of a policy")
         return PolicyState(
+            rung=_whole(found["rung"], least=1),
             phase=_one_of(found["phase"], get_args(Phase)),
             since=_whole(found["since"]),
             next_look=_whole(found["next_look"]),
+            next_check=_whole(found["next_check"]),
             interval=_whole(found["interval"], least=1),
-            num_allowed=_whole(found["num_allowed"], least=1),
-            limit=_whole(found["limit"]),
-            stays_coarse=_bool(found["stays_coarse"]),
+            finest=_whole(found["finest"], least=1),
+            coarsest=_whole(found["coarsest"]),
+            credit=_finite(found["credit"]),
+            credited=_whole(found["credited"]),
+            looking=_number(found["looking"]),
             num_off=_whole(found["num_off"]),
+            recent=_numbers(found["recent"]),
             used=tuple(map(_bool, _list(found["used"]))),
-            settled=_times(found["settled"]),
             choice=None if found["choice"] is None else _choice(found["choice"]),
+            table=None if found["table"] is None else _table(found["table"]),
             trial=None if found["trial"] is None else _trial(found["trial"]),
             decisions=[_decision(each) for each in _list(found["decisions"])],
         )
@@ -57,22 +62,27 @@ def _choice(found: object) -> EncodingChoice:
     return EncodingChoice(_encodings(fields["encodings"]), _whole(fields["num_bytes"]), error)
 
 
-def _times(found: object) -> Times:
-    return Times(**{name: _number(value) for name, value in _fields(found, Times)})
+def _table(found: object) -> ErrorTable:
+    fields = dict(_fields(found, ErrorTable))
+    return ErrorTable(
+        list(_numbers(fields["norms"])), [list(_numbers(row)) for row in _list(fields["errors"])]
+    )
 
 
 def _trial(found: object) -> Trial:
     fields = dict(_fields(found, Trial))
-    table = dict(_fields(fields["table"], ErrorTable))
-    errors = [list(map(_number, _list(row))) for row in _list(table["errors"])]
-    if not isinstance(fields["tried"], dict):
-        raise TypeError("what was tried is no mapping")
-    return Trial(
-        ErrorTable(list(map(_number, _list(table["norms"]))), errors),
-        _times(fields["times"]),
-        _whole(fields["num_bytes"]),
-        {_whole(int(number), least=1): _number(seconds) for number, seconds in fields["tried"].items()},
+    challengers = tuple(map(_candidate, _list(fields["challengers"])))
+    trial = Trial(
+        _candidate(fields["kept"]), challengers, _numbers(fields["kept_s"]), _numbers(fields["new_s"])
     )
+    if not challengers or not trial.kept_s or not 0 <= len(trial.kept_s) - len(trial.new_s) <= 1:
+        raise ValueError("a trial compares nothing")
+    return trial
+
+
+def _candidate(found: object) -> Candidate:
+    fields = dict(_fields(found, Candidate))
+    return Candidate(_whole(fields["rung"], least=1), _choice(fields["choice"]), _number(fields["expected"]))
 
 
 def _decision(found: object) -> Decision:
@@ -88,6 +98,7 @@ def _decision(found: object) -> Decision:
         reason=fields["reason"],
         encodings=_encodings(fields["encodings"]),
         bytes_per_step=_whole(fields["bytes_per_step"]),
+        looking=_number(fields["looking"]),
         **figures,
     )
 
@@ -123,8 +134,18 @@ def _whole(found: object, least: int = 0) -> int:
 
 
 def _number(found: object) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+    if _finite(found) < 0:
         raise ValueError(f"{found!r:.40} is no number from 0 on")
+    return _finite(found)
+
+
+def _numbers(found: object) -> tuple[float, ...]:
+    return tuple(map(_number, _list(found)))
+
+
+def _finite(found: object) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise ValueError(f"{found!r:.40} is no finite number")
     return float(found)
 
 

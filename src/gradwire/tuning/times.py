@@ -84,13 +84,13 @@ class StepTimer:
         self._first: Moment | None = None
         self._last: Moment | None = None
 
-    def arrive(self, device: torch.device, *, is_first: bool, is_last: bool) -> None:
-        """Note the arrival of a bucket."""
-        moment = Moment(device) if is_first or is_last else None
-        if is_first:
-            self._first = moment
-        if is_last:
-            self._last = moment
+    def begin_averaging(self, device: torch.device) -> None:
+        """Note the arrival of a step's first bucket."""
+        self._first = Moment(device)
+
+    def end_arrivals(self, device: torch.device) -> None:
+        """Note the arrival of a step's last bucket."""
+        self._last = Moment(device)
 
     def end(self, device: torch.device) -> None:
         """Note the end of a backward pass."""

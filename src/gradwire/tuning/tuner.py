@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,8 +16,8 @@ from gradwire.recipes import Tuning
 from gradwire.tuning.choices import Choosing
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable, measure_errors
-from gradwire.tuning.policy import Policy, combine_used
-from gradwire.tuning.policy_state import PolicyState, StepReport, Want
+from gradwire.tuning.policy import Policy
+from gradwire.tuning.policy_state import PolicyState, StepReport, Want, combine_used
 from gradwire.tuning.sampling import Sample
 from gradwire.tuning.saved import write_state
 from gradwire.tuning.times import UNKNOWN, StepTimer, Times, combine
@@ -43,7 +45,29 @@ class Tuner:
         self._sample: Sample | None = None
         self._step = 0
         self._want: Want = "nothing"
-        self._report: StepReport | None = None
+        self.report: StepReport | None = None
+        """The report of the last `work`."""
+        self._begun_s: float | None = None
+        self._looking_s = 0.0
+
+    @property
+    def looking(self) -> float:
+        """The part of the time so far that measuring and deciding has taken on this rank."""
+        now_s = time.perf_counter()
+        return self._looking_s / max(1e-9, now_s - (self._begun_s or now_s))
+
+    @contextlib.contextmanager
+    def count(self) -> Iterator[None]:
+        """Count the time of the block as spent on measuring and deciding."""
+        begin_s = time.perf_counter()
+        yield
+        self._looking_s += time.perf_counter() - begin_s
+
+    @property
+    def encodings(self) -> Mapping[str, str]:
+        """The present encodings by parameter; others go by the first encoding."""
+        choice = self.policy.state.choice
+        return {} if choice is None else choice.encodings
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -59,27 +83,38 @@ class Tuner:
         elif self._layouts.get(layout.index) != layout:
             self._layouts[layout.index] = layout
             self._sample = None  # its units are those of other buckets
-        if is_last:
-            for stale in [index for index in self._layouts if index > layout.index]:
-                del self._layouts[stale]
         if self._sample is not None and not flat.is_sparse:
-            self._sample.take(layout.index, flat)
-        self.timer.arrive(flat.device, is_first=is_first, is_last=is_last)
+            with self.count():
+                self._sample.take(layout.index, flat)
+        if is_first:
+            self.timer.begin_averaging(flat.device)
+        if is_last:
+            self.end_arrivals(layout.index + 1, flat.device)
 
-    def end_step(self, step: int, device: torch.device) -> bool:
-        """Note the end of a backward pass; return True if there is collective `work` to do now."""
+    def end_arrivals(self, num_buckets: int, device: torch.device) -> None:
+        """Note that all buckets of a step have arrived; for a caller that does not know the last one."""
+        for stale in [index for index in self._layouts if index >= num_buckets]:
+            del self._layouts[stale]
+        self.timer.end_arrivals(device)
+
+    def end_step(self, step: int, device: torch.device) -> None:
+        """Note that all buckets of a step are averaged."""
         self.timer.end(device)
         if self.policy.is_settling(step):
             self.timer.clear()
-        # In a step whose buckets are new, there is no sample. That is so on every rank.
+
+    @property
+    def is_due(self) -> bool:
+        """True if there is collective `work` to do after this step: on every rank, or on none."""
+        # In a step whose buckets are new, there is no sample.
         return self._want != "nothing" and self._sample is not None and self._sample.is_whole
 
     def work(self, group: Group, device: torch.device) -> None:
-        """Exchange this step's measurements; collective."""
+        """Exchange this step's measurements, and keep them as `report`; collective."""
         sample = self._sample
         assert sample is not None
         times, used = self.timer.read() if self._is_timed else UNKNOWN, sample.used_units()
-        own = [times.step, times.exposed, times.averaging, *map(float, used)]
+        own = [times.step, times.exposed, times.averaging, self.looking, *map(float, used)]
         table: ErrorTable | None = None
         if self._want == "errors":
             codecs = self._choosing_now().codecs
@@ -87,28 +122,28 @@ class Tuner:
             # The same on every rank, unless their kernels differ. All take rank 0's.
             own += [*table.norms, *(error for row in table.errors for error in row)]
         ranks = _gather(own, group, device)
-        num_units = len(sample.units)
+        begin, num_units = 4, len(sample.units)
         if table is not None:
-            figures = ranks[0][3 + num_units :]
+            figures = ranks[0][begin + num_units :]
             rest, width = figures[num_units:], len(self._tuning.encodings)
             table = ErrorTable(
                 figures[:num_units], [rest[width * u : width * (u + 1)] for u in range(num_units)]
             )
-        self._report = StepReport(
+        self.report = StepReport(
             combine([Times(*row[:3]) for row in ranks]),
-            combine_used([[each > 0 for each in row[3 : 3 + num_units]] for row in ranks]),
+            combine_used([[each > 0 for each in row[begin : begin + num_units]] for row in ranks]),
             table,
+            max(row[3] for row in ranks) if self._is_timed else 0.0,
         )
 
-    def conclude(self, device: torch.device) -> Decision | None:
-        """Return the decision that follows from the last `work`, if there is one."""
-        assert self._report is not None
-        decision = self.policy.conclude(self._step, self._report, self._choosing_now())
-        self._report = None
-        if decision is not None:
+    def conclude(self, report: StepReport, device: torch.device) -> Decision | None:
+        """Return the decision that follows from a report, if there is one."""
+        decision = self.policy.conclude(self._step, report, self._choosing_now())
+        self.report = self._sample = None
+        if decision is not None and self._tuning.log and self._rank == 0:
+            log.info("auto, %s", decision)
+        if self.policy.starts_anew(self._step):
             self.timer.clear()
-            if self._tuning.log and self._rank == 0:
-                log.info("auto, %s", decision)
         self.timer.begin(device)
         return decision
 
@@ -118,11 +153,13 @@ class Tuner:
 
     def load(self, state: PolicyState | None, step: int, *, look_soon: bool = False) -> None:
         """Go on at ``step`` from a state that was saved; from the beginning, if there is none."""
-        self.policy = Policy(self._tuning, state or PolicyState(since=step), needs_times=self._is_timed)
+        begin = PolicyState(self._tuning.first + 1, since=step, credited=step)
+        self.policy = Policy(self._tuning, state or begin, needs_times=self._is_timed)
         self.policy.resume(step, look_soon=look_soon)
         self.timer.clear()
 
     def _begin(self, step: int) -> None:
+        self._begun_s = self._begun_s or time.perf_counter()
         self._step, self._want = step, self.policy.wants(step)
         self._sample = None
         if self._want != "nothing" and self._layouts:

@@ -1,0 +1,84 @@
+"""Trials: a choice is compared with the present one in short windows of steps that alternate.
+
+Windows follow one another as A B A B A B, where A is the present choice. A window of B is compared with the
+windows of A before and after it, so that a machine that becomes slower does not count against B. After the
+first window of B, only a large difference is believed; after the third, the median decides.
+
+Note [Cost of trials]: a trial loses time if B is slower. What it loses is counted in steps of A, and paid
+from a credit, which is `MAX_CREDIT` steps at first and grows by `REFILL` steps a step up to that. A trial
+begins only while there is credit. So in n steps, trials lose at most ``MAX_CREDIT + REFILL * n`` steps' time
+and the loss of one trial more. Let B take r times as long as A. Then the loss of a trial is at most
+``WINDOW * (r - 1)`` steps if r exceeds 1.3, for it ends after one window, and ``3 * WINDOW * (r - 1)``
+otherwise.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from gradwire.tuning.choices import EncodingChoice
+
+# Steps of a window; the first of them is not timed.
+WINDOW, NUM_SETTLING = 6, 1
+MAX_CREDIT = 20.0
+REFILL = 0.01
+# After each window of B, a ratio of times is believed if it is off the mark by more than this factor.
+_DOUBTS = (1.3, 1.1, 1.0)
+# A gain below 3 % is not worth coarser gradients. Finer ones are welcome if they cost nothing.
+WORTH_IT, _NOT_SLOWER = 0.97, 1.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice that may become the present one."""
+
+    rung: int
+    choice: EncodingChoice
+    expected: float
+    """Seconds of a step, as predicted."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial under way: the present choice, its challengers, and what the first of them has shown."""
+
+    kept: Candidate
+    challengers: tuple[Candidate, ...]
+    """The choices to try, one after the other; the first of them is being tried."""
+    kept_s: tuple[float, ...]
+    """Seconds of a step in each window of ``kept``."""
+    new_s: tuple[float, ...] = ()
+    """Seconds of a step in each window of the challenger."""
+
+    @property
+    def challenger(self) -> Candidate:
+        return self.challengers[0]
+
+    @property
+    def current(self) -> Candidate:
+        """The choice of the present window."""
+        return self.kept if len(self.new_s) == len(self.kept_s) else self.challenger
+
+    @property
+    def ratio(self) -> float:
+        """The median of how many times as long a step takes with the challenger."""
+        after = (*self.kept_s[1:], self.kept_s[-1])
+        return statistics.median(
+            2 * new / sum(around) for new, *around in zip(self.new_s, self.kept_s, after, strict=False)
+        )
+
+    @property
+    def loss(self) -> float:
+        """Steps of ``kept`` that the last window of the challenger has lost."""
+        return WINDOW * max(0.0, self.new_s[-1] / self.kept_s[-1] - 1)
+
+    def verdict(self) -> bool | None:
+        """Return True if the challenger has won, False if it has lost, and None to go on."""
+        if len(self.new_s) < len(self.kept_s):
+            return None  # its window is not over
+        is_coarser = self.challenger.rung > self.kept.rung
+        mark, doubt = WORTH_IT if is_coarser else _NOT_SLOWER, _DOUBTS[len(self.new_s) - 1]
+        if self.ratio <= mark / doubt:
+            return True
+        return False if self.ratio > mark * doubt else None
