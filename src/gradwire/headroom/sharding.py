@@ -30,8 +30,8 @@ class Sharding:
 
     def check(self, recipe: gradwire.Recipe) -> None:
         """Raise ValueError if a recipe cannot be used with this sharding."""
-        require_fixed(recipe, "sharded models")
         if self.kind == "fsdp":
+            require_fixed(recipe, "shards (FSDP2) without replicas (HSDP)")
             scattered(recipe)
 
     def num_replicas(self, world_size: int) -> int:
