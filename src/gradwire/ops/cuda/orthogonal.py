@@ -19,8 +19,8 @@ _ABS = tl.constexpr(0x7FFFFFFF)
 # Largest squared condition number of unit vectors that are made orthogonal at once. With it, rounding in fp32
 # leaves products of 2^-8 at most after a first pass, and nothing but rounding after a second.
 _MAX_CONDITION = tl.constexpr(2.0**14)
-# Few vectors are fast one by one. More than this many are padded to a power of two from 16 on.
-_FEW = 4
+# Few vectors are fast one by one. Others are padded to a power of two, as far as shared memory holds them.
+_FEW, _MANY = 4, 32
 _COLUMNS = 128
 
 
@@ -177,7 +177,7 @@ def orthogonalize_matrices(
         factor if spare is None else spare,
         HAS_SPARE=spare is not None,
         BLOCK=block,
-        RANK=0 if rank <= _FEW else max(triton.next_power_of_2(rank), 16),
+        RANK=max(triton.next_power_of_2(rank), 16) if _FEW < rank <= _MANY else 0,
         COLUMNS=_COLUMNS,
         num_warps=min(block // 512, 16),
     )
