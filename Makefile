@@ -8,8 +8,8 @@ TORCH ?=
 # What to install with gradwire: an extra of pyproject.toml.
 EXTRA ?= dev
 FRAMEWORKS_VENV ?= .venv-frameworks
-# Test processes, one file each. Ranks often wait for each other, so three keep two cores busy.
-WORKERS ?= 3
+# Test processes, one file each. Ranks often wait for each other, so four keep two cores busy.
+WORKERS ?= 4
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help test test-full test-gpu test-browser test-frameworks test-torch test-wheel lint types headroom bench docs clean

@@ -38,7 +38,7 @@ def layers_of(shapes: Sequence[Shape]) -> list[list[Shape]]:
     """Return the shapes of `typical_shapes` layer by layer.
 
     >>> [len(layer) for layer in layers_of(typical_shapes(19_000_000))]
-    [4, 4, 4, 4, 4, 4, 4, 2]
+    [4, 4, 4, 4, 4, 4, 4, 3]
     """
     return [list(shapes[start : start + 4]) for start in range(0, len(shapes), 4)]
 
