@@ -4,6 +4,8 @@ import json
 import re
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import gradwire
@@ -32,12 +34,12 @@ def gathered(wire):
     return int(re.search(r"([\d,]+) bytes sent", str(wire.plan()))[1].replace(",", ""))
 
 
-def planned(kind, num_shards, spec, weights):
+def planned(kind, num_shards, spec, weights, model=None):
     cluster = Cluster(2, 1) if kind == "fsdp" else Cluster(2, 2)
     plan = ShardedPlan(Sharding(kind, num_shards), weights)
-    units = sharded_traffic(spec, make(), cluster, plan).units
+    units = sharded_traffic(spec, model or make(), cluster, plan).units
     gathers = sum(unit.num_gathers * unit.gather.worker_bytes for unit in units)
-    return sum(unit.average.worker_bytes for unit in units), gathers
+    return sum(unit.average.worker_bytes for unit in units if unit.average is not None), gathers
 
 
 def check_fsdp(rank, specs):
@@ -54,6 +56,27 @@ def check_fsdp(rank, specs):
 
 def test_a_plan_has_the_bytes_of_a_wire_of_the_sharded_model(two_ranks):
     two_ranks.run(check_fsdp, ["sign"])
+
+
+def nested():
+    """Return a model with blocks inside blocks, and a frozen one."""
+    inner = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
+    model = nn.Sequential(nn.Linear(128, 128), nn.Sequential(inner, nn.LayerNorm(128)), nn.Linear(128, 16))
+    model[0].requires_grad_(False)
+    return model
+
+
+def check_nested(rank):
+    model = shard_blocks(nested(), None)
+    with gradwire.attach(model, "int8") as wire:
+        model(torch.randn(4, 128)).square().mean().backward()
+        averages, gathers = planned("fsdp", 2, "int8", "fp32", nested())
+        assert averages == pytest.approx(wire.plan().bytes_sent, rel=0.01)
+        assert gathers == pytest.approx(gathered(wire), rel=0.01)
+
+
+def test_blocks_inside_blocks_and_frozen_ones_are_gathered(two_ranks):
+    two_ranks.run(check_nested)
 
 
 def check_hsdp(rank, specs):

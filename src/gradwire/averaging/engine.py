@@ -180,13 +180,16 @@ class Engine:
 
     def _goes_natively(self, bucket: Bucket, place: Place) -> bool:
         """Return True for a plain mean: nothing is owed, compared, weighted, measured or regrouped."""
-        is_plain = bucket.exchange is None and bucket.claim is None and not bucket.flat.is_sparse
+        # The group sums in a bucket's own dtype.
+        is_exact = bucket.flat.dtype in (torch.float32, torch.float64) and not bucket.flat.is_sparse
+        is_plain = bucket.exchange is None and bucket.claim is None
         options = (bucket.is_active, bucket.weight, bucket.factor, self.state.timeline.at(place.step))
         return (
-            is_plain
+            is_exact
+            and is_plain
             and self.recipe.reduction == "mean"
             and all(option is None for option in options)
-            and self.state.memory.is_empty
+            and not self.state.memory.owes(bucket.layout)
             and not self._is_measured(place, bucket.flat)
         )
 

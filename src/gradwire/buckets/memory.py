@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Memory:
     """The states of a wire, by name; each holds one value for every value of every parameter.
 
-    Threads that exchange different buckets may call `flat`, `has`, `drop` and `cached` at the same time.
+    Threads that exchange different buckets may call `flat`, `has`, `owes`, `drop` and `cached` at once.
     Methods that concern all parameters must be called while no bucket is exchanged.
     """
 
@@ -27,12 +27,6 @@ class Memory:
         self._lock = threading.Lock()
         self._states: dict[tuple[str, torch.dtype], ParameterState] = {}
         self._cache: dict[Hashable, Any] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no parameter has a state."""
-        with self._lock:
-            return not any(state.named() for state in self._states.values())
 
     def flat(
         self,
@@ -58,6 +52,11 @@ class Memory:
         with self._lock:
             state = self._states.get(_key(name, layout, dtype))
             return state is not None and state.has(layout)
+
+    def owes(self, layout: BucketLayout) -> bool:
+        """Return True if any of a bucket's parameters has a residual, in any dtype."""
+        with self._lock:
+            return any(name == "residual" and state.has(layout) for (name, _), state in self._states.items())
 
     def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
         """Forget the state ``name`` of a bucket's parameters."""

@@ -170,10 +170,10 @@ class HeadroomOptions:
         """Return the script or the benchmark to measure. Raises ValueError if there is none."""
         if not self.script_words:
             return self._benchmark()
-        if self.model or self.bucket_mb or self.device or self.sharding:
+        if self.model or self.bucket_mb or self.device or self.sharding or self.num_shards:
             raise ValueError(
-                "a script makes its own models, on its own devices: leave out --model, --bucket-mb, --device "
-                "and --sharding"
+                "a script makes its own models, on its own devices: leave out --model, --bucket-mb, "
+                "--device, --sharding and --shards"
             )
         return Script.of(self.script_words, is_module=False)
 

@@ -122,6 +122,9 @@ def _predict(options: PlanOptions) -> _Predicted:
     recipes = options.recipes()
     options.check()
     compute_s, subject, clusters = options.compute_s(), options.subject(), options.clusters()
+    for cluster in clusters:  # before the machine is measured
+        if (plan := options.sharded_plan(cluster)) is not None:
+            plan.sharding.num_replicas(cluster.num_workers)
     speeds = load_calibration(options.calibration, recipes, open_console(stderr=True))
 
     def predicted(name: str, cluster: Cluster) -> Prediction | OuterPrediction:

@@ -163,7 +163,8 @@ class Wire:
         if own.engine is not None:
             own.engine.state.load(saved, own.device)
         if own.tuned is not None:
-            own.tuned.load(policy, saved.step, look_soon=saved.world_size != own.world_size)
+            is_other = (saved.world_size, saved.recipe) != (own.world_size, own.choice.name)
+            own.tuned.load(policy, saved.step, look_soon=is_other)
         own.record_event("load", saved_by=saved.recipe)
 
     def checkpoint_template(self, metadata: Any, key: str = "wire") -> dict[str, Any]:

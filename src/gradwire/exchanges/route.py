@@ -63,6 +63,8 @@ class Route:
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
         for number, (exchange, layout, stretches) in enumerate(self.split(context.layout)):
+            if not stretches:
+                continue  # all its parameters are empty
             inner, num_shards = replace(context, layout=layout), layout.num_shards
             if len(stretches) == 1 and (num_shards == 1 or layout.numel == flat.numel()):
                 ((begin, end),) = stretches

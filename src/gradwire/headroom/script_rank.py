@@ -136,8 +136,10 @@ def _propose(attachments: Attachments, budget: float | None) -> Proposal | None:
 
     Optimizers have stepped, and what comes after has not run, so the last gradients are still there.
     """
-    wires = [each.wire for each in attachments.made if is_ddp(each.wire.model) and each.wire.attached]
-    if budget is None or dist.get_world_size() == 1 or not wires:
+    if budget is None:
+        return None
+    wires = [each.wire for each in attachments.made if each.wire.attached and is_ddp(each.wire.model)]
+    if not wires or dist.get_world_size() == 1:
         return None
     found = [propose_encodings(wire, wire.group, budget) for wire in wires]
     counts: Counter[str] = Counter()

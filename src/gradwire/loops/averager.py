@@ -281,7 +281,8 @@ class Averager:
         self._may_have_state |= bool(saved.memory)
         self._engine.state.load(saved, self._device)
         if self._tuned is not None:
-            self._tuned.load(policy, saved.step, look_soon=saved.world_size != size)
+            is_other = (saved.world_size, saved.recipe) != (size, str(self._recipe))
+            self._tuned.load(policy, saved.step, look_soon=is_other)
 
     def swap(self, recipe: str | Recipe) -> None:
         """Average by another recipe from the next call on; collective.

@@ -38,6 +38,9 @@ class _Unit:
     """The parameters of one ``fully_shard`` call, by name."""
 
     shapes: dict[str, Shape]
+    """Of all that are gathered."""
+    trained: dict[str, Shape]
+    """Of those whose gradients are averaged."""
     num_gathers: int
 
     @property
@@ -82,22 +85,24 @@ def sharded_traffic(recipe: str, model: Model, cluster: Cluster, plan: ShardedPl
     replica = replace(cluster, num_nodes=max(1, shards // local), workers_per_node=min(shards, local))
     per_node = max(1, local // shards)
     peers = replace(cluster, num_nodes=num_replicas // per_node, workers_per_node=per_node)
-    layouts = [shard_layout(0, unit.shapes, shards, shards if is_fsdp else 1) for unit in units]
+    trained = [unit.trained for unit in units if unit.trained]
+    layouts = [shard_layout(0, shapes, shards, shards if is_fsdp else 1) for shapes in trained]
     averages = _averages(recipe, model, layouts, cluster if is_fsdp else peers, is_fsdp=is_fsdp)
     if not is_fsdp:  # each shard of a node has such an average
         factor = local // per_node
         buckets = (replace(each, node_bytes=factor * each.node_bytes) for each in averages.buckets)
         averages = replace(averages, buckets=tuple(buckets))
+    left = iter(averages.buckets)
     found = [
         UnitTraffic(
             _gather(unit, plan.weights, replica),
             unit.num_gathers,
-            averages.buckets[number] if averages.buckets else None,
+            next(left, None) if unit.trained else None,
             None
-            if is_fsdp or shards == 1
-            else ring_traffic(shard_layout(0, unit.shapes, shards, shards), replica),
+            if is_fsdp or shards == 1 or not unit.trained
+            else ring_traffic(shard_layout(0, unit.trained, shards, shards), replica),
         )
-        for number, unit in enumerate(units)
+        for unit in units
     ]
     return ShardedTraffic(tuple(found), averages.work, averages.messages_meet, waits=recipe == ALLREDUCE)
 
@@ -124,10 +129,13 @@ def _units(model: Model, reshards: bool) -> list[_Unit]:
     num_gathers = 2 if reshards else 1
     if not isinstance(model, nn.Module):
         layers = (dict(zip(map(str, range(len(own))), own, strict=True)) for own in layers_of(model))
-        return [_Unit(layer, num_gathers) for layer in layers]
+        return [_Unit(layer, layer, num_gathers) for layer in layers]
     return [
-        # The root's parameters stay whole after the forward pass.
-        _Unit({name: tuple(p.shape) for name, p in unit.items()}, num_gathers if number else 1)
+        _Unit(
+            {name: tuple(p.shape) for name, p in unit.items()},
+            {name: tuple(p.shape) for name, p in unit.items() if p.requires_grad},
+            num_gathers if number else 1,  # the root's parameters stay whole after the forward pass
+        )
         for number, unit in enumerate(unit_parameters(model))
         if unit
     ]

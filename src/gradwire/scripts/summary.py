@@ -82,8 +82,9 @@ def describe_models(
 
 def _remembers(attachment: AttachedModel) -> bool:
     """Return True if a run that loses the state of this wire differs from one that keeps it."""
-    state = attached_of(attachment.wire).state
-    return bool(state.memory.named()) or "schedule" in str(attachment.wire.recipe)
+    attached = attached_of(attachment.wire)
+    has_state = bool(attached.state.memory.named()) or attached.tuned is not None
+    return has_state or "schedule" in str(attachment.wire.recipe)
 
 
 def _describe(attachment: AttachedModel) -> str:

@@ -188,7 +188,7 @@ def _open(
         for unit in sharded.units:
             _install(unit, backward, installed, is_hsdp=sharded.has_replicas)
             if weights is not None:
-                installed.callback(unit.module.set_custom_all_gather, unit.all_gather)
+                installed.callback(_restore_gather, unit, unit.all_gather)
                 unit.module.set_custom_all_gather(UnitAllGather(unit, weights))
         undo.pop_all()
     details = {"recipe": choice.name, "world_size": sharded.world_size, "device": str(sharded.device)}
@@ -206,6 +206,10 @@ def _install(unit: Unit, backward: Backward, undo: contextlib.ExitStack, *, is_h
         undo.callback(fsdp.take_over_replicas(unit.group))
     hooks = UnitReplicas(unit, backward)
     undo.callback(hooks.remove)
+
+
+def _restore_gather(unit: Unit, comm: Any) -> None:
+    unit.module.set_custom_all_gather(comm)
 
 
 def _restore(unit: Unit, comm: Any) -> None:

@@ -28,14 +28,16 @@ def shard_blocks(model: nn.Module, mesh: Any) -> nn.Module:
     # Imported here, since it takes a second.
     from torch.distributed.fsdp import fully_shard
 
-    for block in blocks_of(model):
+    for block in reversed(blocks_of(model)):  # inner ones first: a block takes what is not sharded yet
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
 
 def unit_parameters(model: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """Return the trained parameters of each unit that `shard_blocks` makes, by name; those of the root first.
+    """Return the parameters of each unit that `shard_blocks` makes, by name; those of the root first.
+
+    Raises ValueError for a scalar, which ``fully_shard`` does not take.
 
     >>> [list(unit) for unit in unit_parameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))]
     [[], ['0.weight', '0.bias'], ['1.weight', '1.bias']]
@@ -46,8 +48,9 @@ def unit_parameters(model: nn.Module) -> list[dict[str, nn.Parameter]]:
         owners.update((id(parameter), number) for parameter in block.parameters())
     units: list[dict[str, nn.Parameter]] = [{} for _ in (model, *blocks)]
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            units[owners.get(id(parameter), 0)][canonical_name(name)] = parameter
+        if not parameter.shape:
+            raise ValueError(f"fully_shard takes no scalars: make {name} a tensor of one dimension")
+        units[owners.get(id(parameter), 0)][canonical_name(name)] = parameter
     return units
 
 

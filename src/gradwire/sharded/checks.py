@@ -9,6 +9,7 @@ from gradwire.sharded.model import ShardedModel
 from gradwire.sharded.reduce_scatter import UnitReduceScatter
 from gradwire.sharded.replicas import UnitReplicas
 from gradwire.sharded.units import Unit
+from gradwire.torch_private import fsdp
 
 
 def check(sharded: ShardedModel, options: Options, chosen: Recipe, *, has_weights: bool = False) -> None:
@@ -71,6 +72,11 @@ def _check_gather(unit: Unit) -> None:
         raise ValueError(
             "this version of torch has no FSDPModule.set_custom_all_gather, which weights= needs; update "
             "torch, or leave it out"
+        )
+    if len({fsdp.gather_dtype(each.fsdp_param) for each in unit.parameters}) > 1:
+        raise ValueError(
+            f"module {unit.name!r} gathers parameters of several dtypes as bytes, which weights= cannot "
+            "encode; leave it out, or give MixedPrecisionPolicy a param_dtype"
         )
     comm = type(unit.all_gather).__name__
     if comm != "DefaultAllGather":

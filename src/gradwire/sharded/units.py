@@ -142,8 +142,7 @@ class Unit:
     @property
     def gather_dtype(self) -> torch.dtype:
         """The dtype in which parameters are gathered."""
-        dtype: torch.dtype = self.group.mp_policy.param_dtype or self.parameters[0].parameter.dtype
-        return dtype
+        return fsdp.gather_dtype(self.parameters[0].fsdp_param)
 
     @property
     def all_reduce_hook(self) -> Any:

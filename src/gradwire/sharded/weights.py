@@ -55,10 +55,12 @@ def segments_of(shapes: Sequence[torch.Size], dtype: torch.dtype, codec: Codec) 
     for number, group in groupby(enumerate(shapes), _number_if_matrix):
         own = Raw(dtype) if number is None else codec.resolve(dtype)
         end = start + sum(shape.numel() for _, shape in group)
+        if end == start:
+            continue  # an empty matrix
         num_bytes = own.wire_bytes(end - start)
         segments.append(Segment(own, slice(start, end), slice(begin, begin + num_bytes)))
         start, begin = end, _aligned(begin + num_bytes)
-    return segments
+    return segments or [Segment(Raw(dtype), slice(0, 0), slice(0, 0))]
 
 
 def _number_if_matrix(numbered: tuple[int, torch.Size]) -> int | None:

@@ -49,16 +49,25 @@ class VirtualHSDP:
             raise ValueError(f"there must be at least 1 replica of 1 shard, not {replicas} of {shards}")
         self._grid = Grid(replicas * shards, shards)
         # Backward passes begin with the last block, and end with the parameters of the root.
-        self._units = [unit for unit in reversed(unit_parameters(model)) if unit]
+        units = [
+            {name: p for name, p in unit.items() if p.requires_grad}
+            for unit in reversed(unit_parameters(model))
+        ]
+        self._units = [unit for unit in units if unit]
         self._parameters = {name: p for unit in self._units for name, p in unit.items()}
         if not self._parameters:
             raise ValueError("the model has no parameter that requires a gradient: nothing to average")
         chosen = parse_recipe(recipe)
-        require_fixed(chosen, "sharded models")
+        require_fixed(chosen, "VirtualHSDP")
         self.recipe = resolve_for_module(chosen, model, self._parameters, replicas)
         require_averaging(self.recipe, "virtual ranks, which share one model, do not work with it")
         self._layouts = [
-            shard_layout(number, {name: p.shape for name, p in unit.items()}, shards)
+            shard_layout(
+                number,
+                {name: p.shape for name, p in unit.items()},
+                shards,
+                dtype=next(iter(unit.values())).dtype,
+            )
             for number, unit in enumerate(self._units)
         ]
         self.memories = [Memory() for _ in range(self._grid.world_size)]

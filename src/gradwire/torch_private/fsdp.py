@@ -84,6 +84,12 @@ def gradient_dtype(param_group: Any) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
+def gather_dtype(fsdp_param: Any) -> torch.dtype:
+    """Return the dtype in which torch gathers a parameter."""
+    dtype: torch.dtype = fsdp_param.mp_policy.param_dtype or fsdp_param.sharded_param.dtype
+    return dtype
+
+
 def reduce_dtype(fsdp_param: Any) -> torch.dtype:
     """Return the dtype in which torch reduces a parameter's gradient."""
     policy = fsdp_param.mp_policy

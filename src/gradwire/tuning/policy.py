@@ -24,7 +24,7 @@ from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState, StepReport, Want
-from gradwire.tuning.times import Times
+from gradwire.tuning.times import NUM_NEEDED, Times
 from gradwire.tuning.trials import MAX_CREDIT, REFILL, WINDOW, WORTH_IT, Candidate, Trial
 from gradwire.tuning.trials import NUM_SETTLING as WINDOW_SETTLING
 
@@ -105,6 +105,8 @@ class Policy:
             return "times" if num_steps >= WINDOW else "nothing"
         if state.phase == "measure":
             return "errors" if num_steps >= NUM_SETTLING + NUM_TIMED else "nothing"
+        if self._needs_times and num_steps < NUM_SETTLING + NUM_NEEDED:
+            return "nothing"  # a report would have no times yet
         if step >= state.next_look and state.looking <= MAX_LOOKING:
             return "errors"
         return "times" if step >= state.next_check else "nothing"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 # The most steps that times are taken from, and the least.
-_NUM_KEPT, _NUM_NEEDED = 16, 4
+_NUM_KEPT, NUM_NEEDED = 16, 4
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,9 @@ class Times:
         """Return the time of a step that sends another number of bytes.
 
         The exposed part grows and shrinks with the bytes. That is cautious: of the communication that the
-        backward pass hides, none is counted as saved. The time to encode is not known, so a choice is
-        watched after it is made.
+        backward pass hides, none is counted as saved. The time to encode is not known, so choices are tried.
         """
-        return self.step + self.exposed * (bytes_then / max(1.0, bytes_now) - 1)
+        return max(0.0, self.step + self.exposed * (bytes_then / max(1.0, bytes_now) - 1))
 
 
 UNKNOWN = Times(0.0, 0.0, 0.0)
@@ -108,7 +107,7 @@ class StepTimer:
 
     def read(self) -> Times:
         """Return medians over the last steps; unknown if there are too few."""
-        if len(self._steps) < _NUM_NEEDED:
+        if len(self._steps) < NUM_NEEDED:
             return UNKNOWN
         taken = [
             (before.until(end), last.until(end), first.until(end)) for before, first, last, end in self._steps

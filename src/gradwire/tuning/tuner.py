@@ -157,6 +157,7 @@ class Tuner:
         self.policy = Policy(self._tuning, state or begin, needs_times=self._is_timed)
         self.policy.resume(step, look_soon=look_soon)
         self.timer.clear()
+        self._sample, self._want, self.report = None, "nothing", None
 
     def _begin(self, step: int) -> None:
         self._begun_s = self._begun_s or time.perf_counter()
