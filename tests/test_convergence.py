@@ -233,6 +233,7 @@ def test_a_file_older_than_the_column_of_optimizers_is_read_and_added_to(benchma
     assert all(None not in row and row["versions"].startswith("torch") for row in rows), "all columns fit"
 
 
+@pytest.mark.full
 def test_a_run_that_is_ended_goes_on_where_it_was_with_the_same_bits(
     benchmark, convergence, tmp_path, monkeypatch, capsys
 ):

@@ -82,6 +82,7 @@ def test_the_example_of_sharded_models_runs_and_leaves_replicas_the_same(num_ran
     assert run_ranks(job_sharded, num_ranks, args=(example_of("sharded"),)) == [True] * num_ranks
 
 
+@pytest.mark.full
 def test_the_tests_of_the_page_about_testing_pass(tmp_path, monkeypatch):
     (tmp_path / "page_about_testing.py").write_text(example_of("testing"))
     monkeypatch.syspath_prepend(tmp_path)  # ranks import its functions by name

@@ -136,6 +136,7 @@ def test_a_rank_that_nobody_reaches_is_named(three_ranks):
     three_ranks.run(job_unreachable)
 
 
+@pytest.mark.full
 def test_under_torchrun_rank_0_tells_about_all(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = tmp_path / "found.json"

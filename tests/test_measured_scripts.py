@@ -51,6 +51,7 @@ def measure(folder, *arguments, name=b"train.py"):
     return gradwire(folder, "headroom", *options, *arguments[:2], "--", script, *arguments[2:])
 
 
+@pytest.mark.full
 def test_json_on_stdout_stands_alone_whatever_the_script_prints(tmp_path):
     done = measure(tmp_path, "--json", "-")
     assert done.returncode == 0, done.stderr
@@ -78,6 +79,7 @@ def test_a_script_whose_name_is_not_utf8_is_measured_like_any_other(tmp_path):
     assert "train\\udcff.py" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_it_says_what_auto_would_send_for_the_scripts_gradients(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -92,6 +94,7 @@ def test_it_says_what_auto_would_send_for_the_scripts_gradients(tmp_path):
     assert f"auto:budget=0.1 would send {proposed.bytes_per_step:,}".encode() in done.stdout
 
 
+@pytest.mark.full
 def test_a_rank_that_aborts_once_it_has_left_its_result_is_measured(tmp_path):
     done = measure(tmp_path, "--json", "record.json", "abort")
     assert done.returncode == 0, done.stderr

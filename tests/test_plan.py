@@ -203,6 +203,7 @@ def test_the_cost_model_needs_no_torch():
     assert "Cluster(num_nodes=2" in done.stdout
 
 
+@pytest.mark.full
 def test_a_calibration_measures_every_recipe_and_comes_back_from_json(monkeypatch):
     monkeypatch.setattr("gradwire.planner.calibration._NUM_STEPS", {(25, 512): 4, (1, 32): 4})
     seen = []

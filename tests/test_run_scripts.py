@@ -151,6 +151,7 @@ def test_a_script_that_shards_its_model_is_measured(tmp_path):
     assert "int8" in printed
 
 
+@pytest.mark.full
 def test_options_of_attach_can_be_given(tmp_path):
     options = ["--ranks", "2", "--on-nonfinite", "skip", "--verify-every", "1", "--telemetry", "events.jsonl"]
     code, printed, said = run(tmp_path, TRAIN, options, ["nan"])
@@ -160,6 +161,7 @@ def test_options_of_attach_can_be_given(tmp_path):
     assert events
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -173,6 +175,7 @@ def test_wrong_options_of_attach_are_explained(tmp_path, options, message):
     assert message in said
 
 
+@pytest.mark.full
 def test_training_the_module_inside_a_model_is_told(tmp_path):
     code, _, said = run(tmp_path, TRAIN, arguments=["module"])
     assert code == 0, said

@@ -16,8 +16,10 @@ from gradwire.recipes import can_scatter
 
 Options = TypeVar("Options")
 
-# Without topk, which is for outer optimizers, and is slow in every step.
-ALL_RECIPES = tuple(name for name in gradwire.RECIPES if name not in ("noop", "auto", "topk"))
+# A first look is shorter without those that are much like another: fp16, fp8 and acp. topk is for outer
+# optimizers, and slow in every step.
+_LEFT_OUT = ("noop", "auto", "topk", "fp16", "fp8", "acp")
+COMPARED = tuple(name for name in gradwire.RECIPES if name not in _LEFT_OUT)
 
 Recipes = Annotated[
     list[str] | None,
@@ -25,7 +27,7 @@ Recipes = Annotated[
         "--recipe",
         metavar="RECIPE",
         help="A recipe, such as bf16 or int4:block=64; `gradwire recipes` lists them. Repeat the option for "
-        f"several. Default: {', '.join(ALL_RECIPES)}.",
+        f"several. Default: {', '.join(COMPARED)}.",
         show_default=False,
     ),
 ]
@@ -77,8 +79,8 @@ def takes_options(kind: type[Options]) -> Callable[[Callable[[Options], None]], 
 def recipes_for(given: list[str] | None, kind: str | None) -> list[str]:
     """Return the recipes that were given, or by default all that can be used with a kind of sharding."""
     if given or kind is None:
-        return list(given or ALL_RECIPES)
-    return [name for name in ALL_RECIPES if kind != "fsdp" or can_scatter(gradwire.recipe(name))]
+        return list(given or COMPARED)
+    return [name for name in COMPARED if kind != "fsdp" or can_scatter(gradwire.recipe(name))]
 
 
 def check_writable(option: str, path: Path | None) -> None:
