@@ -61,7 +61,7 @@ test-browser: $(VENV)/installed
 
 test-frameworks:
 	@$(MAKE) --no-print-directory VENV=$(FRAMEWORKS_VENV) EXTRA=frameworks $(FRAMEWORKS_VENV)/installed
-	$(FRAMEWORKS_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/frameworks
+	$(FRAMEWORKS_VENV)/bin/python -m pytest -m "not full" -n 2 --dist loadfile tests/frameworks
 
 # Uses the torch of the GPU machine, whose build fits its driver, instead of a .venv.
 test-gpu:

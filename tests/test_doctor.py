@@ -128,6 +128,7 @@ def job_unreachable(rank):
     assert "cannot reach rank(s) 1" not in problems
 
 
+@pytest.mark.full
 def test_ranks_that_reach_each_other_are_measured(three_ranks):
     three_ranks.run(job_group)
 

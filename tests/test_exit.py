@@ -88,6 +88,7 @@ def test_importing_gradwire_imports_no_numba():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.full
 def test_kernels_compile_where_no_cache_can_be_written(tmp_path):
     """Use the kernels of a read-only install, where numba cannot cache."""
     import shutil

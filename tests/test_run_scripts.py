@@ -121,6 +121,7 @@ def run(*args, **more):
     return process.returncode, printed, said
 
 
+@pytest.mark.full
 def test_a_script_sets_up_logging_as_it_would_alone(tmp_path):
     code, _, said = run(tmp_path, LOGGING, arguments=["own.log"])
     assert code == 0, said
@@ -226,6 +227,7 @@ def test_ranks_that_a_script_spawns_are_attached_to(tmp_path, method):
     assert said.count("gradwire bf16: 3 steps") == said.count("sent by rank 0 instead of") == 1
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_all_ranks_without_a_traceback_of_torchrun(tmp_path):
     with start(tmp_path, ENDLESS, ["--ranks", "2"], start_new_session=True) as process:
         try:

@@ -103,6 +103,8 @@ def test_the_quick_start_works_word_for_word(installed, tmp_path):
     commands = [line for language, text in blocks if not language for line in text.splitlines()]
     assert len(commands) == 4
     for command in commands:
+        if command.split("#")[0].strip() == "gradwire headroom":
+            continue  # takes a minute; see test_headroom_reaches_a_verdict
         program, *words = shlex.split(command, comments=True)
         shown = run(installed / program, *words, cwd=tmp_path, OMP_NUM_THREADS="1")
         assert program != "gradwire" or words[0] == "run" or "communication" in shown.lower()

@@ -1,5 +1,7 @@
 """Scripts that use a framework, started in every way that the docs promise."""
 
+import socket
+
 import pytest
 import torch
 
@@ -12,6 +14,9 @@ AS_RANK = ["-m", "gradwire.run", "--recipe", RECIPE]
 # With --cpu it would start one process; the scripts choose the CPU themselves.
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
 ACCELERATE += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+with socket.create_server(("127.0.0.1", 0)) as server:  # a port that other tests do not use
+    ACCELERATE += ["--main_process_port", str(server.getsockname()[1])]
+FULL = pytest.mark.full
 STEPS = 16
 """Steps of two epochs: 128 rows in batches of 8 on two ranks."""
 
@@ -49,7 +54,7 @@ def test_gradwire_run_takes_a_script_without_a_change(whole, name):
     [
         ("lightning", [*TORCHRUN, *AS_RANK]),
         ("accelerate", [*ACCELERATE, *AS_RANK]),
-        ("transformers", [*ACCELERATE, *AS_RANK]),
+        pytest.param("transformers", [*ACCELERATE, *AS_RANK], marks=FULL),
         ("lightning", [*RUN, "--"]),  # Lightning starts the other rank
         ("fabric", [*RUN, "--"]),
     ],
@@ -93,7 +98,10 @@ def test_workers_of_ray_save_and_resume_their_states(whole, tmp_path):
     assert torch.equal(weights(tmp_path), weights(whole("ray")[0]))
 
 
-@pytest.mark.parametrize("name", ["lightning", "fabric", "accelerate", "transformers"])
+@pytest.mark.parametrize(
+    "name",
+    ["lightning", "transformers", *(pytest.param(name, marks=FULL) for name in ("fabric", "accelerate"))],
+)
 def test_headroom_measures_a_script_without_a_change(tmp_path, name):
     record = tmp_path / "record.json"
     options = ["--ranks", "2", "--recipe", "noop", "--steps", "6", "--json", record, "--"]
@@ -181,7 +189,11 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     "command",
-    [[*RUN, "--", "train.py", "plain"], ["train.py", "fork"], ["train.py", "spawn"]],
+    [
+        [*RUN, "--", "train.py", "plain"],
+        pytest.param(["train.py", "fork"], marks=FULL),
+        ["train.py", "spawn"],
+    ],
     ids=["run", "fork", "spawn"],
 )
 def test_ranks_that_lightning_starts_from_a_notebook_are_attached_to(tmp_path, command):
