@@ -88,7 +88,7 @@ def train_plainly(
 
 
 class Heard(logging.Handler):
-    """What gradwire logs inside a block."""
+    """Collect the messages that gradwire logs inside a block."""
 
     def __enter__(self):
         self.text = ""

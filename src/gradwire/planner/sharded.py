@@ -24,7 +24,7 @@ from gradwire.sharded import row_bytes, shard_layout, unit_parameters, weights_c
 
 @dataclass(frozen=True)
 class ShardedPlan:
-    """How a model is sharded: the kind and the number of shards, and how its parameters are gathered."""
+    """The sharding of a model: the kind and the number of shards, and the way its parameters are gathered."""
 
     sharding: Sharding
     weights: str = "fp32"
@@ -38,9 +38,9 @@ class _Unit:
     """The parameters of one ``fully_shard`` call, by name."""
 
     shapes: dict[str, Shape]
-    """Of all that are gathered."""
+    """All that are gathered."""
     trained: dict[str, Shape]
-    """Of those whose gradients are averaged."""
+    """Those whose gradients are averaged."""
     num_gathers: int
 
     @property
