@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.codecs import Codec, Raw
-from gradwire.exchanges import Gathered
+from gradwire.exchanges import Gathered, aligned
 from gradwire.ops import Chunk
 from gradwire.recipes import Recipe, gathered
 from gradwire.sharded.units import Unit
 
-# Rows and segments start at multiples of so many bytes, so that kernels can use vector loads.
-_ALIGNMENT = 64
 # torch 2.13 has renamed it.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # With fewer bits, weights are too far from those that the optimizer steps.
@@ -59,7 +57,7 @@ def segments_of(shapes: Sequence[torch.Size], dtype: torch.dtype, codec: Codec) 
             continue  # an empty matrix
         num_bytes = own.wire_bytes(end - start)
         segments.append(Segment(own, slice(start, end), slice(begin, begin + num_bytes)))
-        start, begin = end, _aligned(begin + num_bytes)
+        start, begin = end, aligned(begin + num_bytes)
     return segments or [Segment(Raw(dtype), slice(0, 0), slice(0, 0))]
 
 
@@ -70,7 +68,7 @@ def _number_if_matrix(numbered: tuple[int, torch.Size]) -> int | None:
 
 def row_bytes(shapes: Sequence[torch.Size], dtype: torch.dtype, codec: Codec) -> int:
     """Return the bytes that a rank sends to each other one in an all-gather of its shards."""
-    return _aligned(segments_of(shapes, dtype, codec)[-1].bytes.stop)
+    return aligned(segments_of(shapes, dtype, codec)[-1].bytes.stop)
 
 
 def gather_bytes(unit: Unit, codec: Codec | None) -> int:
@@ -111,7 +109,7 @@ class UnitAllGather:
         if dtype not in self._segments:
             self._segments[dtype] = segments_of(shapes, dtype, self._codec)
         segments = self._segments[dtype]
-        stride = _aligned(segments[-1].bytes.stop)
+        stride = aligned(segments[-1].bytes.stop)
         rows = torch.empty(group.size(), stride, dtype=torch.uint8, device=input_tensor.device)
         own = rows[group.rank()]
         for each in segments:
@@ -142,7 +140,3 @@ def _decode(segment: Segment, row: Tensor, values: Tensor) -> None:
 
 def _takes(codec: Codec, values: Tensor) -> bool:
     return codec.works_in in (None, values.dtype)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

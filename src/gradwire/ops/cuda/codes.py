@@ -12,11 +12,11 @@ from gradwire.ops.formats import KINDS, LIMITS, MIN_SCALE, BlockFormat
 
 _SIGN = tl.constexpr(KINDS["sign"])
 _FP8 = tl.constexpr(KINDS["fp8"])
-_INFINITY = tl.constexpr(0x7F800000)
+INFINITY = tl.constexpr(0x7F800000)
 _LARGEST_BF16 = tl.constexpr(0x7F7F0000)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _ROUND = tl.constexpr(1.5 * 2**23)
-_ABS = tl.constexpr(0x7FFFFFFF)
+ABS = tl.constexpr(0x7FFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _noise(index, seed):
 @triton.jit
 def scales_of(x, m, TILE: tl.constexpr):
     """Return the scale of each block of the tile ``x``, (1, block, 1); a block has ``m`` values."""
-    magnitude = x.to(tl.int32, bitcast=True) & _ABS
+    magnitude = x.to(tl.int32, bitcast=True) & ABS
     largest = tl.max(tl.max(magnitude, axis=0, keep_dims=True), axis=2, keep_dims=True)
     if TILE.kind == _SIGN:
         part = tl.div_rn(1.0, tl.cast(m, tl.float32))
@@ -95,13 +95,13 @@ def scales_of(x, m, TILE: tl.constexpr):
         up = (quotient.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
         scale = tl.maximum(up.to(tl.float32, bitcast=True), _MIN_SCALE)
         scale = tl.where(largest == 0, 0.0, scale)
-    return tl.where(largest < _INFINITY, scale, float("nan"))
+    return tl.where(largest < INFINITY, scale, float("nan"))
 
 
 @triton.jit
 def _to_fp8(y, noise, TILE: tl.constexpr):
     word = y.to(tl.int32, bitcast=True)
-    magnitude = word & _ABS
+    magnitude = word & ABS
     steps = magnitude.to(tl.float32, bitcast=True) * 512.0
     if TILE.stochastic:
         normal = ((magnitude + (noise >> 4)) >> 20) - (120 << 3)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.ops.batches import Batches, Side
+from gradwire.ops.cuda.codes import ABS, INFINITY
 from gradwire.ops.cuda.orthogonal import orthogonalize_matrices
 from gradwire.ops.owner_cache import cached_on_owner
 from gradwire.ops.reference import low_rank as reference
@@ -28,8 +29,6 @@ __all__ = [
     "project_back",
 ]
 
-_INFINITY = tl.constexpr(0x7F800000)
-_ABS = tl.constexpr(0x7FFFFFFF)
 # Votes as bits, which are in the same order: 0, 1, NaN.
 _ONE = tl.constexpr(0x3F800000)
 _NAN = tl.constexpr(0x7FC00000)
@@ -50,12 +49,12 @@ def _accumulate(tiles, flat, sums, votes, ROWS: tl.constexpr, COLUMNS: tl.conste
     exists = (row < tl.load(tile + 1)) & (column < num_columns)
     place = row * num_columns + column
     values = tl.load(flat + tl.load(tile + 5) + place, exists, other=0.0).to(tl.float32)
-    magnitude = values.to(tl.int32, bitcast=True) & _ABS
+    magnitude = values.to(tl.int32, bitcast=True) & ABS
     total = sums + tl.load(tile + 6) + place
-    added = tl.load(total, exists, other=0.0) + tl.where(magnitude < _INFINITY, values, 0.0)
+    added = tl.load(total, exists, other=0.0) + tl.where(magnitude < INFINITY, values, 0.0)
     tl.store(total, added, exists)
     largest = tl.max(tl.max(magnitude, axis=1), axis=0)
-    vote = tl.where(largest >= _INFINITY, _NAN, tl.where(largest > 0, _ONE, 0))
+    vote = tl.where(largest >= INFINITY, _NAN, tl.where(largest > 0, _ONE, 0))
     tl.atomic_max(votes + matrix, vote)
 
 
@@ -67,9 +66,9 @@ def _judge(matrices, factor, votes, kept, KEEPS: tl.constexpr, CHUNK: tl.constex
     for chunk in range(0, size, CHUNK):
         place = chunk + tl.arange(0, CHUNK)
         found = tl.load(factor + start + place, place < size, other=0.0)
-        largest = tl.maximum(largest, found.to(tl.int32, bitcast=True) & _ABS)
+        largest = tl.maximum(largest, found.to(tl.int32, bitcast=True) & ABS)
     vote = tl.load(votes + k)
-    vote = tl.where(tl.max(largest, axis=0) < _INFINITY, vote, float("nan"))
+    vote = tl.where(tl.max(largest, axis=0) < INFINITY, vote, float("nan"))
     tl.store(votes + k, vote)
     if KEEPS:
         for chunk in range(0, size, CHUNK):
@@ -116,7 +115,7 @@ def _finish(
         # The values are read only where the vote is not positive, which is rare.
         needed = (row < tl.where(counts > 0.0, 0, num_rows))[:, None]
         added = tl.load(values, exists & needed, other=0.0).to(tl.float32)
-        added = tl.where((added.to(tl.int32, bitcast=True) & _ABS) < _INFINITY, added, 0.0)
+        added = tl.where((added.to(tl.int32, bitcast=True) & ABS) < INFINITY, added, 0.0)
         total = sums + tl.load(tile + 6) + place
         rest = tl.load(total, exists, other=0.0) - tl.where(counts > 0.0, sent, added)
         tl.store(total, rest, exists)

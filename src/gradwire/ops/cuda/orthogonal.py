@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.ops.cuda.codes import ABS, INFINITY
 from gradwire.ops.reference.low_rank import NEGLIGIBLE
 
 _NEGLIGIBLE = tl.constexpr(NEGLIGIBLE[torch.float32])
-_INFINITY = tl.constexpr(0x7F800000)
-_ABS = tl.constexpr(0x7FFFFFFF)
 # Largest squared condition number of unit vectors that are made orthogonal at once. With it, rounding in fp32
 # leaves products of 2^-8 at most after a first pass, and nothing but rounding after a second.
 _MAX_CONDITION = tl.constexpr(2.0**14)
@@ -38,7 +37,7 @@ def _largest(vectors, num_vectors, length, RANK: tl.constexpr, COLUMNS: tl.const
     largest = tl.zeros([RANK], tl.int32)
     for start in range(0, length, COLUMNS):
         places, exist = _columns(vectors, start, num_vectors, length, RANK, COLUMNS)
-        found = tl.load(places, exist, other=0.0).to(tl.int32, bitcast=True) & _ABS
+        found = tl.load(places, exist, other=0.0).to(tl.int32, bitcast=True) & ABS
         largest = tl.maximum(largest, tl.max(found, axis=1))
     return largest
 
@@ -93,7 +92,7 @@ def _at_once(vectors, num_vectors, length, RANK: tl.constexpr, COLUMNS: tl.const
     Return False, with nothing changed, if the vectors are too much alike, or not all finite.
     """
     largest = _largest(vectors, num_vectors, length, RANK, COLUMNS)
-    is_finite = tl.max(largest, axis=0) < _INFINITY
+    is_finite = tl.max(largest, axis=0) < INFINITY
     top = largest.to(tl.float32, bitcast=True)
     scales = tl.where(is_finite, 1.0 / tl.where(top == 0.0, 1.0, top), 0.0)
     inverse, differ = _invert_root(_products(vectors, scales, num_vectors, length, RANK, COLUMNS), RANK)
@@ -115,7 +114,7 @@ def _direction(own, vectors, i, length, BLOCK: tl.constexpr):
     The first is True if that is not negligible, the second if ``own`` is finite.
     """
     place = tl.arange(0, BLOCK)
-    finite = tl.max(own.to(tl.int32, bitcast=True) & _ABS, axis=0) < _INFINITY
+    finite = tl.max(own.to(tl.int32, bitcast=True) & ABS, axis=0) < INFINITY
     own = tl.where(finite, own, 0.0)
     top = tl.max(tl.abs(own), axis=0)
     rest = own / tl.where(top == 0.0, 1.0, top)

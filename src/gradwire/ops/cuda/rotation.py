@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from gradwire.ops.cuda.codes import random_word
+from gradwire.ops.cuda.codes import ABS, INFINITY, random_word
 from gradwire.ops.formats import (
     GAUSSIAN_LEVELS,
     INTEGER_BOUNDS,
@@ -27,8 +27,6 @@ from gradwire.ops.formats import (
     RotatedFormat,
 )
 
-_ABS = tl.constexpr(0x7FFFFFFF)
-_INFINITY = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-0x80000000)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 # No value overflows if its scale is smaller: it is the scale times a sum of 4096 levels at most.
@@ -174,7 +172,7 @@ def coded(x, block, seed, size, TILE: tl.constexpr):
 
     There are always three words. With fewer bits, the last ones have no meaning.
     """
-    largest = tl.max(x.to(tl.int32, bitcast=True) & _ABS)
+    largest = tl.max(x.to(tl.int32, bitcast=True) & ABS)
     # By a power of two, so that neither sums nor squares overflow or vanish.
     exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
     up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -213,4 +211,4 @@ def coded(x, block, seed, size, TILE: tl.constexpr):
     else:
         scale = tl.div_rn(product, norm) * deviation * tl.div_rn(1 / _UNITS, size.to(tl.float32))
     scale = tl.where(largest > 0, tl.maximum(scale * down, _MIN_SCALE), 0.0)
-    return words, tl.where(largest < _INFINITY, scale, float("nan"))
+    return words, tl.where(largest < INFINITY, scale, float("nan"))
