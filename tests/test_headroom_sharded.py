@@ -21,11 +21,11 @@ def measured(*arguments):
     result = run(*TINY, *arguments)
     assert result.exit_code == 0, result.output
     (found,) = read_records(result.stdout)
-    return found, result
+    return found
 
 
 def test_the_rows_are_torchs_own_sharding_recipes_and_two_limits():
-    found, result = measured("--sharding", "fsdp", "--recipe", "fp32", "--recipe", "int8")
+    found = measured("--sharding", "fsdp", "--recipe", "fp32", "--recipe", "int8")
     rows = {row.recipe: row for row in found.rows}
     assert list(rows) == ["allreduce", "fp32", "int8", "noop", "alone"]
     assert found.sharding == "fsdp"
@@ -36,17 +36,16 @@ def test_the_rows_are_torchs_own_sharding_recipes_and_two_limits():
         rows["fp32"].gradient_error < 1e-6 < rows["int8"].gradient_error < 0.02 < rows["noop"].gradient_error
     )
     assert rows["noop"].bytes_per_step == rows["alone"].bytes_per_step == 0
-    assert "plain FSDP2" in " ".join(result.stderr.split())
 
 
 @pytest.mark.full
 def test_replicas_are_measured_between_hosts():
-    found, result = measured("--sharding", "hsdp", "--ranks", "4", "--recipe", "powersgd:rank=2")
+    found = measured("--sharding", "hsdp", "--ranks", "4", "--recipe", "powersgd:rank=2")
     rows = {row.recipe: row for row in found.rows}
     assert list(rows) == ["allreduce", "powersgd:rank=2", "noop", "alone"]
     assert rows["allreduce"].bytes_per_step == found.gradient_bytes // 2
     assert 0 < rows["powersgd:rank=2"].bytes_per_step < found.gradient_bytes / 4
-    assert "plain HSDP" in " ".join(result.stderr.split())
+    assert found.sharding == "hsdp"
 
 
 def sharded(kind, **step_ms):
