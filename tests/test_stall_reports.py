@@ -47,7 +47,8 @@ class Posted:
 
 def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(caplog):
     failure = Failure(None, "")
-    failure.store = store = Posted({1: RankStatus(6, 2, is_done=True)})
+    waiting = RankStatus(7, 1, waits_for=1)
+    failure.store = store = Posted({1: RankStatus(6, 2, is_done=True), 2: waiting})
     watch = StallWatcher(failure, 1000, lambda: None, "test")
     watch.end()
     place, now = Place(0, 7, 1, "int8"), time.monotonic()
@@ -95,7 +96,10 @@ def test_advice_about_the_timeout_is_for_those_who_have_waited_that_long():
         f"it left, died, is stopped or stuck; its own output says why{is_slow}"
     )
     busy = RankStatus(6, 2, is_done=True)
-    assert explained(late, {1: busy}).endswith(f"Furthest behind is rank 1; see what it does there{is_slow}")
+    both = {1: busy, 2: RankStatus(7, 1, waits_for=1)}
+    assert explained(late, both).endswith(f"Furthest behind is rank 1; see what it does there{is_slow}")
+    # Rank 1 may wait in a collective of torch's, of which nothing is known here.
+    assert "Furthest behind is rank 2, which says nothing" in explained(late, {1: busy})
     # A rank that has waited long enough closes, and others see that alone.
     waited = RankStatus(7, 1, waits_for=2, timed_out=True)
     assert explained("Connection closed by peer", {1: waited}).endswith(is_slow)
