@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import threading
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -27,6 +26,7 @@ from gradwire.testing import run_ranks
 from gradwire.torch_private import store_of
 from tests.clocks import WaitingClock
 from tests.models import backward, gradients, small_model
+from tests.threads import lasting_threads
 
 # --- what is refused ---
 
@@ -266,11 +266,11 @@ def job_without_a_trace(rank, folder):
     assert (first.attached, told) == (True, [])
 
     # All agree, and something fails after that.
-    other, num_threads = small_model(), sum(t.name.startswith("gradwire") for t in threading.enumerate())
+    other, num_threads = small_model(), len(lasting_threads())
     other.register_comm_hook = None  # cannot be called
     with pytest.raises(TypeError, match="not callable"):
         attach(other)
-    assert sum(t.name.startswith("gradwire") for t in threading.enumerate()) == num_threads, "its guard ends"
+    assert len(lasting_threads()) == num_threads, "its guard ends"
     assert not is_open(path)
     assert (state.process_group, state._has_names) == (None, False)
     del other.register_comm_hook
