@@ -117,6 +117,7 @@ def job_group(rank):
 
 
 def job_unreachable(rank):
+    reach._CONNECT_S = 120.0  # a rank that stands still answers all the same
     reach._advertised = lambda: "127.0.0.1" if rank else "127.0.0.1:wrong"
     reach.__version__ = "0.0.9" if rank == 2 else reach.__version__
     findings = examine_group(dist.PrefixStore("unreachable", default_store()), rank, 3)

@@ -117,7 +117,7 @@ def run(folder, *options, steps, save_at, result):
     command = ["-m", "gradwire", "run", "--ranks", "2", "--recipe", RECIPE, *options]
     command += ["train.py", str(steps), str(save_at), result]
     done = subprocess.run(
-        [sys.executable, *command], check=False, cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], check=False, cwd=folder, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
