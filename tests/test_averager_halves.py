@@ -110,6 +110,20 @@ def test_sums_are_not_encoded_again(two_ranks):
     two_ranks.run(check_sum_and_exact)
 
 
+def check_held_back(rank):
+    with gradwire.Averager("int4") as averager:
+        want = averager.reduce_scatter(draw(rank, 1000))
+        averager.average_({"flat": draw(rank, 1000)})
+        held = averager.state_dict()["memory"][f"rank{rank}"]["residual:float32"]["flat"]
+        assert held.abs().max() > 0
+        assert torch.equal(averager.reduce_scatter(draw(rank, 1000)), want)
+        assert torch.equal(averager.state_dict()["memory"][f"rank{rank}"]["residual:float32"]["flat"], held)
+
+
+def test_what_averages_hold_back_stays_with_its_tensor_whatever_its_name(two_ranks):
+    two_ranks.run(check_held_back)
+
+
 def check_refusals(rank):
     for spec in ("powersgd", "int8:feedback=true", "int4:residual=bf16", "topk"):
         with gradwire.Averager(spec) as averager:

@@ -20,6 +20,7 @@ from gradwire.doctor import (
     measure_links,
     reach,
 )
+from gradwire.lab import network
 from gradwire.torch_private import default_store
 
 
@@ -91,6 +92,16 @@ def test_what_would_go_wrong_is_a_problem_with_advice(monkeypatch, tmp_path):
     assert {finding.topic for finding in problems} >= {"kernels", "network"}
     assert "eth99" in texts(findings, "problem")
     assert all(finding.advice for finding in problems)
+
+
+def test_tools_that_the_lab_finds_are_not_called_missing(monkeypatch, tmp_path):
+    for name in ("ip", "tc"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(network, "SYSTEM_FOLDERS", ())
+    assert "no iproute2" in texts(examine_machine(), "note")
+    monkeypatch.setattr(network, "SYSTEM_FOLDERS", (str(tmp_path),))
+    assert "no iproute2" not in texts(examine_machine(), "note")
 
 
 def test_a_slow_link_stands_out():

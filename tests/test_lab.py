@@ -191,7 +191,7 @@ def test_without_the_right_to_make_namespaces_the_error_says_what_to_grant(monke
     def refuse():
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("gradwire.lab.network._find_tools", lambda: "/usr/sbin/ip")
+    monkeypatch.setattr("gradwire.lab.network.find_tools", lambda: "/usr/sbin/ip")
     monkeypatch.setattr("gradwire.lab.network.Namespace", refuse)
     result = run("lab", "true")
     assert result.exit_code == 1
