@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch import nn
-
-from gradwire.ddp import Wire, attach, attachment_of
 from gradwire.recipes import Recipe, noop
+from gradwire.training.sites import Site
 
 
 class GradientWire:
     """A wire with the recipe for gradients in the first steps, and without communication later."""
 
-    def __init__(self, ddp: nn.Module, recipe: Recipe, warmup_steps: int, timeout: timedelta) -> None:
+    def __init__(self, site: Site, recipe: Recipe, warmup_steps: int, timeout: timedelta) -> None:
         """Attach the recipe for the first step; collective."""
-        self._ddp, self._recipe, self._warmup_steps, self._timeout = ddp, recipe, warmup_steps, timeout
+        self._site, self._recipe, self._warmup_steps, self._timeout = site, recipe, warmup_steps, timeout
         self._in_use = self._recipe_at(0)
-        self.wire = self._attach()
+        self.wire = site.attach(self._in_use, timeout)
         self.is_disabled = not self.wire.attached  # GRADWIRE_DISABLE is set
 
     def use_for(self, num_steps: int) -> None:
@@ -25,15 +23,10 @@ class GradientWire:
         if not self.is_disabled and self._in_use != self._recipe_at(num_steps):
             self.wire.detach()
             self._in_use = self._recipe_at(num_steps)
-            self.wire = self._attach()
+            self.wire = self._site.attach(self._in_use, self._timeout)
 
     def detach(self) -> None:
         self.wire.detach()
 
     def _recipe_at(self, num_steps: int) -> Recipe:
         return noop() if num_steps >= self._warmup_steps else self._recipe
-
-    def _attach(self) -> Wire:
-        wire = attach(self._ddp, self._in_use, timeout=self._timeout)
-        attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
-        return wire

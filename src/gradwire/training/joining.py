@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradwire.sharded import local_values
 from gradwire.training.fragments import broadcast, buckets_of
 from gradwire.training.local_state import Turn
 from gradwire.training.outer_loop import OuterLoop
+from gradwire.training.site_call import MIXED
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class Position:
     turn: Turn
 
     def note(self) -> str:
-        """Return a text that `newest` reads."""
-        return json.dumps({"num_steps": self.num_steps, "turn": self.turn.save()})
+        """Return a text that `newest` reads, the same on all ranks of a site."""
+        return json.dumps({"num_steps": self.num_steps, "turn": replace(self.turn, work=()).save()})
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,26 @@ class Newest:
     """True if this rank has it too: averagings since would have moved it by as much."""
 
 
-def newest(notes: Sequence[str], rank: int) -> Newest | None:
-    """Return the newest state; ``notes`` has every rank's `Position.note`, or "" if it has no state.
+def newest(notes: Sequence[str], site: int) -> Newest | None:
+    """Return the newest state; ``notes`` has every site's `Position.note`, or "" if it has no state.
 
-    A state is newer if it has more averages; of those with as many, if it has more steps.
+    A state is newer if it has more averages; of those with as many, if it has more steps. A site whose ranks
+    have different states has none. Raises ValueError if there is no other.
     """
     found: dict[int, Position] = {}
     for each, note in enumerate(notes):
-        if note:
+        if note and note != MIXED:
             fields = json.loads(note)
             found[each] = Position(fields["num_steps"], Turn.read(fields["turn"]))
+    if not found and MIXED in notes:
+        raise ValueError(
+            f"the ranks of site {notes.index(MIXED)} have states of different steps, and no site has a whole "
+            "one: give all ranks states of one step, or None to begin anew"
+        )
     if not found:
         return None
     source = max(found, key=lambda each: (*_averages(found[each]), found[each].num_steps, -each))
-    is_current = rank in found and _averages(found[rank]) == _averages(found[source])
+    is_current = site in found and _averages(found[site]) == _averages(found[source])
     return Newest(found[source], source, is_current)
 
 
@@ -89,7 +97,8 @@ def share_others(
     """
     averaged = {id(p) for bucket in buckets_of(loop.fragments if loop else []) for p in bucket.parameters}
     for tensor in [*(p for p in module.parameters() if id(p) not in averaged), *module.buffers()]:
-        copy = tensor.detach().clone()
+        own = local_values(tensor)
+        copy = own.clone()
         broadcast(copy, group, found.source, device)
         if not found.is_current:
-            tensor.copy_(copy)
+            own.copy_(copy)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
-
-from torch import nn
 
 from gradwire.recipes import Recipe, require_fixed
 from gradwire.recipes import recipe as parse_recipe
@@ -33,21 +30,6 @@ def check_period(period: int | timedelta, warmup_steps: int, delay: int) -> None
         )
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")
-
-
-def check_steps_may_differ(ddp: Any) -> None:
-    """Raise ValueError if DDP communicates in each step: with a period in seconds, ranks take other steps."""
-    module: nn.Module = ddp.module
-    if ddp.broadcast_buffers and next(module.buffers(), None) is not None:
-        raise ValueError(
-            "with a period in seconds, ranks take different numbers of steps, but DDP broadcasts this "
-            "model's buffers in each: make it with broadcast_buffers=False"
-        )
-    if ddp.find_unused_parameters:
-        raise ValueError(
-            "with a period in seconds, ranks take different numbers of steps, but DDP compares unused "
-            "parameters in each: make it with find_unused_parameters=False"
-        )
 
 
 def parse_averaging(recipe: str | Recipe | None, streams: bool, weigh: bool) -> Recipe:
