@@ -25,7 +25,7 @@ from tests.site_runs import (
     whole,
 )
 
-pytestmark = pytest.mark.full  # tests/test_hsdp.py has a part of this
+pytestmark = pytest.mark.full  # tests/test_hsdp.py and tests/test_members.py have a part of this
 
 STREAMING = gradwire.DiLoCo(fragments=2, delay=2)
 ENDLESS = {"period": 6, "warmup_steps": 1, "recipe": "int4", "outer": STREAMING}  # int4 has residuals
@@ -218,14 +218,14 @@ def check_failures(rank):
     before = local.state_dict(gather=True)["start"]
     if rank == 3:
         local._engine.fail(gradwire.WireError("this rank has failed"))
-    with pytest.raises(gradwire.WireError, match="has failed"):
+    with pytest.raises(gradwire.WireError):
         train(model, optimizer, local, rank, range(1, 9))  # an averaging begins in the second step
     assert local.num_steps == 4, "all ranks know when the averaging under way should end"
     after = local.state_dict()
     assert not after["mean"]
     assert not after["turn"]["under_way"]
     assert same({n: t.full_tensor() for n, t in after["start"].items()}, before)
-    with pytest.raises(gradwire.WireError, match="has failed"):
+    with pytest.raises(gradwire.WireError):
         local.step()
     local.detach()
     dist.barrier()

@@ -18,7 +18,7 @@ from gradwire.peers.groups import (
     gather,
 )
 from gradwire.peers.nccl import NcclGroup
-from gradwire.peers.process_groups import backend_name, timeout_of, uses_nccl
+from gradwire.peers.process_groups import backend_name, make_group, timeout_of, uses_nccl
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.peers.stall_watcher import Progress, StallWatcher
 
@@ -45,6 +45,7 @@ __all__ = [
     "gather_if_same",
     "is_unreachable",
     "join_rendezvous",
+    "make_group",
     "next_rendezvous",
     "open_gloo",
     "require_same",

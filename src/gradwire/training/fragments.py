@@ -59,9 +59,11 @@ class Fragment:
         self._futures = None
 
     def resume(self, steps_left: int) -> None:
-        """Go on with an averaging whose means are known; they are zeros here, to be loaded."""
-        zeros = [torch.zeros_like(b.start, device=b.parameters[0].device) for b in self.buckets]
-        self.steps_left, self._futures = steps_left, [completed(flat) for flat in zeros]
+        """Go on with an averaging; if it is not under way here, its means are zeros, to be loaded."""
+        self.steps_left = steps_left
+        if self._futures is None:
+            zeros = [torch.zeros_like(b.start, device=b.parameters[0].device) for b in self.buckets]
+            self._futures = [completed(flat) for flat in zeros]
 
     def give_up(self) -> None:
         """Forget the averaging under way, which has failed; this rank's movement is still to be averaged."""

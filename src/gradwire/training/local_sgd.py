@@ -7,8 +7,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,32 +19,27 @@ from gradwire.averaging import (
     gather_states,
     open_engine,
 )
-from gradwire.ddp import Wire
-from gradwire.loops import check_weight
-from gradwire.ops import warm_up
 from gradwire.peers import timeout_of
-from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, kernels_of, noop
-from gradwire.recipes import recipe as parse_recipe
+from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, noop
 from gradwire.sharded import whole_tensor
 from gradwire.telemetry import WireStats
 from gradwire.training.fragments import (
     broadcast,
     buckets_of,
-    divided,
     load_tensors,
     make_fragments,
     require_same_parameters,
     tensors_of,
 )
 from gradwire.training.gradient_wire import GradientWire
-from gradwire.training.joining import Position, newest, share_others, share_outer_state
-from gradwire.training.local_choices import check_period, parse_averaging, streaming_of
+from gradwire.training.joining import Newest, Position, newest, share_state
+from gradwire.training.local_choices import LocalOptions, streaming_of
 from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
 from gradwire.training.outer import Outer
 from gradwire.training.outer_loop import OuterLoop
 from gradwire.training.parameter_buckets import averaged_parameters
 from gradwire.training.sites import find_site
-from gradwire.training.turns import TurnsByTime, make_turns
+from gradwire.training.turns import make_turns
 
 
 class LocalSGD:
@@ -58,7 +51,7 @@ class LocalSGD:
 
     Args:
         model: a ``DistributedDataParallel``, a model that ``fully_shard`` has sharded over the ranks of each
-            site, or ``torch.compile`` of one of these, with its weights loaded.
+            site, a plain model with ``sites``, or ``torch.compile`` of one of these; with its weights loaded.
         optimizer: the local optimizer; those of its parameters that belong to the model are averaged.
         period: the number of steps between averagings; or their time, as a ``timedelta``, and then each rank
             takes as many steps as it can.
@@ -66,9 +59,9 @@ class LocalSGD:
         recipe: the recipe for parameters; by default ``"fp32"``, and ``"int4"`` if a `DiLoCo` streams.
         gradient_recipe: the recipe for gradients during warm-up; by default ``recipe``.
         outer: the outer optimizer, `SlowMo` or `DiLoCo`; None to continue from the mean.
-        sites: for a sharded model, the ranks that hold the same shard, one of each site: a process group, or
-            a ``DeviceMesh`` of one dimension. A model that was sharded over a mesh of two dimensions knows
-            them: they are its replicas.
+        sites: the ranks to average with: a process group, or a ``DeviceMesh`` of one dimension. For a sharded
+            model, they are those that hold the same shard, one of each site; a model that was sharded over a
+            mesh of two dimensions knows them. A ``DistributedDataParallel`` has its own group.
         weigh: True to weigh each rank in the mean by the ``work`` that it gave to `step`.
         offload: True to keep the last average and the momentum of a CUDA model in host memory.
         timeout: how long to wait for the other ranks when recipes change; by default the group's timeout.
@@ -103,44 +96,17 @@ class LocalSGD:
         offload: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
-        self._site = site = find_site(model, sites)
+        self._site = find_site(model, sites)
+        self._options = LocalOptions(period, warmup_steps, recipe, gradient_recipe, outer, weigh)
+        self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
         self._optimizer = optimizer
-        self._timeout = timeout or timeout_of(site.group)
-        self._streaming = streaming = streaming_of(outer)
-        with site.call(self._timeout, "gradwire.LocalSGD") as call:
-            check_period(period, warmup_steps, streaming.delay)
-            self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
-            self._weigh, self._offload = weigh, offload
-            self._is_timed = isinstance(period, timedelta)
-            if self._is_timed:
-                site.check_steps_may_differ()
-            make_turns(period, streaming.num_fragments)
-            chosen = site.resolve(parse_averaging(recipe, streaming.streams, weigh))
-            if weigh:
-                check_weight(1.0, chosen)
-            for_gradients = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
-            divided(averaged_parameters(site.module, optimizer), site.layouts, outer)
-            warm_up(site.device, kernels_of(chosen, site.group))
-            options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
-            claim = {**options, "weigh": str(weigh), **site.claim(fingerprint.of_recipe(chosen))}
-            self.recipe = agree_on_nodes(chosen, call, claim)
-
+        self._offload = offload
+        self._timeout = timeout or timeout_of(self._site.group)
+        self._is_timed = isinstance(period, timedelta)
         self._num_steps = 0
         self._loop: OuterLoop | None = None
-        self._gradients = GradientWire(site, for_gradients, warmup_steps, self._timeout)
-        state = RunState(timeline=Timeline(None))
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._gradients.detach)
-            if self._gradients.is_disabled:
-                self._engine = Engine(noop(), None, state)
-            else:
-                self._engine = open_engine(
-                    self.recipe, site.group, site.device, call.rendezvous, state, layout_check=LayoutCheck()
-                )
-                undo.callback(self._engine.close)
-            if self.is_local:
-                self._begin()
-            undo.pop_all()
+        self._state = RunState(timeline=Timeline(None))
+        self._join()
 
     @property
     def num_steps(self) -> int:
@@ -185,7 +151,7 @@ class LocalSGD:
         if self._loop is None:
             return
         self._site.prepare()
-        self._catch_up()
+        self._loop.catch_up(self._site.group, self._site.device)
         self._loop.begin_all(self._position)
         self._loop.end_all()
 
@@ -204,14 +170,15 @@ class LocalSGD:
         """
         site = self._site
         turn, tensors = (Turn(), tensors_of([])) if self._loop is None else self._loop.save()
-        memory = self._engine.state.memory.state_dict()
+        memory = self._state.memory.state_dict()
         averaging = checkpoint.write(str(self.recipe), self._position, (), memory, site.rank, site.grid)
         if gather:
             for group in site.state_groups:
                 averaging = gather_states(averaging, group, self._timeout, "LocalSGD.state_dict")
             tensors = {kind: {n: whole_tensor(t) for n, t in own.items()} for kind, own in tensors.items()}
         # With a period in seconds ranks are at different steps; a wire that averages nothing keeps nothing.
-        wire = self._wire.state_dict(gather=gather and not (self._is_timed and self.is_local))
+        gather = gather and not (self._is_timed and self.is_local)
+        wire = self._gradients.save(self._num_steps, gather=gather)
         own = {"num_steps": self._num_steps, "turn": turn.save(), "averaging": averaging, "wire": wire}
         return {**own, **tensors}
 
@@ -239,8 +206,8 @@ class LocalSGD:
         self._settle()
         self._gradients.use_for(num_steps)
         if not (self._is_timed and loop is not None):
-            self._wire.load_state_dict(state["wire"])
-        self._engine.state.memory.load_state_dict(memory, self._site.device)
+            self._gradients.load(state["wire"])
+        self._state.memory.load_state_dict(memory, self._site.device)
         self._num_steps, self._loop = num_steps, loop
 
     def resume(self, state: dict[str, Any] | None) -> bool:
@@ -278,21 +245,40 @@ class LocalSGD:
         if found is None or self._gradients.is_disabled:
             return False
         self._settle()
-        self._num_steps = found.position.num_steps
-        self._gradients.use_for(self._num_steps)
-        if not found.is_current:
-            memory, loop = {}, self._make_loop() if self.is_local else None
-        self._loop = loop
-        self._engine.state.memory.load_state_dict(memory, site.device)
-        if loop is not None:
-            loop.go_on(replace(found.position.turn, work=loop.turn.work))
-            share_outer_state(loop, site.group, found, site.device)
-        share_others(site.module, loop, site.group, found, site.device)
+        self._gradients.use_for(found.position.num_steps)
+        self._state.memory.load_state_dict(memory, site.device)
+        self._go_on(found, loop)
         return not found.is_current
 
-    @property
-    def _wire(self) -> Wire:
-        return self._gradients.wire
+    def regroup(self, sites: object) -> bool:
+        """Go on with other sites, after some were lost or have joined; collective over the new group.
+
+        A site that is new makes a `LocalSGD` over the new group instead, at the same time. Sites with the
+        newest average go on, each with its own steps since. The others take the last average, the outer
+        momentum and the step count from one of those. An averaging under way with lost sites is given up:
+        steps that it would have averaged are in the next one.
+
+        Args:
+            sites: the ranks to average with from now on, as for `LocalSGD`; a group that is new.
+
+        Returns True if this site has taken its parameters from another.
+
+        Raises TypeError for a ``DistributedDataParallel``, which keeps its group. Raises RuntimeError if a
+        rank does not come in time: call this again with another group.
+
+        Example::
+
+            try:
+                local.step()
+            except gradwire.WireError:
+                local.regroup(next_group())  # of the members that are left
+        """
+        site = self._site.regrouped(sites)
+        if self._loop is not None:
+            self._loop.settle()
+        self.detach()
+        self._site = site
+        return self._join()
 
     def detach(self) -> None:
         """Return the model to plain averaging of gradients, and end the lane; call it on every rank.
@@ -308,27 +294,63 @@ class LocalSGD:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
+    def _join(self) -> bool:
+        """Meet the ranks of all sites, and go on from the newest state of them; collective.
+
+        Returns True if this site has taken its parameters from another.
+        """
+        site, options, timeout = self._site, self._options, self._timeout
+        with site.call(timeout, "gradwire.LocalSGD") as call:
+            chosen, for_gradients = options.choose(site, self._optimizer)
+            self.recipe = agree_on_nodes(chosen, call, options.claim(site, chosen))
+        with site.call(timeout, "gradwire.LocalSGD") as positions:
+            own = Position(self._num_steps, Turn() if self._loop is None else self._loop.turn)
+            found = newest(positions.agree({}, own.note() if self._num_steps else ""), site.group.rank())
+        num_steps = 0 if found is None else found.position.num_steps
+        with contextlib.ExitStack() as undo:
+            self._gradients = GradientWire(site, for_gradients, self.warmup_steps, timeout, num_steps)
+            undo.callback(self._gradients.detach)
+            if self._gradients.is_disabled:
+                self._engine = Engine(noop(), None, self._state)
+            else:
+                check = LayoutCheck()
+                self._engine = open_engine(
+                    self.recipe, site.group, site.device, call.rendezvous, self._state, layout_check=check
+                )
+                undo.callback(self._engine.close)
+                if found is not None:
+                    self._go_on(found, self._loop)
+                elif self.is_local:
+                    self._begin()
+            undo.pop_all()
+        return found is not None and not found.is_current
+
+    def _go_on(self, found: Newest, loop: OuterLoop | None) -> None:
+        """Go on from the newest state: with ``loop`` if it has that, or with another site's; collective."""
+        site = self._site
+        if not found.is_current:
+            self._state.memory.load_state_dict({}, site.device)
+            loop = self._make_loop() if found.position.num_steps >= self.warmup_steps else None
+        if loop is not None:
+            loop.engine, loop.ranks = self._engine, site.ranks
+            loop.go_on(replace(found.position.turn, work=loop.turn.work))
+        if not found.is_everywhere:
+            self._state.memory.keep_only("residual")  # low-rank factors must be the same on all ranks
+            share_state(site.module, loop, site.group, found, site.device)
+        self._num_steps, self._loop = found.position.num_steps, loop
+
     @property
     def _position(self) -> int:
         """The step at which all ranks are; with a period in seconds, the number of averagings begun."""
         is_timed = self._is_timed and self._loop is not None
         return self._loop.num_begun if is_timed and self._loop is not None else self._num_steps
 
-    def _catch_up(self) -> None:
-        """Begin the averagings that other ranks have begun, by clocks that are ahead of this one."""
-        loop = self._loop
-        if loop is None or not isinstance(loop.turns, TurnsByTime):
-            return
-        most = torch.tensor(loop.num_begun, device=self._site.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self._site.group)
-        while loop.num_begun < int(most):
-            loop.begin(loop.fragments[loop.turns.take()], self._position, self._streaming.delay)
-
     def _settle(self) -> None:
         """Wait for the averagings under way: the lane still changes residuals."""
-        self._catch_up()
-        for fragment in [] if self._loop is None else self._loop.fragments:
-            fragment.wait()
+        if self._loop is not None:
+            self._loop.catch_up(self._site.group, self._site.device)
+            for fragment in self._loop.fragments:
+                fragment.wait()
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
@@ -350,12 +372,14 @@ class LocalSGD:
         def check() -> None:
             require_same_parameters(fragments, averaged_parameters(site.module, optimizer))
 
-        site, optimizer, streaming = self._site, self._optimizer, self._streaming
+        site, optimizer, streaming = self._site, self._optimizer, streaming_of(self.outer)
         site.prepare()
         parameters = averaged_parameters(site.module, optimizer)
         fragments = make_fragments(parameters, site.layouts, self.outer, self._offload)
         turns = make_turns(self.period, streaming.num_fragments, site.ranks.any_of)
-        return OuterLoop(self._engine, fragments, turns, streaming, site.ranks, lr_of, check, self._weigh)
+        return OuterLoop(
+            self._engine, fragments, turns, streaming, site.ranks, lr_of, check, self._options.weigh
+        )
 
     def _read(self, state: dict[str, Any]) -> tuple[int, OuterLoop | None]:
         """Return the step and the outer loop of a state; ValueError or TypeError if it does not fit."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
@@ -15,7 +17,7 @@ from gradwire.training.fragments import Fragment, tensors_of
 from gradwire.training.local_state import Turn
 from gradwire.training.outer import DiLoCo
 from gradwire.training.site_ranks import OneRank
-from gradwire.training.turns import Turns
+from gradwire.training.turns import Turns, TurnsByTime
 
 # The weight of a rank that has done nothing. Not 0, so that a mean over such ranks alone is defined.
 _LEAST_WORK = 1e-6
@@ -88,6 +90,14 @@ class OuterLoop:
         fragment.begin(self.engine.start, place, delay, weight)
         self.num_begun += 1
 
+    def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective."""
+        if isinstance(self.turns, TurnsByTime):
+            most = torch.tensor(self.num_begun, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+            while self.num_begun < int(most):
+                self.begin(self.fragments[self.turns.take()], self.num_begun, self.streaming.delay)
+
     def begin_all(self, position: int) -> None:
         """End what is under way, then begin to average all fragments, for `end_all` to end."""
         self._end([each for each in self.fragments if each.is_under_way], self.streaming.alpha or 0.0)
@@ -107,6 +117,13 @@ class OuterLoop:
         turn, has_failed = self.turn, self.has_failed
         tensors = tensors_of(self.fragments, has_means=not has_failed)
         return replace(turn, under_way={}) if has_failed else turn, tensors
+
+    def settle(self) -> None:
+        """Wait for the averagings under way; forget them if one has failed on any rank of this site."""
+        for fragment in self.fragments:
+            fragment.wait()
+        if self.ranks.failure(self.engine.failure, may_ask=True) is not None:
+            self._give_up()
 
     @property
     def has_failed(self) -> bool:
@@ -153,6 +170,9 @@ class OuterLoop:
         """
         failure = self.ranks.failure(self.engine.failure, may_ask=may_ask)
         if failure is not None:
-            for fragment in self.fragments:
-                fragment.give_up()
+            self._give_up()
             raise failure.with_traceback(None)
+
+    def _give_up(self) -> None:
+        for fragment in self.fragments:
+            fragment.give_up()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,16 +21,19 @@ from gradwire.ddp import (
     bucketed_parameters,
     claim_of,
     device_of,
+    is_ddp,
     resolve_for_model,
     trained_parameters,
     unwrap,
 )
-from gradwire.recipes import Recipe
+from gradwire.recipes import Recipe, fingerprint, fp32, resolve_for_module
 from gradwire.sharded import ShardedModel, ShardLayouts, attach, group_of, is_sharded, sharing
 from gradwire.torch_private import uncompiled
 from gradwire.training.parameter_buckets import MakesLayouts
 from gradwire.training.site_call import SitesCall
 from gradwire.training.site_ranks import OneRank, ShardRanks
+
+log = logging.getLogger("gradwire")
 
 
 class Site(abc.ABC):
@@ -57,8 +62,12 @@ class Site(abc.ABC):
         """Return the facts that must be equal on all ranks: the ``chosen`` ones, and those of the model."""
 
     @abc.abstractmethod
-    def attach(self, recipe: Recipe, timeout: timedelta) -> Wire:
-        """Average gradients over sites by ``recipe``; collective."""
+    def attach(self, recipe: Recipe, timeout: timedelta) -> Wire | None:
+        """Average gradients over sites by ``recipe``; collective. None if there is nothing to attach to."""
+
+    @abc.abstractmethod
+    def regrouped(self, sites: object) -> Site:
+        """Return this site among others; TypeError or ValueError if it cannot be averaged with them."""
 
     @property
     def grid(self) -> Grid:
@@ -129,6 +138,12 @@ class DDPSite(Site):
         attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
         return wire
 
+    def regrouped(self, sites: object) -> Site:
+        raise TypeError(
+            "a DistributedDataParallel keeps its process group: give LocalSGD the plain model and sites=, or "
+            "make both anew with another group, and call resume"
+        )
+
     def check_steps_may_differ(self) -> None:
         if self._ddp.broadcast_buffers and next(self.module.buffers(), None) is not None:
             raise ValueError(
@@ -185,6 +200,14 @@ class ShardedSite(Site):
     def attach(self, recipe: Recipe, timeout: timedelta) -> Wire:
         return attach(self.module, recipe, replicas=self.group, timeout=timeout)
 
+    def regrouped(self, sites: object) -> Site:
+        if self._model.is_native_hsdp:
+            raise TypeError(
+                "this model was sharded over a mesh of all sites, which it keeps: shard it over the ranks of "
+                "its site alone, and give LocalSGD sites="
+            )
+        return ShardedSite(self.module, sites)
+
     def prepare(self) -> None:
         # After a forward pass without a backward pass, torch keeps the root's parameters gathered.
         for unit in self._model.units:
@@ -198,11 +221,57 @@ class ShardedSite(Site):
         return {each.name: each.shard_dim for unit in self._model.units for each in unit.parameters}
 
 
+class PlainSite(Site):
+    """A rank with a plain model, which nothing else averages."""
+
+    def __init__(self, module: nn.Module, sites: object) -> None:
+        """Take the model, and the ranks to average with; TypeError or ValueError if unfit."""
+        found = group_of(sites, "sites")
+        assert found is not None
+        self.module, self.group = module, found
+        self.ranks = OneRank(found.rank())
+        self.layouts = Layouts(module)
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self._trained().values())).device
+
+    def resolve(self, recipe: Recipe) -> Recipe:
+        if os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0"):
+            log.warning("GRADWIRE_DISABLE is set: fp32 averages parameters instead of %s", recipe)
+            recipe = fp32()
+        return resolve_for_module(recipe, self.module, self._trained(), self.group.size())
+
+    def claim(self, chosen: dict[str, str]) -> dict[str, str]:
+        parameters = fingerprint.of_parameters(self._trained().items())
+        return {**fingerprint.of_version(), **chosen, **parameters}
+
+    def attach(self, recipe: Recipe, timeout: timedelta) -> Wire | None:
+        if recipe.exchange.communicates:
+            raise ValueError(
+                "nothing averages the gradients of a plain model during warm-up: leave warmup_steps out, or "
+                "give a DistributedDataParallel or a sharded model"
+            )
+        return None
+
+    def regrouped(self, sites: object) -> Site:
+        return PlainSite(self.module, sites)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        named = self.module.named_parameters()
+        found = {canonical_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        if not found:
+            raise ValueError("no parameter of this model requires a gradient: there is nothing to average")
+        return found
+
+
 def find_site(model: nn.Module, sites: object) -> Site:
     """Return the site of a model; TypeError or ValueError if it cannot be averaged."""
     root = uncompiled(model)
     if is_sharded(root):
         return ShardedSite(root, sites)
-    if sites is not None:
-        raise TypeError("sites= goes with a model that fully_shard has sharded; leave it out")
-    return DDPSite(model)
+    if sites is None:
+        return DDPSite(model)
+    if is_ddp(root):
+        raise TypeError("sites= goes with a plain or sharded model: a DistributedDataParallel has its group")
+    return PlainSite(root, sites)
