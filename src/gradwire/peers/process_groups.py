@@ -23,7 +23,7 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta | None = N
         size: the number of ranks.
         timeout: how long collectives wait; by default torch's.
 
-    Raises RuntimeError if a rank does not come in time.
+    Raises RuntimeError if a rank does not come in time, and before torch 2.6.
 
     >>> gradwire.make_group(torch.distributed.HashStore(), rank=0, size=1).size()
     1

@@ -253,6 +253,11 @@ def own_connection(store: Any, group_name: str) -> Any:
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Return a Gloo group over ``store``, which torch's registry does not know; collective."""
+    if not hasattr(dist.ProcessGroup, "_set_default_backend"):  # before torch 2.6
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot make a process group over a store: update torch, or use "
+            "torch.distributed.new_group"
+        )
     backend = ProcessGroupGloo(store, rank, size, timeout)
     backend._set_sequence_number_for_group()
     kind = dist.ProcessGroup.BackendType.GLOO
