@@ -22,6 +22,7 @@ from gradwire.training.fragments import load_tensors, make_fragments, tensors_of
 from gradwire.training.local_choices import streaming_of
 from gradwire.training.local_state import Turn
 from gradwire.training.outer_loop import OuterLoop
+from gradwire.training.site_ranks import OneRank
 from gradwire.training.turns import make_turns
 from local_rows import parse
 from optimizers import OPTIMIZERS
@@ -71,7 +72,8 @@ class Worker:
         streaming = streaming_of(row.outer)
         fragments = make_fragments([(p, 0) for p in named.values()], Layouts(model), row.outer)
         turns = make_turns(row.period, streaming.num_fragments)
-        self.loop = OuterLoop(self.averaging, fragments, turns, streaming, rank, self._lr_of, lambda: None)
+        ranks = OneRank(rank)
+        self.loop = OuterLoop(self.averaging, fragments, turns, streaming, ranks, self._lr_of, lambda: None)
         self.gradients = [torch.zeros_like(parameter) for parameter in named.values()]
         for parameter, gradient in zip(named.values(), self.gradients, strict=True):
             parameter.grad = gradient

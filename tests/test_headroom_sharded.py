@@ -62,10 +62,12 @@ def test_the_verdict_says_what_recipes_can_and_cannot_shorten():
     assert "Another 48% are gathers and reductions within replicas" in said
 
 
-def test_no_outer_loop_is_named_for_a_sharded_model():
+def test_an_outer_loop_is_named_for_a_sharded_model_that_has_replicas():
     slow = {"allreduce": 1000, "int8": 500, "noop": 10, "alone": 5}
     assert "LocalSGD" in give_verdict(record(**{k: v for k, v in slow.items() if k != "alone"}))
     assert "LocalSGD" not in give_verdict(sharded("fsdp", **slow))
+    said = give_verdict(sharded("hsdp", **slow))
+    assert "averaging parameters every 490 steps instead, with gradwire.LocalSGD(..., sites=), would" in said
 
 
 def test_ranks_that_train_alone_are_never_recommended():

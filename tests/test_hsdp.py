@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradwire
+from tests import site_runs
 from tests.sharded_runs import (
     attached,
     batch,
@@ -207,6 +208,10 @@ def check_checks(rank):
 
 def test_replicas_are_verified_and_measured(four_ranks):
     four_ranks.run(check_checks)
+
+
+def test_local_sgd_averages_shards_to_the_bits_of_whole_models(four_ranks):
+    four_ranks.run(site_runs.check_bits, "fp32", gradwire.DiLoCo(fragments=3, delay=1), True)
 
 
 def check_refusals(rank):

@@ -386,9 +386,9 @@ def figures(local):
     return (
         state["num_steps"],
         kept,
-        local._wire,
-        local._wire.attached,
-        str(local._wire.recipe),
+        local._gradients.wire,
+        local._gradients.wire.attached,
+        str(local._gradients.wire.recipe),
         state["wire"]["step"],
     )
 

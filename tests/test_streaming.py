@@ -1,6 +1,5 @@
 """A DiLoCo that streams: fragments that are averaged in turn, while training goes on."""
 
-import io
 import os
 import signal
 from datetime import timedelta
@@ -16,7 +15,7 @@ from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
 from gradwire.training.partition import divide, layer_of
 from gradwire.training.turns import TurnsBySteps, TurnsByTime
-from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, net
+from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, make, net, saved_bytes, train
 
 # --- which parameters share a fragment ---
 
@@ -117,23 +116,6 @@ def streaming_loop(rank, num_steps, period, outer):
     return flat(model)
 
 
-def train(model, optimizer, local, rank, steps):
-    ended = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        if local.step():
-            ended.append(step + 1)
-    return ended
-
-
-def make(**options):
-    model = DistributedDataParallel(net(), bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, optimizer, gradwire.LocalSGD(model, optimizer, **options)
-
-
 def check_the_papers_loop(rank, outer, recipe, bound):
     expected = streaming_loop(rank, 15, 6, outer)
     model, optimizer, local = make(period=6, outer=outer, recipe=recipe)
@@ -170,13 +152,6 @@ ENDLESS = {
     "recipe": "int4",  # has residuals to go on with
     "outer": gradwire.DiLoCo(fragments=2, delay=2),
 }
-
-
-def saved_bytes(*states):
-    file = io.BytesIO()
-    torch.save(states, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def check_resumes_in_a_delay(rank):
@@ -221,57 +196,6 @@ def check_a_state_of_other_fragments(rank):
 
 def test_fragments_may_change_between_averagings_only(two_ranks):
     two_ranks.run(check_a_state_of_other_fragments)
-
-
-def check_members_change(rank):
-    """Rank 3 is lost in an averaging, rank 0 joins with nothing, rank 1 has an old state."""
-    model, optimizer, local = make(**ENDLESS)
-    with local:
-        train(model, optimizer, local, rank, range(6))
-        old = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
-        train(model, optimizer, local, rank, range(6, 8))
-        new = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
-    groups = [dist.new_group([0, 1, 2]), dist.new_group([3])]
-    if rank == 3:
-        return
-    torch.manual_seed(100 + rank)
-    model = DistributedDataParallel(net(), process_group=groups[0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with gradwire.LocalSGD(model, optimizer, **ENDLESS) as local:
-        weights, optimizer_state, state = [None, old, new][rank] or (None, None, None)
-        if state is not None:
-            model.module.load_state_dict(weights)
-            optimizer.load_state_dict(optimizer_state)
-        assert local.resume(state) == (rank < 2)
-        assert local.num_steps == 8
-        now = local.state_dict()
-        everyone = [None] * 3
-        dist.all_gather_object(
-            everyone, [now[key] for key in ("start", "momentum", "mean", "turn")], groups[0]
-        )
-        for other in everyone:
-            for mine, theirs in zip(everyone[2], other, strict=True):
-                assert mine.keys() == theirs.keys()
-                for key, value in mine.items():
-                    if key != "work":
-                        same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
-                        assert same(value, theirs[key]), key
-        if rank == 2:
-            assert all(torch.equal(p, weights[name]) for name, p in model.module.named_parameters())
-        else:
-            assert all(torch.equal(p, now["start"][name]) for name, p in model.module.named_parameters())
-            assert not now["averaging"]["entries"], "what an old state has held back is no longer to be sent"
-        ended = train(model, optimizer, local, rank, range(8, 16))
-        assert ended == [9, 12, 15]
-        local.average()
-        mine = flat(model)
-        flats = [torch.empty_like(mine) for _ in range(3)]
-        dist.all_gather(flats, mine, groups[0])
-        assert all(torch.equal(mine, other) for other in flats)
-
-
-def test_those_without_the_newest_state_take_it_from_one_that_has_it(four_ranks):
-    four_ranks.run(check_members_change)
 
 
 def job_a_rank_dies(rank):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gradwire.ddp import Wire, wrap
     from gradwire.errors import PeerError, WireError
     from gradwire.loops import Averager, AveragingHandle
+    from gradwire.peers import make_group
     from gradwire.recipes import RECIPES, Recipe, bf16, fp16, fp32, noop, recipe, route, schedule
     from gradwire.sharded import attach
     from gradwire.telemetry import BucketStats, ParameterStats, StepStats, Telemetry, WireStats
@@ -43,6 +44,7 @@ __all__ = [
     "bf16",
     "fp16",
     "fp32",
+    "make_group",
     "merge_state_dicts",
     "noop",
     "overlap_optimizer",
@@ -58,6 +60,7 @@ _HOMES = {
     "ddp": ["Wire", "wrap"],
     "errors": ["PeerError", "WireError"],
     "loops": ["Averager", "AveragingHandle"],
+    "peers": ["make_group"],
     "recipes": ["RECIPES", "Recipe", "bf16", "fp16", "fp32", "noop", "recipe", "route", "schedule"],
     "sharded": ["attach"],
     "telemetry": ["BucketStats", "ParameterStats", "StepStats", "Telemetry", "WireStats"],

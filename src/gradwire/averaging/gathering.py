@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +25,22 @@ def gather_states(
     """Return `merge_state_dicts` of every rank's state, with tensors on CPU; collective."""
     with CollectiveCall(group, timeout, caller) as call:
         call.agree({"the step": str(state["step"])})
-    states = map(_unpack, all_gather_bytes(_pack(state), group))
+    states = [_unpack(data) for data in all_gather_bytes(_pack(state), group)]
+    _add_missing_residuals(states)
     return merge_state_dicts(states)
+
+
+def _add_missing_residuals(states: Sequence[dict[str, Any]]) -> None:
+    """Give all states the same residuals: a rank that has joined later has held back nothing so far."""
+    everyones = [entry for state in states for entry in state["entries"]]
+    shapes = {(key, name): shape for key, name, shape in everyones if key.startswith("residual:")}
+    for state in states:
+        for memory in state["memory"].values():
+            for (key, name), shape in shapes.items():
+                zeros = torch.zeros(shape, dtype=dtype_named(key.rpartition(":")[2]))
+                memory.setdefault(key, {}).setdefault(name, zeros)
+        own = {(key, name): shape for key, name, shape in state["entries"]}
+        state["entries"] = sorted([key, name, shape] for (key, name), shape in {**shapes, **own}.items())
 
 
 def _pack(state: Mapping[str, Any]) -> bytes:

@@ -71,6 +71,10 @@ class Memory:
             made: T = self._cache[key]
         return made
 
+    def keep_only(self, name: str) -> None:
+        """Forget all states but ``name``."""
+        self._states = {key: state for key, state in self._states.items() if key[0] == name}
+
     def rescale(self, name: str, factor: Tensor) -> None:
         """Multiply the state ``name`` of all parameters by ``factor``, which may be on any device."""
         for (each, _), state in self._states.items():

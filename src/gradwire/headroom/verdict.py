@@ -180,17 +180,18 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
 
 def _judge_outer_loop(record: Record, best: Row | None) -> str:
     """Name the outer loop, and the period at which it hardly costs time, if even the best recipe waits."""
-    if record.sharding is not None:
-        return ""  # an outer loop averages parameters that are whole
+    if record.sharding == "fsdp":
+        return ""  # there are no replicas to train apart
     used = best if best is not None and record.gain(best) > 1 else record.allreduce
     waiting_ms = used.step_ms - record.noop.step_ms
     if waiting_ms <= _MUCH_WAITING * record.noop.step_ms:
         return ""
     period = math.ceil(waiting_ms / (_LITTLE_WAITING * record.noop.step_ms))
+    sites = "" if record.sharding is None else "(..., sites=)"
     return (
         f"Even so, a step takes {used.step_ms / record.noop.step_ms:.1f}x as long as without communication: "
-        f"averaging parameters every {period} steps instead, with gradwire.LocalSGD, would take at most "
-        f"{1 + _LITTLE_WAITING:.1f}x. See docs/local_sgd.md for what that does to the loss."
+        f"averaging parameters every {period} steps instead, with gradwire.LocalSGD{sites}, would take at "
+        f"most {1 + _LITTLE_WAITING:.1f}x. See docs/local_sgd.md for what that does to the loss."
     )
 
 

@@ -18,7 +18,7 @@ from gradwire.torch_private import device_types
 
 def choose_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group, by default the world. Raises RuntimeError if there is none."""
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         raise RuntimeError(
             "an Averager needs a process group: call torch.distributed.init_process_group first"
         )

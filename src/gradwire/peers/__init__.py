@@ -19,7 +19,13 @@ from gradwire.peers.groups import (
     gather_rows,
 )
 from gradwire.peers.nccl import NcclGroup
-from gradwire.peers.process_groups import all_gather_bytes, backend_name, timeout_of, uses_nccl
+from gradwire.peers.process_groups import (
+    all_gather_bytes,
+    backend_name,
+    make_group,
+    timeout_of,
+    uses_nccl,
+)
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.peers.stall_watcher import Progress, StallWatcher
 
@@ -48,6 +54,7 @@ __all__ = [
     "gather_rows",
     "is_unreachable",
     "join_rendezvous",
+    "make_group",
     "next_rendezvous",
     "open_gloo",
     "require_same",

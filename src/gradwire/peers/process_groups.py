@@ -1,4 +1,4 @@
-"""Facts about a torch process group, and bytes that its ranks gather over it."""
+"""Process groups: facts about one of torch's, bytes that its ranks gather, and groups over any store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.torch_private import backend_of, device_types, timeout_of_backend
+from gradwire.torch_private import Store, backend_of, device_types, gloo_group, timeout_of_backend
+
+
+def make_group(store: Store, rank: int, size: int, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Return a Gloo process group over a store; collective over its ranks.
+
+    torch's world need not exist, and processes of any world may be in it. So members can come and go: each
+    quorum makes a group of its own.
+
+    Args:
+        store: where the ranks meet. A group needs keys of its own, so put a name that is new in front:
+            ``PrefixStore("quorum 7", store)``.
+        rank: the rank of this process in the group.
+        size: the number of ranks.
+        timeout: how long collectives wait; by default torch's.
+
+    Raises RuntimeError if a rank does not come in time, and before torch 2.6.
+
+    >>> gradwire.make_group(torch.distributed.HashStore(), rank=0, size=1).size()
+    1
+    """
+    return gloo_group(store, rank, size, timeout or dist.default_pg_timeout)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -108,6 +108,8 @@ def detect_node_size(group: dist.ProcessGroup) -> int:
     consecutive ranks, or if the group is not the whole world.
     """
     size, rank = group.size(), group.rank()
+    if not dist.is_initialized():
+        return 1  # a group beside torch's world
     for names in _LAUNCHERS:
         texts = [os.environ.get(name, "") for name in names]
         if all(text.isdecimal() for text in texts):

@@ -33,7 +33,7 @@ class ShardedModel:
         shards: dist.ProcessGroup = _one("groups of shards", [unit.shard_group for unit in self.units])
         native = _one("groups of replicas", [unit.replicate_group for unit in self.units])
         self.is_native_hsdp = native is not None
-        given = _group_of(replicas)
+        given = group_of(replicas, "replicas")
         if given is not None and native is not None and given is not native:
             raise ValueError(
                 "the model was sharded over a mesh with replicas, and replicas= is another group: leave it "
@@ -136,16 +136,17 @@ class ShardedGradients:
             parameter.grad = None
 
 
-def _group_of(replicas: object) -> dist.ProcessGroup | None:
-    if replicas is None or isinstance(replicas, dist.ProcessGroup):
-        return replicas
-    found: Any = replicas
+def group_of(ranks: object, argument: str) -> dist.ProcessGroup | None:
+    """Return a process group, or that of a mesh; TypeError names the argument if it is neither."""
+    if ranks is None or isinstance(ranks, dist.ProcessGroup):
+        return ranks
+    found: Any = ranks
     if hasattr(found, "get_group") and getattr(found, "ndim", 0) == 1:
         group: dist.ProcessGroup = found.get_group()
         return group
     raise TypeError(
-        f"replicas is a process group, or a DeviceMesh of one dimension such as mesh['replicate'], not "
-        f"{replicas!r:.80}"
+        f"{argument} is a process group, or a DeviceMesh of one dimension such as mesh['replicate'], not "
+        f"{ranks!r:.80}"
     )
 
 

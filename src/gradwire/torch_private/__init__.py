@@ -77,6 +77,15 @@ PRIVATE_NAMES = tuple(
         # Process groups.
         ("group:_get_backend", "the backend for a device", "dist.get_backend_config"),
         ("group:_device_types", "the devices that a group serves", "dist.get_backend_config"),
+        *(
+            (f"group:{name}", "a group over any store", "refuse gradwire.make_group")
+            for name in ("_register_backend", "_set_default_backend")
+        ),
+        (
+            f"{_C10D}:ProcessGroupGloo._set_sequence_number_for_group",
+            "a group over any store",
+            "refuse gradwire.make_group",
+        ),
         ("options:_timeout", "the timeout of a group", "dist.default_pg_timeout"),
         (
             "torch.distributed.distributed_c10d:_get_process_group_store",
@@ -240,6 +249,23 @@ def own_connection(store: Any, group_name: str) -> Any:
     server = store._underlying_non_prefix_store
     connected = TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)
     return PrefixStore(f"gradwire/{group_name}", connected)
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Return a Gloo group over ``store``, which torch's registry does not know; collective."""
+    if not hasattr(dist.ProcessGroup, "_set_default_backend"):  # before torch 2.6
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot make a process group over a store: update torch, or use "
+            "torch.distributed.new_group"
+        )
+    backend = ProcessGroupGloo(store, rank, size, timeout)
+    backend._set_sequence_number_for_group()
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    for device in ("cpu", "cuda"):
+        group._register_backend(torch.device(device), kind, backend)
+    return group
 
 
 def device_types(group: dist.ProcessGroup) -> list[torch.device]:

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 
 from gradwire.averaging import Bucket, checkpoint
-from gradwire.buckets import Layouts
 from gradwire.errors import Place
 from gradwire.lanes import completed
+from gradwire.sharded import cut_like, shard_like
 from gradwire.training.outer import DiLoCo, Outer
-from gradwire.training.parameter_buckets import Numbered, ParameterBucket, runs_of
+from gradwire.training.parameter_buckets import MakesLayouts, Numbered, ParameterBucket, runs_of
 
 Start = Callable[[Bucket, Place], Future[Tensor]]
 """Begin to average a bucket; return a future of the result."""
@@ -59,9 +59,11 @@ class Fragment:
         self._futures = None
 
     def resume(self, steps_left: int) -> None:
-        """Go on with an averaging whose means are known; they are zeros here, to be loaded."""
-        zeros = [torch.zeros_like(b.start, device=b.parameters[0].device) for b in self.buckets]
-        self.steps_left, self._futures = steps_left, [completed(flat) for flat in zeros]
+        """Go on with an averaging; if it is not under way here, its means are zeros, to be loaded."""
+        self.steps_left = steps_left
+        if self._futures is None:
+            zeros = [torch.zeros_like(b.start, device=b.parameters[0].device) for b in self.buckets]
+            self._futures = [completed(flat) for flat in zeros]
 
     def give_up(self) -> None:
         """Forget the averaging under way, which has failed; this rank's movement is still to be averaged."""
@@ -69,7 +71,7 @@ class Fragment:
 
 
 def make_fragments(
-    parameters: Sequence[Numbered], layouts: Layouts, outer: Outer | None, offload: bool = False
+    parameters: Sequence[Numbered], layouts: MakesLayouts, outer: Outer | None, offload: bool = False
 ) -> list[Fragment]:
     """Return the fragments that ``outer`` asks for, of buckets with consecutive numbers.
 
@@ -78,7 +80,7 @@ def make_fragments(
     fragments: list[Fragment] = []
     num_buckets = 0
     for number, own in enumerate(divided(parameters, layouts, outer)):
-        runs = runs_of(own)
+        runs = runs_of(own, layouts)
         buckets = [
             ParameterBucket(num_buckets + i, i == len(runs) - 1, run, layouts, outer, offload)
             for i, run in enumerate(runs)
@@ -88,11 +90,13 @@ def make_fragments(
     return fragments
 
 
-def divided(parameters: Sequence[Numbered], layouts: Layouts, outer: Outer | None) -> list[list[Numbered]]:
+def divided(
+    parameters: Sequence[Numbered], layouts: MakesLayouts, outer: Outer | None
+) -> list[list[Numbered]]:
     """Return the parameters of each fragment; ValueError if they cannot be divided as ``outer`` asks."""
+    names = [slot.name for slot in layouts.make(0, torch.float32, [p for p, _ in parameters]).slots]
     if not isinstance(outer, DiLoCo):
         return [list(parameters)]
-    names = [slot.name for slot in layouts.make(0, torch.float32, [p for p, _ in parameters]).slots]
     by_name = dict(zip(names, parameters, strict=True))
     found = outer.divide({name: parameter.numel() for name, (parameter, _) in by_name.items()})
     return [[by_name[name] for name in own] for own in found]
@@ -121,42 +125,55 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int, device: tor
         tensor.copy_(there)
 
 
-def tensors_of(fragments: Sequence[Fragment]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that a checkpoint holds, by kind and parameter; waits for averagings under way."""
-    buckets = buckets_of(fragments)
-    if any(bucket.is_offloaded for bucket in buckets):
-        torch.cuda.synchronize(buckets[0].parameters[0].device)  # copies to the host may be under way
-    means = {
-        name: view
-        for fragment in fragments
-        if fragment.is_under_way
-        for bucket, mean in zip(fragment.buckets, fragment.wait(), strict=True)
-        for name, view in bucket.views(mean)
-    }
+def tensors_of(fragments: Sequence[Fragment], *, has_means: bool = True) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors that a checkpoint holds, by kind and parameter; waits for averagings under way.
+
+    Those of a sharded model are shards, as in its own state. ``has_means`` is False if averagings under way
+    have failed.
+    """
     return {
-        "start": {name: view for bucket in buckets for name, view in bucket.views(bucket.start)},
-        "momentum": {
-            name: view
-            for bucket in buckets
-            if bucket.momentum is not None
-            for name, view in bucket.views(bucket.momentum)
-        },
-        "mean": means,
+        kind: {name: shard_like(parameter, view) for name, (parameter, view) in places.items()}
+        for kind, places in _places(fragments, has_means=has_means).items()
     }
 
 
 def load_tensors(fragments: Sequence[Fragment], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load what `tensors_of` returned; ValueError, with nothing changed, if it does not fit."""
-    own = tensors_of(fragments)
-    for key, views in own.items():
-        checkpoint.require_tensors(key, saved[key])
-        different = views.keys() ^ saved[key].keys()
-        different |= {n for n in views.keys() & saved[key].keys() if views[n].shape != saved[key][n].shape}
+    """Load what `tensors_of` returned, or whole tensors; ValueError, with nothing changed, if it is unfit."""
+    loads: list[tuple[Tensor, Tensor]] = []
+    for kind, places in _places(fragments).items():
+        tensors = checkpoint.require_tensors(kind, saved[kind])
+        different = places.keys() ^ tensors.keys()
+        for name in places.keys() & tensors.keys():
+            parameter, view = places[name]
+            values = cut_like(parameter, tensors[name]) if tensors[name].shape == parameter.shape else None
+            if values is None or values.shape != view.shape:
+                different.add(name)
+            else:
+                loads.append((view, values))
         if different:
             raise ValueError(
-                f"the {key} of this state does not fit: it differs in {sorted(different)[:5]}; "
-                "load what was saved with the same parameters, warmup_steps and kind of outer optimizer"
+                f"the {kind} of this state does not fit: it differs in {sorted(different)[:5]}; "
+                "load what was saved with the same parameters, warmup_steps and kind of outer optimizer. On "
+                "another number of shards, load what state_dict(gather=True) returned"
             )
-    for key, views in own.items():
-        for name, view in views.items():
-            view.copy_(saved[key][name])
+    for view, values in loads:
+        view.copy_(values)
+
+
+def _places(
+    fragments: Sequence[Fragment], *, has_means: bool = True
+) -> dict[str, dict[str, tuple[nn.Parameter, Tensor]]]:
+    """Return each parameter, and this rank's values of it, by kind and name."""
+    buckets = buckets_of(fragments)
+    if any(bucket.is_offloaded for bucket in buckets):
+        torch.cuda.synchronize(buckets[0].parameters[0].device)  # copies to the host may be under way
+    under_way = [each for each in fragments if each.is_under_way and has_means]
+    flats = {
+        "start": [(bucket, bucket.start) for bucket in buckets],
+        "momentum": [(bucket, bucket.momentum) for bucket in buckets if bucket.momentum is not None],
+        "mean": [pair for each in under_way for pair in zip(each.buckets, each.wait(), strict=True)],
+    }
+    return {
+        kind: {n: (parameter, view) for bucket, flat in own for n, parameter, view in bucket.places(flat)}
+        for kind, own in flats.items()
+    }

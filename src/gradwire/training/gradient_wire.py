@@ -3,37 +3,47 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
-from torch import nn
-
-from gradwire.ddp import Wire, attach, attachment_of
+from gradwire.averaging import checkpoint
 from gradwire.recipes import Recipe, noop
+from gradwire.training.sites import Site
 
 
 class GradientWire:
     """A wire with the recipe for gradients in the first steps, and without communication later."""
 
-    def __init__(self, ddp: nn.Module, recipe: Recipe, warmup_steps: int, timeout: timedelta) -> None:
-        """Attach the recipe for the first step; collective."""
-        self._ddp, self._recipe, self._warmup_steps, self._timeout = ddp, recipe, warmup_steps, timeout
-        self._in_use = self._recipe_at(0)
-        self.wire = self._attach()
-        self.is_disabled = not self.wire.attached  # GRADWIRE_DISABLE is set
+    def __init__(
+        self, site: Site, recipe: Recipe, warmup_steps: int, timeout: timedelta, num_steps: int = 0
+    ) -> None:
+        """Attach the recipe for the step after ``num_steps``; collective."""
+        self._site, self._recipe, self._warmup_steps, self._timeout = site, recipe, warmup_steps, timeout
+        self._in_use = self._recipe_at(num_steps)
+        self.wire = site.attach(self._in_use, timeout)
+        """None if nothing else averages the model's gradients."""
+        self.is_disabled = self.wire is not None and not self.wire.attached  # GRADWIRE_DISABLE is set
 
     def use_for(self, num_steps: int) -> None:
         """Attach the recipe for the step after ``num_steps``, if it is another one; collective."""
         if not self.is_disabled and self._in_use != self._recipe_at(num_steps):
-            self.wire.detach()
+            self.detach()
             self._in_use = self._recipe_at(num_steps)
-            self.wire = self._attach()
+            self.wire = self._site.attach(self._in_use, self._timeout)
+
+    def save(self, num_steps: int, *, gather: bool) -> dict[str, Any]:
+        """Return the state of the wire."""
+        if self.wire is not None:
+            return self.wire.state_dict(gather=gather)
+        return checkpoint.write(str(self._in_use), num_steps, (), {}, self._site.rank, self._site.grid)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Load what `save` returned; collective."""
+        if self.wire is not None:
+            self.wire.load_state_dict(state)
 
     def detach(self) -> None:
-        self.wire.detach()
+        if self.wire is not None:
+            self.wire.detach()
 
     def _recipe_at(self, num_steps: int) -> Recipe:
         return noop() if num_steps >= self._warmup_steps else self._recipe
-
-    def _attach(self) -> Wire:
-        wire = attach(self._ddp, self._in_use, timeout=self._timeout)
-        attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
-        return wire

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.training.fragments import broadcast, buckets_of
+from gradwire.sharded import local_values
+from gradwire.training.fragments import Fragment, broadcast, buckets_of
 from gradwire.training.local_state import Turn
 from gradwire.training.outer_loop import OuterLoop
+from gradwire.training.site_call import MIXED
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,8 @@ class Position:
     turn: Turn
 
     def note(self) -> str:
-        """Return a text that `newest` reads."""
-        return json.dumps({"num_steps": self.num_steps, "turn": self.turn.save()})
+        """Return a text that `newest` reads, the same on all ranks of a site."""
+        return json.dumps({"num_steps": self.num_steps, "turn": replace(self.turn, work=()).save()})
 
 
 @dataclass(frozen=True)
@@ -35,36 +37,74 @@ class Newest:
     source: int
     """The rank that has it, and that the others take it from."""
     is_current: bool
-    """True if this rank has it too: averagings since would have moved it by as much."""
+    """True if this site has it too: averagings since would have moved it by as much."""
+    is_everywhere: bool
+    """True if all sites have all of it."""
 
 
-def newest(notes: Sequence[str], rank: int) -> Newest | None:
-    """Return the newest state; ``notes`` has every rank's `Position.note`, or "" if it has no state.
+def newest(notes: Sequence[str], site: int) -> Newest | None:
+    """Return the newest state; ``notes`` has every site's `Position.note`, or "" if it has no state.
 
-    A state is newer if it has more averages; of those with as many, if it has more steps.
+    A state is newer if it has more averages, applied or under way; of those with as many, if it has more
+    steps. A site whose ranks
+    have different states has none. Raises ValueError if there is no other.
     """
     found: dict[int, Position] = {}
     for each, note in enumerate(notes):
-        if note:
+        if note and note != MIXED:
             fields = json.loads(note)
             found[each] = Position(fields["num_steps"], Turn.read(fields["turn"]))
+    if not found and MIXED in notes:
+        raise ValueError(
+            f"the ranks of site {notes.index(MIXED)} have states of different steps, and no site has a whole "
+            "one: give all ranks states of one step, or None to begin anew"
+        )
     if not found:
         return None
-    source = max(found, key=lambda each: (*_averages(found[each]), found[each].num_steps, -each))
-    is_current = rank in found and _averages(found[rank]) == _averages(found[source])
-    return Newest(found[source], source, is_current)
+    source = max(found, key=lambda each: (*_age(found[each]), -each))
+    newest = found[source]
+    current = {each: own for each, own in found.items() if _is_current(own.turn, newest.turn)}
+    keeps_means = all(own.turn.under_way.keys() == newest.turn.under_way.keys() for own in current.values())
+    return Newest(newest, source, site in current, len(current) == len(notes) and keeps_means)
 
 
-def _averages(position: Position) -> tuple[int, int]:
-    return position.turn.num_averages, position.turn.num_begun
+def _age(position: Position) -> tuple[int, ...]:
+    turn = position.turn
+    return turn.num_averages, len(turn.under_way), turn.num_begun, position.num_steps
 
 
-def share_outer_state(loop: OuterLoop, group: dist.ProcessGroup, found: Newest, device: torch.device) -> None:
-    """Replace the last average, the momentum and the means under way by the source's; collective.
+def _is_current(own: Turn, newest: Turn) -> bool:
+    """Return True if a state has the newest averages, and has begun those whose means are under way."""
+    has_begun = not newest.under_way or own.num_begun == newest.num_begun
+    return own.num_averages == newest.num_averages and has_begun
 
-    A rank without the newest state goes on from the last average.
+
+def share_state(
+    module: nn.Module,
+    loop: OuterLoop | None,
+    group: dist.ProcessGroup,
+    found: Newest,
+    device: torch.device,
+) -> None:
+    """Replace the outer state, and what is not averaged, by the source's; collective.
+
+    A site without the newest state goes on from the last average. Others keep what ranks have of their own:
+    parameters and buffers. After an error, no means are under way: those of this site may not have come.
     """
-    for fragment in loop.fragments:
+    try:
+        _share_outer_state([] if loop is None else loop.fragments, group, found, device)
+        _share_others(module, loop, group, found, device)
+    except Exception:
+        for fragment in [] if loop is None else loop.fragments:
+            fragment.give_up()
+        raise
+
+
+def _share_outer_state(
+    fragments: Sequence[Fragment], group: dist.ProcessGroup, found: Newest, device: torch.device
+) -> None:
+    """Replace the last average, the momentum and the means under way."""
+    for fragment in fragments:
         tensors: list[Tensor] = fragment.wait() if fragment.is_under_way else []
         tensors += [bucket.start for bucket in fragment.buckets]
         tensors += [bucket.momentum for bucket in fragment.buckets if bucket.momentum is not None]
@@ -76,20 +116,18 @@ def share_outer_state(loop: OuterLoop, group: dist.ProcessGroup, found: Newest, 
 
 
 @torch.no_grad()
-def share_others(
+def _share_others(
     module: nn.Module,
     loop: OuterLoop | None,
     group: dist.ProcessGroup,
     found: Newest,
     device: torch.device,
 ) -> None:
-    """Take the source's buffers, and its parameters that are not averaged; collective.
-
-    Ranks that have the newest state keep their own.
-    """
+    """Take the buffers, and the parameters that are not averaged."""
     averaged = {id(p) for bucket in buckets_of(loop.fragments if loop else []) for p in bucket.parameters}
     for tensor in [*(p for p in module.parameters() if id(p) not in averaged), *module.buffers()]:
-        copy = tensor.detach().clone()
+        own = local_values(tensor)
+        copy = own.clone()
         broadcast(copy, group, found.source, device)
         if not found.is_current:
-            tensor.copy_(copy)
+            own.copy_(copy)

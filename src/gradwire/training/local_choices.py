@@ -1,15 +1,58 @@
-"""Checks of the arguments of `LocalSGD`."""
+"""The arguments of `LocalSGD`, and their checks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
-from torch import nn
+from torch.optim import Optimizer
 
-from gradwire.recipes import Recipe, require_fixed
+from gradwire.loops import check_weight
+from gradwire.ops import warm_up
+from gradwire.recipes import Recipe, fingerprint, kernels_of, require_fixed
 from gradwire.recipes import recipe as parse_recipe
+from gradwire.training.fragments import divided
 from gradwire.training.outer import DiLoCo, Outer
+from gradwire.training.parameter_buckets import averaged_parameters
+from gradwire.training.sites import Site
+from gradwire.training.turns import make_turns
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """The arguments that sites have in common."""
+
+    period: int | timedelta
+    warmup_steps: int
+    recipe: str | Recipe | None
+    gradient_recipe: str | Recipe | None
+    outer: Outer | None
+    weigh: bool
+
+    def choose(self, site: Site, optimizer: Optimizer) -> tuple[Recipe, Recipe]:
+        """Return the recipes for parameters and for gradients; ValueError or TypeError for what is unfit."""
+        streaming = streaming_of(self.outer)
+        check_period(self.period, self.warmup_steps, streaming.delay)
+        if isinstance(self.period, timedelta):
+            site.check_steps_may_differ()
+        make_turns(self.period, streaming.num_fragments)
+        chosen = site.resolve(parse_averaging(self.recipe, streaming.streams, self.weigh))
+        if self.weigh:
+            check_weight(1.0, chosen)
+        for_gradients = chosen if self.gradient_recipe is None else parse_recipe(self.gradient_recipe)
+        divided(averaged_parameters(site.module, optimizer), site.layouts, self.outer)
+        warm_up(site.device, kernels_of(chosen, site.group))
+        return chosen, for_gradients
+
+    def claim(self, site: Site, chosen: Recipe) -> dict[str, str]:
+        """Return the facts that must be equal on all ranks."""
+        own = {
+            "period": str(self.period),
+            "warmup_steps": str(self.warmup_steps),
+            "outer": repr(self.outer),
+            "weigh": str(self.weigh),
+        }
+        return {**own, **site.claim(fingerprint.of_recipe(chosen))}
 
 
 def streaming_of(outer: Outer | None) -> DiLoCo:
@@ -33,21 +76,6 @@ def check_period(period: int | timedelta, warmup_steps: int, delay: int) -> None
         )
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")
-
-
-def check_steps_may_differ(ddp: Any) -> None:
-    """Raise ValueError if DDP communicates in each step: with a period in seconds, ranks take other steps."""
-    module: nn.Module = ddp.module
-    if ddp.broadcast_buffers and next(module.buffers(), None) is not None:
-        raise ValueError(
-            "with a period in seconds, ranks take different numbers of steps, but DDP broadcasts this "
-            "model's buffers in each: make it with broadcast_buffers=False"
-        )
-    if ddp.find_unused_parameters:
-        raise ValueError(
-            "with a period in seconds, ranks take different numbers of steps, but DDP compares unused "
-            "parameters in each: make it with find_unused_parameters=False"
-        )
 
 
 def parse_averaging(recipe: str | Recipe | None, streams: bool, weigh: bool) -> Recipe:

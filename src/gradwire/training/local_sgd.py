@@ -7,14 +7,11 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from gradwire.averaging import (
     Engine,
-    Grid,
     LayoutCheck,
     RunState,
     Timeline,
@@ -22,36 +19,27 @@ from gradwire.averaging import (
     gather_states,
     open_engine,
 )
-from gradwire.buckets import Layouts
-from gradwire.ddp import Wire, claim_of, device_of, resolve_for_model, unwrap
-from gradwire.loops import check_weight
-from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, timeout_of
-from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, kernels_of, noop
-from gradwire.recipes import recipe as parse_recipe
+from gradwire.peers import timeout_of
+from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, noop
+from gradwire.sharded import whole_tensor
 from gradwire.telemetry import WireStats
 from gradwire.training.fragments import (
     broadcast,
     buckets_of,
-    divided,
     load_tensors,
     make_fragments,
     require_same_parameters,
     tensors_of,
 )
 from gradwire.training.gradient_wire import GradientWire
-from gradwire.training.joining import Position, newest, share_others, share_outer_state
-from gradwire.training.local_choices import (
-    check_period,
-    check_steps_may_differ,
-    parse_averaging,
-    streaming_of,
-)
+from gradwire.training.joining import Newest, Position, newest, share_state
+from gradwire.training.local_choices import LocalOptions, streaming_of
 from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
 from gradwire.training.outer import Outer
 from gradwire.training.outer_loop import OuterLoop
 from gradwire.training.parameter_buckets import averaged_parameters
-from gradwire.training.turns import TurnsByTime, make_turns
+from gradwire.training.sites import find_site
+from gradwire.training.turns import make_turns
 
 
 class LocalSGD:
@@ -62,7 +50,8 @@ class LocalSGD:
     the same parameters, bit for bit, unless a `DiLoCo` streams.
 
     Args:
-        model: a ``DistributedDataParallel``, or ``torch.compile`` of one, with its weights loaded.
+        model: a ``DistributedDataParallel``, a model that ``fully_shard`` has sharded over the ranks of each
+            site, a plain model with ``sites``, or ``torch.compile`` of one of these; with its weights loaded.
         optimizer: the local optimizer; those of its parameters that belong to the model are averaged.
         period: the number of steps between averagings; or their time, as a ``timedelta``, and then each rank
             takes as many steps as it can.
@@ -70,6 +59,9 @@ class LocalSGD:
         recipe: the recipe for parameters; by default ``"fp32"``, and ``"int4"`` if a `DiLoCo` streams.
         gradient_recipe: the recipe for gradients during warm-up; by default ``recipe``.
         outer: the outer optimizer, `SlowMo` or `DiLoCo`; None to continue from the mean.
+        sites: the ranks to average with: a process group, or a ``DeviceMesh`` of one dimension. For a sharded
+            model, they are those that hold the same shard, one of each site; a model that was sharded over a
+            mesh of two dimensions knows them. A ``DistributedDataParallel`` has its own group.
         weigh: True to weigh each rank in the mean by the ``work`` that it gave to `step`.
         offload: True to keep the last average and the momentum of a CUDA model in host memory.
         timeout: how long to wait for the other ranks when recipes change; by default the group's timeout.
@@ -99,51 +91,22 @@ class LocalSGD:
         recipe: str | Recipe | None = None,
         gradient_recipe: str | Recipe | None = None,
         outer: Outer | None = None,
+        sites: object = None,
         weigh: bool = False,
         offload: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
-        self._ddp = ddp = unwrap(model)
+        self._site = find_site(model, sites)
+        self._options = LocalOptions(period, warmup_steps, recipe, gradient_recipe, outer, weigh)
+        self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
         self._optimizer = optimizer
-        self._group: dist.ProcessGroup = ddp.process_group
-        self._timeout = timeout or timeout_of(self._group)
-        self._layouts = Layouts(ddp.module)
-        self._streaming = streaming = streaming_of(outer)
-        with CollectiveCall(self._group, self._timeout, "gradwire.LocalSGD") as call:
-            check_period(period, warmup_steps, streaming.delay)
-            self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
-            self._weigh, self._offload = weigh, offload
-            self._is_timed = isinstance(period, timedelta)
-            if self._is_timed:
-                check_steps_may_differ(ddp)
-            make_turns(period, streaming.num_fragments)
-            chosen = resolve_for_model(parse_averaging(recipe, streaming.streams, weigh), ddp)
-            if weigh:
-                check_weight(1.0, chosen)
-            for_gradients = chosen if gradient_recipe is None else parse_recipe(gradient_recipe)
-            divided(averaged_parameters(ddp.module, optimizer), self._layouts, outer)
-            warm_up(device_of(ddp), kernels_of(chosen, self._group))
-            options = {"period": str(period), "warmup_steps": str(warmup_steps), "outer": repr(outer)}
-            claim = {**options, "weigh": str(weigh), **claim_of(ddp, fingerprint.of_recipe(chosen))}
-            self.recipe = agree_on_nodes(chosen, call, claim)
-
+        self._offload = offload
+        self._timeout = timeout or timeout_of(self._site.group)
+        self._is_timed = isinstance(period, timedelta)
         self._num_steps = 0
         self._loop: OuterLoop | None = None
-        self._gradients = GradientWire(ddp, for_gradients, warmup_steps, self._timeout)
-        state = RunState(timeline=Timeline(None))
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._gradients.detach)
-            if self._gradients.is_disabled:
-                self._engine = Engine(noop(), None, state)
-            else:
-                check, device = LayoutCheck(), device_of(ddp)
-                self._engine = open_engine(
-                    self.recipe, self._group, device, call.rendezvous, state, layout_check=check
-                )
-                undo.callback(self._engine.close)
-            if self.is_local:
-                self._begin()
-            undo.pop_all()
+        self._state = RunState(timeline=Timeline(None))
+        self._join()
 
     @property
     def num_steps(self) -> int:
@@ -171,6 +134,7 @@ class LocalSGD:
         """
         self._num_steps += 1
         num_local = self._num_steps - self.warmup_steps
+        self._site.prepare()
         if num_local == 0:
             self._begin()
         if num_local <= 0 or self._loop is None:
@@ -186,7 +150,8 @@ class LocalSGD:
         """
         if self._loop is None:
             return
-        self._catch_up()
+        self._site.prepare()
+        self._loop.catch_up(self._site.group, self._site.device)
         self._loop.begin_all(self._position)
         self._loop.end_all()
 
@@ -203,17 +168,17 @@ class LocalSGD:
         them. Between two averagings the model's parameters differ between ranks too: call `average` first,
         or save every rank's.
         """
-        loop, rank, size = self._loop, self._group.rank(), self._group.size()
-        if loop is not None and self._engine.failure is not None:
-            loop.give_up()
-        tensors = tensors_of([] if loop is None else loop.fragments)
-        memory = self._engine.state.memory.state_dict()
-        averaging = checkpoint.write(str(self.recipe), self._position, (), memory, rank, Grid(size))
+        site = self._site
+        turn, tensors = (Turn(), tensors_of([])) if self._loop is None else self._loop.save()
+        memory = self._state.memory.state_dict()
+        averaging = checkpoint.write(str(self.recipe), self._position, (), memory, site.rank, site.grid)
         if gather:
-            averaging = gather_states(averaging, self._group, self._timeout, "LocalSGD.state_dict")
+            for group in site.state_groups:
+                averaging = gather_states(averaging, group, self._timeout, "LocalSGD.state_dict")
+            tensors = {kind: {n: whole_tensor(t) for n, t in own.items()} for kind, own in tensors.items()}
         # With a period in seconds ranks are at different steps; a wire that averages nothing keeps nothing.
-        wire = self._wire.state_dict(gather=gather and not (self._is_timed and self.is_local))
-        turn = Turn() if loop is None else loop.turn
+        gather = gather and not (self._is_timed and self.is_local)
+        wire = self._gradients.save(self._num_steps, gather=gather)
         own = {"num_steps": self._num_steps, "turn": turn.save(), "averaging": averaging, "wire": wire}
         return {**own, **tensors}
 
@@ -227,9 +192,9 @@ class LocalSGD:
         Raises ValueError, and loads nothing on any rank, if the state is not that of a LocalSGD, belongs to
         other parameters, lacks the residuals of a rank, or has another step than the other ranks'.
         """
-        with CollectiveCall(self._group, self._timeout, "LocalSGD.load_state_dict") as call:
+        with self._site.call(self._timeout, "LocalSGD.load_state_dict") as call:
             num_steps, loop = self._read(state)
-            memory, of_wire = read_parts(state, self._ddp, self._group)
+            memory, of_wire = read_parts(state, self._site)
             turn = Turn() if loop is None else loop.turn
             claim = {"the saved number of averagings": f"{turn.num_averages} of {turn.num_begun} begun"}
             if not (self._is_timed and loop is not None):
@@ -237,12 +202,12 @@ class LocalSGD:
                 claim["averagings under way"] = str(turn.under_way)
                 claim["the wire's saved layout"] = str(of_wire.timeline)
                 claim["the wire's saved step"] = str(of_wire.step)
-            call.agree({**claim, **claim_of(self._ddp, fingerprint.of_recipe(self.recipe))})
+            call.agree({**claim, **self._site.claim(fingerprint.of_recipe(self.recipe))})
         self._settle()
         self._gradients.use_for(num_steps)
         if not (self._is_timed and loop is not None):
-            self._wire.load_state_dict(state["wire"])
-        self._engine.state.memory.load_state_dict(memory, device_of(self._ddp))
+            self._gradients.load(state["wire"])
+        self._state.memory.load_state_dict(memory, self._site.device)
         self._num_steps, self._loop = num_steps, loop
 
     def resume(self, state: dict[str, Any] | None) -> bool:
@@ -267,34 +232,53 @@ class LocalSGD:
                 optimizer.load_state_dict(saved["optimizer"])
             local.resume(saved and saved["local"])
         """
-        device = device_of(self._ddp)
-        with CollectiveCall(self._group, self._timeout, "LocalSGD.resume") as call:
+        site = self._site
+        with site.call(self._timeout, "LocalSGD.resume") as call:
             note, loop = "", None
             memory: checkpoint.States = {}
             if state is not None:
                 num_steps, loop = self._read(state)
-                memory = read_own_residuals(state, self._ddp.module)
+                memory = read_own_residuals(state, site)
                 note = Position(num_steps, Turn() if loop is None else loop.turn).note()
-            claim = claim_of(self._ddp, fingerprint.of_recipe(self.recipe))
-            found = newest(call.agree(claim, note), self._group.rank())
+            claim = site.claim(fingerprint.of_recipe(self.recipe))
+            found = newest(call.agree(claim, note), site.group.rank())
         if found is None or self._gradients.is_disabled:
             return False
         self._settle()
-        self._num_steps = found.position.num_steps
-        self._gradients.use_for(self._num_steps)
-        if not found.is_current:
-            memory, loop = {}, self._make_loop() if self.is_local else None
-        self._loop = loop
-        self._engine.state.memory.load_state_dict(memory, device)
-        if loop is not None:
-            loop.go_on(replace(found.position.turn, work=loop.turn.work))
-            share_outer_state(loop, self._group, found, device)
-        share_others(self._ddp.module, loop, self._group, found, device)
+        self._gradients.use_for(found.position.num_steps)
+        self._state.memory.load_state_dict(memory, site.device)
+        self._go_on(found, loop)
         return not found.is_current
 
-    @property
-    def _wire(self) -> Wire:
-        return self._gradients.wire
+    def regroup(self, sites: object) -> bool:
+        """Go on with other sites, after some were lost or have joined; collective over the new group.
+
+        A site that is new makes a `LocalSGD` over the new group instead, at the same time. Sites with the
+        newest average go on, each with its own steps since. The others take the last average, the outer
+        momentum and the step count from one of those. An averaging under way with lost sites is given up:
+        steps that it would have averaged are in the next one.
+
+        Args:
+            sites: the ranks to average with from now on, as for `LocalSGD`; a group that is new.
+
+        Returns True if this site has taken its parameters from another.
+
+        Raises TypeError for a ``DistributedDataParallel``, which keeps its group. Raises RuntimeError if a
+        rank does not come in time: call this again with another group.
+
+        Example::
+
+            try:
+                local.step()
+            except gradwire.WireError:
+                local.regroup(next_group())  # of the members that are left
+        """
+        site = self._site.regrouped(sites)
+        if self._loop is not None:
+            self._loop.settle()
+        self.detach()
+        self._site = site
+        return self._join()
 
     def detach(self) -> None:
         """Return the model to plain averaging of gradients, and end the lane; call it on every rank.
@@ -310,27 +294,63 @@ class LocalSGD:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
+    def _join(self) -> bool:
+        """Meet the ranks of all sites, and go on from the newest state of them; collective.
+
+        Returns True if this site has taken its parameters from another.
+        """
+        site, options, timeout = self._site, self._options, self._timeout
+        with site.call(timeout, "gradwire.LocalSGD") as call:
+            chosen, for_gradients = options.choose(site, self._optimizer)
+            self.recipe = agree_on_nodes(chosen, call, options.claim(site, chosen))
+        with site.call(timeout, "gradwire.LocalSGD") as positions:
+            own = Position(self._num_steps, Turn() if self._loop is None else self._loop.turn)
+            found = newest(positions.agree({}, own.note() if self._num_steps else ""), site.group.rank())
+        num_steps = 0 if found is None else found.position.num_steps
+        with contextlib.ExitStack() as undo:
+            self._gradients = GradientWire(site, for_gradients, self.warmup_steps, timeout, num_steps)
+            undo.callback(self._gradients.detach)
+            if self._gradients.is_disabled:
+                self._engine = Engine(noop(), None, self._state)
+            else:
+                check = LayoutCheck()
+                self._engine = open_engine(
+                    self.recipe, site.group, site.device, call.rendezvous, self._state, layout_check=check
+                )
+                undo.callback(self._engine.close)
+                if found is not None:
+                    self._go_on(found, self._loop)
+                elif self.is_local:
+                    self._begin()
+            undo.pop_all()
+        return found is not None and not found.is_current
+
+    def _go_on(self, found: Newest, loop: OuterLoop | None) -> None:
+        """Go on from the newest state: with ``loop`` if it has that, or with another site's; collective."""
+        site = self._site
+        if not found.is_current:
+            self._state.memory.load_state_dict({}, site.device)
+            loop = self._make_loop() if found.position.num_steps >= self.warmup_steps else None
+        if loop is not None:
+            loop.engine, loop.ranks = self._engine, site.ranks
+            loop.go_on(replace(found.position.turn, work=loop.turn.work))
+        if not found.is_everywhere:
+            self._state.memory.keep_only("residual")  # low-rank factors must be the same on all ranks
+            share_state(site.module, loop, site.group, found, site.device)
+        self._num_steps, self._loop = found.position.num_steps, loop
+
     @property
     def _position(self) -> int:
         """The step at which all ranks are; with a period in seconds, the number of averagings begun."""
         is_timed = self._is_timed and self._loop is not None
         return self._loop.num_begun if is_timed and self._loop is not None else self._num_steps
 
-    def _catch_up(self) -> None:
-        """Begin the averagings that other ranks have begun, by clocks that are ahead of this one."""
-        loop = self._loop
-        if loop is None or not isinstance(loop.turns, TurnsByTime):
-            return
-        most = torch.tensor(loop.num_begun, device=device_of(self._ddp))
-        dist.all_reduce(most, dist.ReduceOp.MAX, self._group)
-        while loop.num_begun < int(most):
-            loop.begin(loop.fragments[loop.turns.take()], self._position, self._streaming.delay)
-
     def _settle(self) -> None:
         """Wait for the averagings under way: the lane still changes residuals."""
-        self._catch_up()
-        for fragment in [] if self._loop is None else self._loop.fragments:
-            fragment.wait()
+        if self._loop is not None:
+            self._loop.catch_up(self._site.group, self._site.device)
+            for fragment in self._loop.fragments:
+                fragment.wait()
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
@@ -340,7 +360,7 @@ class LocalSGD:
         self._loop = self._make_loop()
         # All ranks must start from the same parameters; averaging keeps them the same from here on.
         for bucket in buckets_of(self._loop.fragments):
-            broadcast(bucket.start, self._group, 0, device_of(self._ddp))
+            broadcast(bucket.start, self._site.group, 0, self._site.device)
             bucket.write_parameters()
 
     def _make_loop(self) -> OuterLoop:
@@ -350,13 +370,16 @@ class LocalSGD:
             return float(optimizer.param_groups[param_group].get("lr", 1.0))
 
         def check() -> None:
-            require_same_parameters(fragments, averaged_parameters(module, optimizer))
+            require_same_parameters(fragments, averaged_parameters(site.module, optimizer))
 
-        module, optimizer, streaming = self._ddp.module, self._optimizer, self._streaming
-        parameters = averaged_parameters(module, optimizer)
-        fragments = make_fragments(parameters, self._layouts, self.outer, self._offload)
-        turns, rank = make_turns(self.period, streaming.num_fragments), self._group.rank()
-        return OuterLoop(self._engine, fragments, turns, streaming, rank, lr_of, check, self._weigh)
+        site, optimizer, streaming = self._site, self._optimizer, streaming_of(self.outer)
+        site.prepare()
+        parameters = averaged_parameters(site.module, optimizer)
+        fragments = make_fragments(parameters, site.layouts, self.outer, self._offload)
+        turns = make_turns(self.period, streaming.num_fragments, site.ranks.any_of)
+        return OuterLoop(
+            self._engine, fragments, turns, streaming, site.ranks, lr_of, check, self._options.weigh
+        )
 
     def _read(self, state: dict[str, Any]) -> tuple[int, OuterLoop | None]:
         """Return the step and the outer loop of a state; ValueError or TypeError if it does not fit."""

@@ -7,12 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-from torch import nn
-
 from gradwire.averaging import Grid, checkpoint
-from gradwire.buckets import canonical_name
-from gradwire.ddp import bucketed_parameters, trained_parameters
+from gradwire.training.sites import Site
 
 
 @dataclass(frozen=True)
@@ -74,43 +70,36 @@ def require_keys(state: object) -> int:
     return checkpoint.require_count("num_steps", state["num_steps"])
 
 
-def require_all_ranks(key: str, part: object, size: int) -> None:
-    """Raise ValueError if a part was saved on another number of ranks and lacks the residuals of one."""
+def require_all_ranks(key: str, part: object, grid: Grid) -> None:
+    """Raise ValueError if a part was saved on other ranks and lacks the residuals of one."""
     fields = checkpoint.check_fields(part)
-    saved, there = fields.grid.world_size, [f"rank{rank}" for rank in fields.memory]
-    if fields.entries and saved not in (size, len(there)):
+    saved, there = fields.grid, [fields.grid.name(rank) for rank in fields.memory]
+    if fields.entries and saved != grid and len(there) < saved.world_size:
         raise ValueError(
-            f"this state was saved on {saved} ranks and this group has {size}, but its {key!r} has only the "
-            f"residuals of {', '.join(there)}: put gradwire.merge_state_dicts of every rank's {key!r} there, "
-            "or save what state_dict(gather=True) returns"
+            f"this state was saved on {saved.world_size} ranks and this group has {grid.world_size}, but its "
+            f"{key!r} has only the residuals of {', '.join(there)}: put gradwire.merge_state_dicts of every "
+            f"rank's {key!r} there, or save what state_dict(gather=True) returns"
         )
 
 
-def read_parts(
-    state: Mapping[str, Any], ddp: Any, group: dist.ProcessGroup
-) -> tuple[checkpoint.States, checkpoint.Saved]:
+def read_parts(state: Mapping[str, Any], site: Site) -> tuple[checkpoint.States, checkpoint.Saved]:
     """Return this rank's residuals and the wire's state; ValueError or TypeError if they do not fit."""
-    rank, size = group.rank(), group.size()
     for key in ("averaging", "wire"):
-        require_all_ranks(key, state[key], size)
-    memory = checkpoint.read(state["averaging"], _named(ddp.module), (), rank, Grid(size), "mean").memory
+        require_all_ranks(key, state[key], site.grid)
     # The wire will check its state too, but by then a new wire may have replaced the old one.
-    in_wire, must_be = bucketed_parameters(ddp), trained_parameters(ddp).keys()
-    return memory, checkpoint.read(state["wire"], in_wire, must_be, rank, Grid(size), "mean")
+    return site.read(state["averaging"]).memory, site.read_wire(state["wire"])
 
 
-def read_own_residuals(state: Mapping[str, Any], module: nn.Module) -> checkpoint.States:
-    """Return the residuals of the rank that saved a state, whatever its number was; ValueError if unfit."""
-    memory = checkpoint.check_fields(state["averaging"]).memory
-    if len(memory) > 1:
+def read_own_residuals(state: Mapping[str, Any], site: Site) -> checkpoint.States:
+    """Return the residuals of the rank that saved a state, whatever its site was; ValueError if unfit."""
+    fields = checkpoint.check_fields(state["averaging"])
+    if len(fields.memory) > 1:
         raise ValueError(
-            f"this state has the residuals of {len(memory)} ranks: give each rank its own, as state_dict() "
-            "returns it without gather"
+            f"this state has the residuals of {len(fields.memory)} ranks: give each rank its own, as "
+            "state_dict() returns it without gather"
         )
-    own = next(iter(memory.values()), {})
-    alone = {**state["averaging"], "world_size": 1, "memory": {"rank0": own}}
-    return checkpoint.read(alone, _named(module), (), 0, Grid(1), "mean").memory
-
-
-def _named(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {canonical_name(name): parameter for name, parameter in module.named_parameters()}
+    own = next(iter(fields.memory.values()), {})
+    num_shards = site.grid.num_shards
+    alone, shard = Grid(num_shards, num_shards), site.rank % num_shards
+    state = {**state["averaging"], "world_size": num_shards, "memory": {alone.name(shard): own}}
+    return checkpoint.read(state, site.whole_parameters(), (), shard, alone, "mean", site.shard_dims()).memory

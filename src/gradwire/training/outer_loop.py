@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from gradwire.averaging import Bucket
 from gradwire.errors import Place, WireError
-from gradwire.training.fragments import Fragment
+from gradwire.training.fragments import Fragment, tensors_of
 from gradwire.training.local_state import Turn
 from gradwire.training.outer import DiLoCo
-from gradwire.training.turns import Turns
+from gradwire.training.site_ranks import OneRank
+from gradwire.training.turns import Turns, TurnsByTime
 
 # The weight of a rank that has done nothing. Not 0, so that a mean over such ranks alone is defined.
 _LEAST_WORK = 1e-6
@@ -43,7 +46,8 @@ class OuterLoop:
     turns: Turns
     streaming: DiLoCo
     """Its delay and alpha count here."""
-    rank: int
+    ranks: OneRank
+    """The ranks of this site."""
     lr_of: Callable[[int], float]
     """The inner learning rate by number of the param group."""
     check: Callable[[], None]
@@ -62,7 +66,7 @@ class OuterLoop:
             work: how much this step has done.
             position: the number of steps for errors and seeds, the same on all ranks.
         """
-        self.raise_failure()
+        self._raise_failure(may_ask=False)
         for fragment in self.fragments:
             fragment.work += work
             fragment.steps_left -= 1
@@ -81,9 +85,18 @@ class OuterLoop:
         if fragment.is_under_way:  # by the clock, a turn may come before the delay is over
             self._end([fragment], self.streaming.alpha or 0.0)
         self.check()
-        weight = max(fragment.work, _LEAST_WORK) if self.weigh else None
-        fragment.begin(self.engine.start, Place(self.rank, position, 0, self.engine.name), delay, weight)
+        weight = max(self.ranks.total(fragment.work), _LEAST_WORK) if self.weigh else None
+        place = Place(self.ranks.rank, position, 0, self.engine.name)
+        fragment.begin(self.engine.start, place, delay, weight)
         self.num_begun += 1
+
+    def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective."""
+        if isinstance(self.turns, TurnsByTime):
+            most = torch.tensor(self.num_begun, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+            while self.num_begun < int(most):
+                self.begin(self.fragments[self.turns.take()], self.num_begun, self.streaming.delay)
 
     def begin_all(self, position: int) -> None:
         """End what is under way, then begin to average all fragments, for `end_all` to end."""
@@ -99,16 +112,23 @@ class OuterLoop:
         """
         self._end(self.fragments, 0.0, plainly=self.streaming.streams)
 
-    def raise_failure(self) -> None:
-        """Raise the failure of the engine, if there is one, and forget the averagings under way."""
-        if self.engine.failure is not None:
-            self.give_up()
-            raise self.engine.failure.with_traceback(None)
+    def save(self) -> tuple[Turn, dict[str, dict[str, Tensor]]]:
+        """Return the place of this run, and the tensors that a checkpoint holds."""
+        turn, has_failed = self.turn, self.has_failed
+        tensors = tensors_of(self.fragments, has_means=not has_failed)
+        return replace(turn, under_way={}) if has_failed else turn, tensors
 
-    def give_up(self) -> None:
-        """Forget the averagings under way."""
+    def settle(self) -> None:
+        """Wait for the averagings under way; forget them if one has failed on any rank of this site."""
         for fragment in self.fragments:
-            fragment.give_up()
+            fragment.wait()
+        if self.ranks.failure(self.engine.failure, may_ask=True) is not None:
+            self._give_up()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if an averaging has failed here, or on another rank of the site and this one knows it."""
+        return self.engine.failure is not None or self.ranks.failure(None, may_ask=False) is not None
 
     @property
     def turn(self) -> Turn:
@@ -137,7 +157,22 @@ class OuterLoop:
     def _end(self, fragments: Sequence[Fragment], alpha: float, *, plainly: bool = False) -> None:
         """Wait for averagings, and move parameters by all of them, or raise and move none."""
         means = [fragment.wait() for fragment in fragments]
-        self.raise_failure()
+        self._raise_failure(may_ask=bool(fragments))
         for fragment, mean in zip(fragments, means, strict=True):
             fragment.move(mean, self.lr_of, alpha, plainly)
         self.num_averages += len(fragments)
+
+    def _raise_failure(self, *, may_ask: bool) -> None:
+        """Raise the failure of any rank of this site, and forget the averagings under way.
+
+        Ranks of a site that hold other shards average with other ranks, and may not have failed. All forget,
+        so that shards stay those of one model. They are asked only if they all ``may_ask`` now.
+        """
+        failure = self.ranks.failure(self.engine.failure, may_ask=may_ask)
+        if failure is not None:
+            self._give_up()
+            raise failure.with_traceback(None)
+
+    def _give_up(self) -> None:
+        for fragment in self.fragments:
+            fragment.give_up()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.averaging import Bucket
-from gradwire.buckets import Layouts
+from gradwire.buckets import BucketLayout
+from gradwire.sharded import local_values
 from gradwire.training.outer import Outer
 
 # Values per bucket: few enough that one bucket travels while the next is prepared, many enough that
@@ -18,6 +20,14 @@ _BUCKET_NUMEL = 8 << 20
 
 Numbered = tuple[nn.Parameter, int]
 """A parameter, and the number of its param group."""
+
+
+class MakesLayouts(Protocol):
+    """Layouts of buckets that hold a model's parameters, or its shards of them."""
+
+    def make(self, index: int, dtype: torch.dtype, parameters: Sequence[Tensor]) -> BucketLayout:
+        """Return the layout of a bucket; ValueError if it cannot hold one of the parameters."""
+        ...
 
 
 def averaged_parameters(module: nn.Module, optimizer: Optimizer) -> list[Numbered]:
@@ -37,20 +47,19 @@ def averaged_parameters(module: nn.Module, optimizer: Optimizer) -> list[Numbere
     return found
 
 
-def runs_of(parameters: Sequence[Numbered]) -> list[list[Numbered]]:
+def runs_of(parameters: Sequence[Numbered], layouts: MakesLayouts) -> list[list[Numbered]]:
     """Return runs of consecutive parameters of one dtype and one param group, each a bucket in size."""
     runs: list[list[Numbered]] = []
+    numel = 0
     for parameter, number in parameters:
-        fits = (
-            runs
-            and runs[-1][0][1] == number
-            and runs[-1][0][0].dtype == parameter.dtype
-            and sum(p.numel() for p, _ in runs[-1]) + parameter.numel() <= _BUCKET_NUMEL
-        )
-        if fits:
+        own = layouts.make(0, parameter.dtype, [parameter]).numel
+        numel += own
+        is_alike = runs and (runs[-1][0][1], runs[-1][0][0].dtype) == (number, parameter.dtype)
+        if is_alike and numel <= _BUCKET_NUMEL:
             runs[-1].append((parameter, number))
         else:
             runs.append([(parameter, number)])
+            numel = own
     return runs
 
 
@@ -62,7 +71,7 @@ class ParameterBucket:
         index: int,
         is_last: bool,
         run: Sequence[Numbered],
-        layouts: Layouts,
+        layouts: MakesLayouts,
         outer: Outer | None,
         offload: bool = False,
     ) -> None:
@@ -77,7 +86,7 @@ class ParameterBucket:
         # At least fp32, since this sums many small steps.
         wide = torch.promote_types(first.dtype, torch.float32)
         self._layout = layouts.make(index, wide, self.parameters)
-        self.start = torch.empty(
+        self.start = torch.zeros(  # shards may end with padding
             self._layout.numel,
             dtype=wide,
             device="cpu" if self.is_offloaded else first.device,
@@ -86,19 +95,22 @@ class ParameterBucket:
         self.momentum = None
         if outer is not None:
             self.momentum = torch.zeros_like(self.start, pin_memory=self.is_offloaded)
-        for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
-            slot.view(self.start).copy_(parameter.detach())
+        for _, parameter, view in self.places(self.start):
+            view.copy_(local_values(parameter))
 
-    def views(self, flat: Tensor) -> list[tuple[str, Tensor]]:
-        return list(self._layout.views(flat).items())
+    def places(self, flat: Tensor) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Yield each parameter's name, the parameter, and the values in ``flat`` that are this rank's."""
+        for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
+            without_padding = tuple(map(slice, local_values(parameter).shape))
+            yield slot.name, parameter, slot.view(flat)[without_padding]
 
     def pseudo_gradient(self) -> Bucket:
         """Return how far this rank has moved in this period, with the sign reversed, like a gradient."""
         # The period began at `start` rounded to the dtype of the parameters.
         start = self._on_device(self.start)
         flat = start.to(self.parameters[0].dtype).to(start.dtype, copy=True)
-        for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
-            slot.view(flat).sub_(parameter.detach())
+        for _, parameter, view in self.places(flat):
+            view.sub_(local_values(parameter))
         return Bucket(flat, self._layout, self._is_last)
 
     def move(self, mean: Tensor, inner_lr: float, alpha: float = 0.0, *, plainly: bool = False) -> None:
@@ -126,7 +138,6 @@ class ParameterBucket:
         return kept.to(self._device, non_blocking=True) if self.is_offloaded else kept
 
     def _write(self, start: Tensor, alpha: float) -> None:
-        with torch.no_grad():
-            for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
-                view = slot.view(start)
-                parameter.copy_(torch.lerp(view, parameter.to(view.dtype), alpha) if alpha else view)
+        for _, parameter, view in self.places(start):
+            own = local_values(parameter)
+            own.copy_(torch.lerp(view, own.to(view.dtype), alpha) if alpha else view)

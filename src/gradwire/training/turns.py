@@ -46,17 +46,20 @@ class TurnsByTime:
     """
 
     def __init__(
-        self, period: timedelta, num_fragments: int, clock: Callable[[], float] = time.monotonic
+        self,
+        period: timedelta,
+        num_fragments: int,
+        clock: Callable[[], float] = time.monotonic,
+        any_of: Callable[[bool], bool] = bool,
     ) -> None:
+        """Take turns by ``clock``; ``any_of`` tells if a turn is due on any rank of the same site."""
         self._interval_s = period.total_seconds() / num_fragments
         self._num_fragments = num_fragments
-        self._clock = clock
+        self._clock, self._any_of = clock, any_of
         self._num_taken, self._due_s = 0, clock() + self._interval_s
 
     def due(self, num_local: int) -> int | None:
-        if self._clock() < self._due_s:
-            return None
-        return self.take()
+        return self.take() if self._any_of(self._clock() >= self._due_s) else None
 
     def take(self) -> int:
         """Take the next turn, even if its time has not come; return its fragment."""
@@ -70,8 +73,8 @@ class TurnsByTime:
         self._num_taken, self._due_s = num_taken, self._clock() + self._interval_s
 
 
-def make_turns(period: int | timedelta, num_fragments: int) -> Turns:
+def make_turns(period: int | timedelta, num_fragments: int, any_of: Callable[[bool], bool] = bool) -> Turns:
     """Return the turns of a period; ValueError if it is too short for the fragments."""
     if isinstance(period, timedelta):
-        return TurnsByTime(period, num_fragments)
+        return TurnsByTime(period, num_fragments, any_of=any_of)
     return TurnsBySteps(period, num_fragments)

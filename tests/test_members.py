@@ -1,0 +1,365 @@
+"""Members that come and go: local SGD goes on with another group, and no process starts again."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.ranks import rank_process
+from gradwire.testing import RanksFailed, run_ranks
+from gradwire.torch_private import PrefixStore, default_store
+from gradwire.training.joining import Position, newest
+from gradwire.training.local_state import Turn
+from gradwire.training.site_call import MIXED
+from tests.local_runs import flat, net, saved_bytes, train
+from tests.local_runs import make as make_ddp
+from tests.site_runs import make as make_sharded
+from tests.site_runs import sharded, whole
+from tests.site_runs import train as train_sharded
+
+OPTIONS = {"period": 6, "recipe": "int4", "outer": gradwire.DiLoCo(fragments=2, delay=2)}
+ENDLESS = {**OPTIONS, "warmup_steps": 1}
+
+# --- whose state is the newest ---
+
+
+def noted(num_steps, num_averages, num_begun, *under_way):
+    return Position(num_steps, Turn(num_begun, num_averages, (), dict.fromkeys(under_way, 1))).note()
+
+
+@pytest.mark.parametrize(
+    ("notes", "source", "current", "is_everywhere"),
+    [
+        (["", noted(7, 1, 1)], 1, [1], False),
+        ([noted(7, 1, 1), noted(7, 1, 1)], 0, [0, 1], True),
+        ([noted(9, 1, 2), noted(5, 2, 2)], 1, [1], False),
+        # One has the mean of an averaging, the other has given it up; a third has not begun it.
+        ([noted(8, 1, 2), noted(8, 1, 2, 0), noted(6, 1, 1)], 1, [0, 1], False),
+        # An averaging that all have given up is that of no one.
+        ([noted(6, 1, 1), noted(8, 1, 2)], 1, [0, 1], True),
+        ([MIXED, noted(3, 0, 0)], 1, [1], False),
+    ],
+)
+def test_the_newest_state_has_the_most_averages(notes, source, current, is_everywhere):
+    found = [newest(notes, site) for site in range(len(notes))]
+    assert {each.source for each in found} == {source}
+    assert [site for site, each in enumerate(found) if each.is_current] == current
+    assert {each.is_everywhere for each in found} == {is_everywhere}
+
+
+def test_nobody_has_a_state_or_none_is_whole():
+    assert newest(["", ""], 0) is None
+    with pytest.raises(ValueError, match="the ranks of site 1 have states of different steps"):
+        newest(["", MIXED], 0)
+
+
+# --- groups beside torch's world ---
+
+
+def group_of(name, members, rank):
+    """Return a group of some ranks of the world, whatever the others do."""
+    store = PrefixStore(name, default_store())
+    return gradwire.make_group(store, members.index(rank), len(members))
+
+
+def test_a_group_over_a_store_needs_no_world():
+    assert not dist.is_initialized()
+    group = gradwire.make_group(dist.HashStore(), 0, 1)
+    values = torch.tensor([1.0, 2.0])
+    with gradwire.Averager("int8", group) as averager:
+        averager.average_([values])
+    assert values.tolist() == [1.0, 2.0]
+    with pytest.raises(RuntimeError, match="an Averager needs a process group"):
+        gradwire.Averager("int8")
+
+
+# --- a state of its own on each, after all have started again ---
+
+
+def check_saved_states(rank):
+    """Rank 3 is lost in an averaging, rank 0 joins with nothing, rank 1 has an old state."""
+    model, optimizer, local = make_ddp(**ENDLESS)
+    with local:
+        train(model, optimizer, local, rank, range(6))
+        old = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
+        train(model, optimizer, local, rank, range(6, 8))
+        new = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
+    groups = [dist.new_group([0, 1, 2]), dist.new_group([3])]
+    if rank == 3:
+        return
+    torch.manual_seed(100 + rank)
+    model = DistributedDataParallel(net(), process_group=groups[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with gradwire.LocalSGD(model, optimizer, **ENDLESS) as local:
+        weights, optimizer_state, state = [None, old, new][rank] or (None, None, None)
+        if state is not None:
+            model.module.load_state_dict(weights)
+            optimizer.load_state_dict(optimizer_state)
+        assert local.resume(state) == (rank < 2)
+        assert local.num_steps == 8
+        now = local.state_dict()
+        everyone = [None] * 3
+        dist.all_gather_object(
+            everyone, [now[key] for key in ("start", "momentum", "mean", "turn")], groups[0]
+        )
+        for other in everyone:
+            for mine, theirs in zip(everyone[2], other, strict=True):
+                assert mine.keys() == theirs.keys()
+                for key, value in mine.items():
+                    if key != "work":
+                        same = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
+                        assert same(value, theirs[key]), key
+        if rank == 2:
+            assert all(torch.equal(p, weights[name]) for name, p in model.module.named_parameters())
+        else:
+            assert all(torch.equal(p, now["start"][name]) for name, p in model.module.named_parameters())
+            assert not now["averaging"]["entries"], "what an old state has held back is no longer to be sent"
+        ended = train(model, optimizer, local, rank, range(8, 16))
+        assert ended == [9, 12, 15]
+        local.average()
+        mine = flat(model)
+        flats = [torch.empty_like(mine) for _ in range(3)]
+        dist.all_gather(flats, mine, groups[0])
+        assert all(torch.equal(mine, other) for other in flats)
+
+
+def test_those_without_the_newest_state_take_it_from_one_that_has_it(four_ranks):
+    four_ranks.run(check_saved_states)
+
+
+# --- a plain model on each ---
+
+
+def make(seed, group, **options):
+    model = net()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(seed)  # which a newcomer must lose
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, gradwire.LocalSGD(model, optimizer, sites=group, **{**OPTIONS, **options})
+
+
+def assert_same_outer_state(local, group):
+    """Compare the last average, the momentum and the means under way over a group; return the first."""
+    state = local.state_dict()
+    own = {f"{kind}.{n}": t for kind in ("start", "momentum", "mean") for n, t in state[kind].items()}
+    everyone = [None] * group.size()
+    dist.all_gather_object(everyone, (own, local.num_steps, local.num_averages), group=group)
+    for tensors, *counts in everyone:
+        assert counts == [local.num_steps, local.num_averages]
+        assert tensors.keys() == own.keys()
+        assert all(torch.equal(tensors[name], own[name]) for name in own)
+    return state["start"]
+
+
+def assert_same_model(model, group):
+    everyone = [torch.empty_like(flat(model)) for _ in range(group.size())]
+    dist.all_gather(everyone, flat(model), group=group)
+    assert all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def check_members(rank):
+    first, second = [0, 1, 2], [3, 0, 1]  # 2 leaves and 3 joins, with the lowest rank
+    if rank in first:
+        model, optimizer, local = make(0.0, group_of("first", first, rank))
+        train(model, optimizer, local, rank, range(7))
+        assert local.state_dict()["turn"]["under_way"], "members change in the middle of a delay"
+    if rank == 2:
+        local.detach()
+    if rank in second:
+        group = group_of("second", second, rank)
+        if rank == 3:
+            model, optimizer, local = make(100.0, group)
+        else:
+            before = flat(model)
+            assert not local.regroup(group)
+            assert torch.equal(flat(model), before), "each goes on with its own steps"
+        assert local.num_steps == 7
+        average = assert_same_outer_state(local, group)
+        is_average = all(torch.equal(p, average[name]) for name, p in model.named_parameters())
+        assert is_average == (rank == 3)
+        assert train(model, optimizer, local, rank, range(7, 14)) == [8, 11, 14]
+        local.average()
+        assert_same_model(model, group)
+        assert local.stats().bytes_sent > 0
+    if rank == 0:  # nobody else is left
+        before = flat(model)
+        assert not local.regroup(group_of("third", [0], rank))
+        assert train(model, optimizer, local, rank, range(14, 20)) == [17, 20]
+        assert not torch.equal(flat(model), before)
+    if rank in (0, 2):  # and one comes back that has missed two groups
+        group = group_of("fourth", [0, 2], rank)
+        assert local.regroup(group) == (rank == 2)
+        assert local.num_steps == 20
+        assert_same_outer_state(local, group)
+        assert train(model, optimizer, local, rank, range(20, 24)) == [23]
+        local.average()
+        assert_same_model(model, group)
+    local.detach()
+    dist.barrier()
+
+
+def test_members_leave_and_join_in_the_middle_of_a_delay(four_ranks):
+    four_ranks.run(check_members)
+
+
+def check_lost_member(rank):
+    """Rank 2 ends without a word: the others learn of it in a step, and go on without it."""
+    model, optimizer, local = make(0.0, group_of("with all", [0, 1, 2], rank)) if rank < 3 else [None] * 3
+    if rank == 2:
+        train(model, optimizer, local, rank, range(2))
+        local.detach()  # its third step would begin an averaging
+    if rank < 2:
+        with pytest.raises(gradwire.WireError):
+            train(model, optimizer, local, rank, range(9))
+        before, num_steps = flat(model), local.num_steps
+        assert 3 <= num_steps <= 5
+        group = group_of("without one", [0, 1], rank)
+        assert not local.regroup(group)
+        assert torch.equal(flat(model), before)
+        assert num_steps <= local.num_steps <= 5
+        assert local.num_averages == 0
+        assert_same_outer_state(local, group)
+        assert train(model, optimizer, local, rank, range(local.num_steps, 12)) == [8, 11]
+        local.average()
+        assert_same_model(model, group)
+        local.detach()
+    dist.barrier()
+
+
+@pytest.mark.full
+def test_a_member_that_is_lost_in_an_averaging_costs_its_own_steps_alone(four_ranks):
+    four_ranks.run(check_lost_member)
+
+
+def check_factors(rank):
+    """Low-rank factors of those that stay are of no use with one that joins: all begin with new ones."""
+    if rank < 2:
+        model, optimizer, local = make(0.0, group_of("with factors", [0, 1], rank), recipe="acp:rank=1")
+        train(model, optimizer, local, rank, range(8))
+    group = group_of("with new factors", [0, 1, 2], rank) if rank < 3 else None
+    if rank < 2:
+        local.regroup(group)
+    if rank == 2:
+        model, optimizer, local = make(100.0, group, recipe="acp:rank=1")
+    if rank < 3:
+        state = local.state_dict(gather=True)["averaging"]["memory"]
+        held = [sum(float(t.abs().sum()) for t in own["residual:float32"].values()) for own in state.values()]
+        assert [amount > 0 for amount in held] == [True, True, False], "one that joins has held back nothing"
+        train(model, optimizer, local, rank, range(8, 12))
+        local.average()
+        assert_same_model(model, group)
+        local.detach()
+    dist.barrier()
+
+
+@pytest.mark.full
+def test_low_rank_begins_anew_when_a_member_joins(four_ranks):
+    four_ranks.run(check_factors)
+
+
+def job_killed(rank):
+    model, optimizer, local = make(0.0, group_of("before", [0, 1, 2], rank))
+    train(model, optimizer, local, rank, range(2))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)  # before its third step, in which an averaging begins
+    with pytest.raises(gradwire.WireError):
+        train(model, optimizer, local, rank, range(2, 9))
+    group = group_of("after", [0, 1], rank)
+    assert not local.regroup(group)
+    train(model, optimizer, local, rank, range(local.num_steps, 12))
+    local.average()
+    assert_same_model(model, group)
+    local.detach()
+
+
+@pytest.mark.full
+def test_members_go_on_after_one_is_killed(monkeypatch):
+    monkeypatch.setattr(rank_process, "_GRACE_S", 120.0)  # those that are left have work to do
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(job_killed, 3, 240)
+    assert caught.value.errors.keys() == {2}, caught.value
+
+
+# --- sharded sites ---
+
+
+def check_sites(rank):
+    site, shard = divmod(rank, 2)
+
+    def over(name, *sites):
+        return group_of(f"{name} of shard {shard}", list(sites), site)
+
+    model, _ = sharded(native=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    local = gradwire.LocalSGD(model, optimizer, sites=over("both", 0, 1), **OPTIONS)
+    train_sharded(model, optimizer, local, rank, range(4))  # an averaging is under way
+    if site == 1:
+        local.detach()
+    else:
+        assert not local.regroup(over("alone", 0))
+        train_sharded(model, optimizer, local, rank, range(4, 9))
+        assert local.num_averages >= 1
+    assert local.regroup(over("again", 0, 1)) == (site == 1)
+    assert local.num_steps == 9
+    assert train_sharded(model, optimizer, local, rank, range(9, 12)) == [11]
+    local.average()
+    everyone = [None] * 4
+    dist.all_gather_object(everyone, whole(model))
+    assert all(torch.equal(everyone[0][name], other[name]) for other in everyone for name in other)
+    local.detach()
+
+
+def test_a_sharded_site_leaves_and_comes_back(four_ranks):
+    four_ranks.run(check_sites)
+
+
+# --- what does not work ---
+
+
+def check_refusals(rank):
+    world = dist.group.WORLD
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="has its group"):
+        gradwire.LocalSGD(model, optimizer, period=2, sites=world)
+    with (
+        gradwire.LocalSGD(model, optimizer, period=2) as local,
+        pytest.raises(TypeError, match="keeps its process group: give LocalSGD the plain model"),
+    ):
+        local.regroup(world)
+    with pytest.raises(ValueError, match="leave warmup_steps out"):
+        make(0.0, world, warmup_steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADWIRE_DISABLE", "1")
+        _, _, local = make(0.0, world)
+        local.detach()
+        assert str(local.recipe) == "fp32"
+    _, _, local = make_sharded(native=True, **OPTIONS)
+    with local, pytest.raises(TypeError, match="sharded over a mesh of all sites"):
+        local.regroup(world)
+    model, optimizer, local = make(0.0, world)
+    with local:
+        train(model, optimizer, local, rank, range(2))
+        with pytest.raises(
+            ValueError, match="ranks call gradwire.LocalSGD with different things: .*period is"
+        ):
+            if rank == 3:
+                make(0.0, group_of("other period", [0, 3], rank), period=8)
+            elif rank == 0:
+                local.regroup(group_of("other period", [0, 3], rank))
+            else:
+                raise ValueError("ranks call gradwire.LocalSGD with different things: period is")
+        if rank == 0:  # a second try goes on from where it was
+            assert not local.regroup(group_of("second try", [0], rank))
+            assert train(model, optimizer, local, rank, range(2, 6)) == [5]
+    dist.barrier()
+
+
+@pytest.mark.full
+def test_what_cannot_regroup_is_refused_and_can_be_tried_again(four_ranks):
+    four_ranks.run(check_refusals)
