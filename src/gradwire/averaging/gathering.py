@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.averaging.checkpoint import merge_state_dicts
 from gradwire.buckets import as_real, dtype_name, dtype_named
-from gradwire.peers import CollectiveCall, all_gather_bytes
+from gradwire.peers import CollectiveCall, all_gather_bytes, bytes_tensor
 
 # The key of a tensor's description; states have no such key.
 _TENSOR = ""
@@ -61,7 +61,7 @@ def _pack(state: Mapping[str, Any]) -> bytes:
 def _unpack(data: bytes) -> dict[str, Any]:
     """Return the state that `_pack` has packed, with tensors on CPU."""
     begin = 8 + int.from_bytes(data[:8], "little")
-    values = torch.tensor(bytearray(data[begin:]), dtype=torch.uint8)
+    values = bytes_tensor(data[begin:])
 
     def restore(part: Any) -> Any:
         nonlocal values

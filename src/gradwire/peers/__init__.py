@@ -48,6 +48,7 @@ __all__ = [
     "agree",
     "all_gather_bytes",
     "backend_name",
+    "bytes_tensor",
     "close_connections",
     "gather",
     "gather_if_same",

@@ -61,9 +61,14 @@ def all_gather_bytes(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
     sizes = _all_gather(torch.tensor([len(own)], device=device), group)
     longest = max(int(size) for size in sizes)
     row = torch.zeros(max(longest, 1), dtype=torch.uint8)
-    row[: len(own)] = torch.tensor(bytearray(own), dtype=torch.uint8)
+    row[: len(own)] = bytes_tensor(own)
     rows = _all_gather(row.to(device), group)
     return [row[: int(size)].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def bytes_tensor(data: bytes) -> Tensor:
+    """Return a copy of bytes as a tensor."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _all_gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
