@@ -22,6 +22,7 @@ from gradwire.peers.nccl import NcclGroup
 from gradwire.peers.process_groups import (
     all_gather_bytes,
     backend_name,
+    bytes_tensor,
     make_group,
     timeout_of,
     uses_nccl,
