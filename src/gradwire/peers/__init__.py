@@ -16,6 +16,7 @@ from gradwire.peers.groups import (
     Subgroup,
     Traffic,
     gather,
+    gather_by_nodes,
 )
 from gradwire.peers.nccl import NcclGroup
 from gradwire.peers.process_groups import backend_name, timeout_of, uses_nccl
@@ -42,6 +43,7 @@ __all__ = [
     "backend_name",
     "close_connections",
     "gather",
+    "gather_by_nodes",
     "gather_if_same",
     "is_unreachable",
     "join_rendezvous",
