@@ -18,6 +18,9 @@ from gradwire.lanes import Lane, Promise, Run, Task
 from gradwire.sharded.backward import Backward
 from gradwire.sharded.units import Unit
 
+# With two, one travels while the shards of the other are copied. Each takes memory for its parameters.
+_NUM_AHEAD = 2
+
 
 class Gathers:
     """The gathers of a model's units, one after the other.
@@ -82,7 +85,7 @@ class Gathers:
                 unit.module.reshard()
 
     def _use(self, unit: Unit) -> None:
-        """Raise the failure of any rank, if there was one; in a forward pass, ask for the next unit."""
+        """Raise the failure of any rank, if there was one; in a forward pass, ask for the next units."""
         failure = self._lane.failure
         if failure is not None:
             self._backward.failure = self._backward.failure or failure
@@ -96,8 +99,12 @@ class Gathers:
         if self._last is not None:
             self._next[self._last] = unit
         self._last = use
-        if use in self._next:
-            self._next[use].module.unshard(async_op=True)
+        for _ in range(_NUM_AHEAD):
+            if use not in self._next:
+                break
+            unit = self._next[use]
+            unit.module.unshard(async_op=True)  # does nothing if it is under way
+            use = unit, self._num_uses[unit]
 
 
 class _Gather(dist.Work):
