@@ -17,6 +17,7 @@ from gradwire.peers.groups import (
     Traffic,
     gather,
     gather_by_nodes,
+    gather_rows,
 )
 from gradwire.peers.nccl import NcclGroup
 from gradwire.peers.process_groups import backend_name, timeout_of, uses_nccl
@@ -45,6 +46,7 @@ __all__ = [
     "gather",
     "gather_by_nodes",
     "gather_if_same",
+    "gather_rows",
     "is_unreachable",
     "join_rendezvous",
     "next_rendezvous",

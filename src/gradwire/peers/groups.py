@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -105,6 +106,15 @@ def gather_by_nodes(rows: Sequence[Tensor], group: Group, node_size: int) -> Non
     within = Subgroup(group, range(node * node_size, (node + 1) * node_size))
     for first in range(0, group.size if node_size > 1 else 0, node_size):
         gather(rows[first : first + node_size], within)
+
+
+def gather_rows(own: Tensor, group: Group) -> Tensor:
+    """Return every rank's ``own``, in rank order, as one tensor; all ranks give the same shape and dtype."""
+    rows = own.new_zeros((group.size, *own.shape))
+    rows[group.rank] = own
+    if group.size > 1:
+        gather(list(rows.view(group.size, own.numel()).view(torch.uint8)), group)
+    return rows
 
 
 class SingleRankGroup:

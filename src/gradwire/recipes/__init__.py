@@ -32,6 +32,7 @@ from gradwire.recipes.resolution import (
     kernels_of,
     require_averaging,
     require_fixed,
+    require_nodes,
     resolve_for_module,
     route_module_tables,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "recipe",
     "require_averaging",
     "require_fixed",
+    "require_nodes",
     "resolve_for_module",
     "route",
     "route_module_tables",
