@@ -4,8 +4,10 @@
     python benchmarks/sharded.py scatter --link 1gbit        each rank behind a link (root, iproute2)
     python benchmarks/sharded.py scatter --device cuda --dtype bf16    two NCCL ranks, which may share one GPU
     python benchmarks/sharded.py step --link 100mbit         a step of FSDP2 on two hosts
-    python benchmarks/sharded.py step --weights int8         the same, with parameters gathered by int8 too
+    python benchmarks/sharded.py step --weights fp32         with parameters gathered by gradwire too
+    python benchmarks/sharded.py memory --rounds 2           the same, slower, with exact figures of memory
     python benchmarks/sharded.py hsdp --link 100mbit         a step of HSDP, two hosts of two ranks each
+    python benchmarks/sharded.py step --link 1gbit --plan    beside what `gradwire plan` predicts
 
 Rows are measured in the same processes, in turns whose order changes from round to round. A ratio is the
 median of the ratios within each round. A step is zero_grad, forward and backward; times are those of the
@@ -20,8 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,20 +32,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire
-from gradwire.headroom import Machine, Workload
-from gradwire.lab import Lab
+from gradwire.headroom import ALLREDUCE, Machine, Sharding, Workload
+from gradwire.lab import Lab, parse_rate
+from gradwire.planner import Calibration, Cluster, ShardedPlan, calibrate, predict_sharded
 from gradwire.testing import run_ranks
 
-BASE = "torch"
+BASE, ALONE, ONCE = "torch", "no exchange", ", gathered once"
 RECIPES = {
     "scatter": ["fp32", "bf16", "int8", "int4"],
     "step": ["fp32", "bf16", "int8", "int4"],
+    "memory": ["fp32", "bf16", "int8", "int4"],
     "hsdp": ["fp32", "int8", "int4", "sign", "powersgd", "powersgd:rank=4", "noop"],
 }
-NUM_RANKS = {"scatter": 2, "step": 2, "hsdp": 4}
+LIMIT_S = 1200.0
+NUM_RANKS = {"scatter": 2, "step": 2, "memory": 2, "hsdp": 4}
 CPU, GPU = Workload(), Workload(width=1024, num_layers=8, batch=8, sequence=128)
-Row = tuple[list[float], float]
-"""Milliseconds of every turn, and megabytes."""
+
+
+@dataclass
+class Row:
+    """The figures of one way to run."""
+
+    ms: list[float]
+    """Times of every turn."""
+    memory_mb: float
+    bytes_sent: int | None = None
+    """Bytes that a rank sends in a step, gradients and parameters; None if they are not known."""
 
 
 def prepare(rank: int, device: str) -> dist.ProcessGroup:
@@ -77,7 +90,7 @@ def measure(ways: dict[str, Callable[[], None]], rounds: int, device: str) -> di
     for name, values in seconds.items():
         times = torch.tensor([*values, memory[name]], dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)
-        found[name] = [1e3 * second for second in times[:-1].tolist()], float(times[-1])
+        found[name] = Row([1e3 * second for second in times[:-1].tolist()], float(times[-1]))
     return found
 
 
@@ -122,16 +135,31 @@ def time_scatter(
     return measure(ways, rounds, device)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A way to train a sharded model."""
+
+    recipe: str
+    weights: str | None = None
+    reshards: bool = True
+    """True if parameters are gathered twice."""
+
+    def __str__(self) -> str:
+        weights = "" if self.weights is None else f", weights {self.weights}"
+        return f"{self.recipe}{weights}{'' if self.reshards else ONCE}"
+
+
+def variants(recipes: list[str], weights: list[str], is_hsdp: bool) -> list[Variant]:
+    """Return torch's own way, and each recipe with parameters gathered by torch and by each encoding."""
+    kept = (True,) if is_hsdp else (True, False)
+    ways = [(BASE, None), *((recipe, each) for each in (None, *weights) for recipe in recipes)]
+    return [Variant(*way, reshards) for reshards in kept for way in ways]
+
+
 def time_steps(
-    rank: int,
-    names: list[str],
-    rounds: int,
-    device: str,
-    is_hsdp: bool,
-    weights: str | None,
-    workload: Workload,
+    rank: int, ways: list[Variant], rounds: int, device: str, is_hsdp: bool, workload: Workload
 ) -> dict[str, Row]:
-    """Time steps of FSDP2 with parameters gathered twice and once, or of HSDP."""
+    """Time steps of FSDP2 or of HSDP, and of the model alone."""
     group = prepare(rank, device)
     built = workload.build().to(torch.device(device))
     if is_hsdp:
@@ -146,38 +174,63 @@ def time_steps(
 
         return run
 
-    ways = {}
-    rows: list[tuple[str, str | None]] = [(name, None) for name in (BASE, *names)]
-    rows += [(name, weights) for name in names if weights is not None]
-    for reshards in (True,) if is_hsdp else (True, False):
-        for name, encoding in rows:
-            torch.manual_seed(0)
-            model: nn.Module = workload.model().to(device)
-            for block in model.children():
-                fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
-            fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
-            if name != BASE:
-                gradwire.attach(model, name, weights=encoding)
-            label = name if encoding is None else f"{name}, weights {encoding}"
-            ways[label if is_hsdp or reshards else f"{label}, gathered once"] = step(model)
-    ways["no exchange"] = step(workload.model().to(device))
-    return measure(ways, rounds, device)
+    steps, sent = {}, {}
+    for way in ways:
+        torch.manual_seed(0)
+        model: nn.Module = workload.model().to(device)
+        for block in model.children():
+            fully_shard(block, mesh=mesh, reshard_after_forward=way.reshards)
+        fully_shard(model, mesh=mesh, reshard_after_forward=way.reshards)
+        if way.recipe != BASE:
+            plan = gradwire.attach(model, way.recipe, weights=way.weights).plan()
+            sent[str(way)] = plan.bytes_sent + plan.bytes_gathered
+        steps[str(way)] = step(model)
+    steps[ALONE] = step(workload.model().to(device))
+    found = measure(steps, rounds, device)
+    return {name: replace(row, bytes_sent=sent.get(name)) for name, row in found.items()}
 
 
 def report(what: str, rows: dict[str, Row]) -> None:
     print(f"\n{what:36} {'median':>8} {'min':>8} {'max':>8}   over torch's   torch's over it   MB at most")
-    for name, (ms, memory) in rows.items():
-        base = rows[f"{BASE}, gathered once" if name.endswith("once") else BASE][0]
-        ratio = statistics.median(a / b for a, b in zip(ms, base, strict=True))
-        times = f"{statistics.median(ms):8.1f} {min(ms):8.1f} {max(ms):8.1f}"
-        print(f"{name:36} {times} {ratio:14.3f} {1 / ratio:17.2f} {memory:12.1f}")
+    for name, row in rows.items():
+        base = rows[f"{BASE}{ONCE}" if name.endswith(ONCE) else BASE]
+        ratio = statistics.median(a / b for a, b in zip(row.ms, base.ms, strict=True))
+        times = f"{statistics.median(row.ms):8.1f} {min(row.ms):8.1f} {max(row.ms):8.1f}"
+        print(f"{name:36} {times} {ratio:14.3f} {1 / ratio:17.2f} {row.memory_mb:12.1f}")
+
+
+def report_limits(rows: dict[str, Row], link: str) -> None:
+    """Print steps beside the larger of computing alone and a rank's bytes at the link's rate."""
+    alone = statistics.median(rows[ALONE].ms)
+    print(f"\n{'limits of a step':36} {'MB sent':>8} {'limit':>8} {'median':>8}   over the limit")
+    for name, row in rows.items():
+        if row.bytes_sent is not None:
+            limit, ms = max(alone, 8e3 * row.bytes_sent / parse_rate(link)), statistics.median(row.ms)
+            print(f"{name:36} {row.bytes_sent / 1e6:8.1f} {limit:8.1f} {ms:8.1f} {ms / limit:14.2f}")
+
+
+def report_plan(
+    rows: dict[str, Row], ways: list[Variant], is_hsdp: bool, link: str, speeds: Calibration
+) -> None:
+    """Print steps beside those that ``gradwire plan --sharding`` predicts from computing alone."""
+    num_local = 2 if is_hsdp else 1
+    cores = Machine.here().num_cores / (2 * num_local)
+    cluster = Cluster(2, num_local, parse_rate(link), latency_s=30e-6, cores_per_worker=cores)
+    alone_s = statistics.median(rows[ALONE].ms) / 1e3
+    print(f"\n{'predictions of a step, ms':36} {'measured':>8} {'predicted':>9}   error")
+    for way in ways:
+        plan = ShardedPlan(Sharding("hsdp" if is_hsdp else "fsdp", 2), way.weights, way.reshards)
+        name = ALLREDUCE if way.recipe == BASE else way.recipe
+        predicted = 1e3 * predict_sharded(name, CPU.model(), alone_s, cluster, speeds, plan).step_s
+        ms = statistics.median(rows[str(way)].ms)
+        print(f"{way!s:36} {ms:8.1f} {predicted:9.1f} {predicted / ms - 1:+7.0%}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["scatter", "step", "hsdp"])
+    parser.add_argument("what", choices=["scatter", "step", "hsdp", "memory"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--link", help="rate of each host's link, such as 1gbit; by default no limit")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -189,10 +242,15 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, default=CPU.batch, help="sequences of 64 tokens per rank, on CPU"
     )
-    parser.add_argument("--weights", help="an encoding: rows with encoded gathers of parameters too")
+    parser.add_argument(
+        "--weights", nargs="+", default=[], help="encodings: rows with gathers of parameters by these too"
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="with --link and step or hsdp: predictions beside measurements"
+    )
     options = parser.parse_args()
-    names = options.rows or RECIPES[options.what]
-    num_ranks, limit = NUM_RANKS[options.what], timedelta(minutes=20).total_seconds()
+    names, num_ranks = options.rows or RECIPES[options.what], NUM_RANKS[options.what]
+    speeds = calibrate([*names, *options.weights]) if options.plan else None
     link = f"links of {options.link}" if options.link else "no limit"
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{Machine.here()}, Gloo"
     print(f"{where}; {num_ranks} ranks, {link}; torch {torch.__version__}")
@@ -201,13 +259,21 @@ def main() -> None:
             dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
             numel = int(options.mb * 1e6) // dtype.itemsize // num_ranks * num_ranks
             args = names, options.rounds, options.device, dtype, numel
-            rows = run_ranks(time_scatter, num_ranks, limit, args=args, lab=lab)[0]
+            rows = run_ranks(time_scatter, num_ranks, LIMIT_S, args=args, lab=lab)[0]
             report(f"{options.mb:g} MB of {options.dtype}, ms", rows)
         else:
             workload = replace(CPU, batch=options.batch) if options.device == "cpu" else GPU
-            more = names, options.rounds, options.device, options.what == "hsdp", options.weights, workload
-            rows = run_ranks(time_steps, num_ranks, limit, args=more, lab=lab)[0]
+            is_hsdp = options.what == "hsdp"
+            ways = variants(names, options.weights, is_hsdp)
+            more = ways, options.rounds, options.device, is_hsdp, workload
+            if options.what == "memory":  # without this, malloc keeps what a row before has freed
+                os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+            rows = run_ranks(time_steps, num_ranks, LIMIT_S, args=more, lab=lab)[0]
             report("a step, ms", rows)
+            if options.link and options.what == "step":
+                report_limits(rows, options.link)
+            if speeds is not None:
+                report_plan(rows, ways, is_hsdp, options.link, speeds)
             print(f"{workload}; parameters are {4 * workload.num_parameters / 1e6:.1f} MB")
 
 

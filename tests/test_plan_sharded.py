@@ -1,7 +1,6 @@
 """Plans of sharded models: the bytes of wires, the laws of the cost model, and `gradwire plan --sharding`."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -29,11 +28,6 @@ SPEEDS = Calibration("a machine", "2.13", dict.fromkeys(("allreduce", *NAMES), S
 SHAPES = typical_shapes(10_000_000)
 
 
-def gathered(wire):
-    """Return the bytes of gathers that a wire's plan names."""
-    return int(re.search(r"([\d,]+) bytes sent", str(wire.plan()))[1].replace(",", ""))
-
-
 def planned(kind, num_shards, spec, weights, model=None):
     cluster = Cluster(2, 1) if kind == "fsdp" else Cluster(2, 2)
     plan = ShardedPlan(Sharding(kind, num_shards), weights)
@@ -44,14 +38,14 @@ def planned(kind, num_shards, spec, weights, model=None):
 
 def check_fsdp(rank, specs):
     for spec in specs:
-        for weights in ("fp32", "int8"):
+        for weights in (None, "int8"):
             model = shard_blocks(make(), None)
-            with gradwire.attach(model, spec, weights=None if weights == "fp32" else weights) as wire:
+            with gradwire.attach(model, spec, weights=weights) as wire:
                 loss_of(model, batch(rank, 0)).backward()
                 averages, gathers = planned("fsdp", 2, spec, weights)
                 sent = max(wire.plan().bytes_sent, wire.stats().bytes_sent - 24 * 3)
                 assert averages == pytest.approx(sent, rel=0.01), spec
-                assert gathers == pytest.approx(gathered(wire), rel=0.01)
+                assert gathers == pytest.approx(wire.plan().bytes_gathered, rel=0.01)
 
 
 def test_a_plan_has_the_bytes_of_a_wire_of_the_sharded_model(two_ranks):
@@ -70,9 +64,9 @@ def check_nested(rank):
     model = shard_blocks(nested(), None)
     with gradwire.attach(model, "int8") as wire:
         model(torch.randn(4, 128)).square().mean().backward()
-        averages, gathers = planned("fsdp", 2, "int8", "fp32", nested())
+        averages, gathers = planned("fsdp", 2, "int8", None, nested())
         assert averages == pytest.approx(wire.plan().bytes_sent, rel=0.01)
-        assert gathers == pytest.approx(gathered(wire), rel=0.01)
+        assert gathers == pytest.approx(wire.plan().bytes_gathered, rel=0.01)
 
 
 def test_blocks_inside_blocks_and_frozen_ones_are_gathered(two_ranks):
@@ -83,9 +77,9 @@ def check_hsdp(rank, specs):
     for spec in specs:
         model, wire = attached(spec, True)
         loss_of(model, batch(rank, 0)).backward()  # from here on the root is not freed after the forward pass
-        averages, gathers = planned("hsdp", 2, spec, "fp32")
+        averages, gathers = planned("hsdp", 2, spec, None)
         assert averages == pytest.approx(wire.plan().bytes_sent, rel=0.01), spec
-        assert gathers == pytest.approx(gathered(wire), rel=0.01)
+        assert gathers == pytest.approx(wire.plan().bytes_gathered, rel=0.01)
         wire.detach()
 
 
@@ -116,7 +110,9 @@ def test_gathers_stay_within_nodes_that_hold_a_replica():
     whole, once = step("fsdp"), step("fsdp", reshards=False)
     assert whole.gathered_bytes == pytest.approx(2 * 4 * 10e6 * 7 / 8, rel=0.01)
     assert once.gathered_bytes == whole.gathered_bytes / 2
-    assert step("fsdp", weights="int8").gathered_bytes == pytest.approx(whole.gathered_bytes / 4, rel=0.03)
+    # torch's ring has seven of eight shards on each link, gradwire sends each of a node's to three others.
+    few = step("fsdp", weights="int8").gathered_bytes
+    assert few == pytest.approx(whole.gathered_bytes / 4 * 6 / 7, rel=0.03)
     # A node of two workers sends two shards' averages: together, those of the whole model between replicas.
     assert step("hsdp", "fp32").bytes_per_step == pytest.approx(2 * 4 * 10e6 * 3 / 4, rel=0.01)
 

@@ -213,7 +213,7 @@ def test_gradients_are_clipped_by_their_common_norm(two_ranks):
     two_ranks.run(check_clipping)
 
 
-def check_checkpointing(rank, compiles):
+def check_checkpointing(rank, compiles, weights=None):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     plain, model = make(), make()
@@ -222,7 +222,7 @@ def check_checkpointing(rank, compiles):
             torch.compile(block, backend="eager") if compiles else checkpoint_wrapper(block)
         )
     shard(model)
-    with gradwire.attach(model, "int8"):
+    with gradwire.attach(model, "int8", weights=weights):
         for _ in range(2):
             model.zero_grad()
             loss_of(model, batch(rank, 0)).backward()
@@ -244,6 +244,12 @@ def test_activations_may_be_computed_again(two_ranks):
 @pytest.mark.full
 def test_blocks_may_be_compiled(two_ranks):
     two_ranks.run(check_checkpointing, True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("compiles", [False, True])
+def test_such_blocks_may_be_gathered_ahead(compiles, two_ranks):
+    two_ranks.run(check_checkpointing, compiles, "fp32")
 
 
 def check_resume(rank):

@@ -125,7 +125,8 @@ def _predict(options: PlanOptions) -> _Predicted:
     for cluster in clusters:  # before the machine is measured
         if (plan := options.sharded_plan(cluster)) is not None:
             plan.sharding.num_replicas(cluster.num_workers)
-    speeds = load_calibration(options.calibration, recipes, open_console(stderr=True))
+    gathered = [] if options.weights is None else [options.weights]
+    speeds = load_calibration(options.calibration, [*recipes, *gathered], open_console(stderr=True))
 
     def predicted(name: str, cluster: Cluster) -> Prediction | OuterPrediction:
         plan = options.sharded_plan(cluster)

@@ -80,8 +80,13 @@ class PlanOptions:
         ),
     ] = None
     weights: Annotated[
-        str, typer.Option(metavar="RECIPE", help="With --sharding: the encoding of gathered parameters.")
-    ] = "fp32"
+        str | None,
+        typer.Option(
+            metavar="RECIPE",
+            help="With --sharding: the encoding of gathered parameters, as for attach; fp32 is exact.",
+            show_default="torch gathers them",
+        ),
+    ] = None
     reshards: Annotated[
         bool,
         typer.Option(
@@ -131,7 +136,7 @@ class PlanOptions:
         check_positive("--bucket-mb", self.bucket_mb)
         if self.period is None and (self.fragments > 1 or self.delay is not None):
             raise ValueError("--fragments and --delay are those of an outer loop: give its --period too")
-        if self.sharding is None and (self.num_shards or self.weights != "fp32" or not self.reshards):
+        if self.sharding is None and (self.num_shards or self.weights or not self.reshards):
             raise ValueError("--shards, --weights and --no-reshard go with --sharding")
         if self.sharding is not None and (self.period or self.bucket_mb or self.validate):
             raise ValueError("--period, --bucket-mb and --validate are those of DDP: leave out --sharding")

@@ -30,7 +30,8 @@ OUTER_NOTE = (
 
 SHARDED_NOTE = (
     "allreduce: torch's own sharding over Gloo. Gathers: the parameters, of what a node sends. As on CPU, "
-    "computing waits for gathers; on CUDA they overlap, and steps are shorter."
+    "computing waits for torch's gathers, and those of --weights overlap with it; on CUDA all overlap, and "
+    "steps are shorter."
 )
 
 

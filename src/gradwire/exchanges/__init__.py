@@ -12,7 +12,7 @@ from gradwire.exchanges.mixed import Mixed
 from gradwire.exchanges.noop import Noop
 from gradwire.exchanges.rounds import Rounds, run_rounds
 from gradwire.exchanges.route import Route
-from gradwire.exchanges.scatter import aligned, even_bounds
+from gradwire.exchanges.scatter import aligned, aligned_rows, even_bounds
 from gradwire.exchanges.scattered import Gathered, Scattered
 from gradwire.exchanges.schedule import Schedule
 from gradwire.exchanges.scratch import Scratch
@@ -37,6 +37,7 @@ __all__ = [
     "Selector",
     "TwoShot",
     "aligned",
+    "aligned_rows",
     "average",
     "even_bounds",
     "run_rounds",

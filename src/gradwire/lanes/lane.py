@@ -54,7 +54,14 @@ class Lane(Protocol):
         ...
 
 
-def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str, *, late: bool = False) -> Lane:
+def open_lane(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    prefix: str,
+    *,
+    late: bool = False,
+    num_in_flight: int = NUM_IN_FLIGHT,
+) -> Lane:
     """Open a lane for buckets on ``device``; collective over ``group``.
 
     Args:
@@ -62,6 +69,7 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str, *, la
         device: where the buckets are.
         prefix: a name that all ranks share, and that the group has not used before.
         late: True to connect while tasks queue; for hooks, which must not wait for other ranks.
+        num_in_flight: the number of worker threads.
     """
     if uses_nccl(group, device):
         return StreamLane(NcclGroup(group), Failure(group, prefix), timeout_of(group))
@@ -72,7 +80,7 @@ def open_lane(group: dist.ProcessGroup, device: torch.device, prefix: str, *, la
     failure, timeout = Failure(group, prefix), timeout_of(group)
     with contextlib.ExitStack() as undo:
         groups = []
-        for number in range(NUM_IN_FLIGHT):
+        for number in range(num_in_flight):
             groups.append(open_gloo(group, f"{prefix}/{number}", late=late))
             undo.callback(groups[-1].close)
         lane = WorkerLane(groups, failure, timeout, prefix)

@@ -16,6 +16,7 @@ from gradwire.peers.groups import (
     Subgroup,
     Traffic,
     gather,
+    gather_by_nodes,
     gather_rows,
 )
 from gradwire.peers.nccl import NcclGroup
@@ -52,6 +53,7 @@ __all__ = [
     "bytes_tensor",
     "close_connections",
     "gather",
+    "gather_by_nodes",
     "gather_if_same",
     "gather_rows",
     "is_unreachable",

@@ -94,6 +94,20 @@ def gather(rows: Sequence[Tensor], group: Group) -> None:
     messages.finish()
 
 
+def gather_by_nodes(rows: Sequence[Tensor], group: Group, node_size: int) -> None:
+    """Give every rank every rank's row as `gather` does, but send each row to another node only once.
+
+    Ranks 0 to ``node_size - 1`` are the first node, and so on. A row goes to the ranks of the same place in
+    the other nodes, and these pass it on within their nodes.
+    """
+    node, place = divmod(group.rank, node_size)
+    across = range(place, group.size, node_size)
+    gather([rows[rank] for rank in across], Subgroup(group, across))
+    within = Subgroup(group, range(node * node_size, (node + 1) * node_size))
+    for first in range(0, group.size if node_size > 1 else 0, node_size):
+        gather(rows[first : first + node_size], within)
+
+
 def gather_rows(own: Tensor, group: Group) -> Tensor:
     """Return every rank's ``own``, in rank order, as one tensor; all ranks give the same shape and dtype."""
     rows = own.new_zeros((group.size, *own.shape))

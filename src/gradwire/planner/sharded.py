@@ -17,7 +17,7 @@ from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffi
 from gradwire.planner.models import trained_parameters
 from gradwire.planner.predictions import Model, layout_traffic, ring_traffic
 from gradwire.planner.shapes import Shape, layers_of
-from gradwire.planner.sharded_cost import ShardedTraffic, UnitTraffic, predict_sharded_step
+from gradwire.planner.sharded_cost import ShardedCosts, ShardedTraffic, UnitTraffic, predict_sharded_step
 from gradwire.recipes import placed, route_module_tables, scattered
 from gradwire.sharded import row_bytes, shard_layout, unit_parameters, weights_codec
 
@@ -27,8 +27,8 @@ class ShardedPlan:
     """The sharding of a model: the kind and the number of shards, and the way its parameters are gathered."""
 
     sharding: Sharding
-    weights: str = "fp32"
-    """The encoding of gathered parameters, as for `attach`."""
+    weights: str | None = None
+    """The encoding of gathered parameters, as for `attach`; None if torch gathers them."""
     reshards: bool = True
     """True if blocks are freed after the forward pass, and gathered again."""
 
@@ -60,11 +60,15 @@ def predict_sharded(
 
     Raises ValueError if the recipe does not fit, or if shards do not divide the cluster's workers.
     """
-    if recipe not in calibration.costs:
-        raise ValueError(f"the calibration has no {recipe!r}: calibrate again with all recipes that you plan")
+    found = calibration.costs
+    for each in (recipe, plan.weights or ALLREDUCE):
+        if each not in found:
+            raise ValueError(
+                f"the calibration has no {each!r}: calibrate again with all recipes and weights that you plan"
+            )
     traffic = sharded_traffic(recipe, model, cluster, plan)
-    costs = calibration.costs
-    return predict_sharded_step(compute_s, traffic, costs[recipe], costs[ALLREDUCE], cluster)
+    costs = ShardedCosts(found[recipe], found[plan.weights or ALLREDUCE], found[ALLREDUCE])
+    return predict_sharded_step(compute_s, traffic, costs, cluster)
 
 
 def sharded_traffic(recipe: str, model: Model, cluster: Cluster, plan: ShardedPlan) -> ShardedTraffic:
@@ -95,7 +99,7 @@ def sharded_traffic(recipe: str, model: Model, cluster: Cluster, plan: ShardedPl
     left = iter(averages.buckets)
     found = [
         UnitTraffic(
-            _gather(unit, plan.weights, replica),
+            _gather(unit, plan, replica),
             unit.num_gathers,
             next(left, None) if unit.trained else None,
             None
@@ -104,7 +108,14 @@ def sharded_traffic(recipe: str, model: Model, cluster: Cluster, plan: ShardedPl
         )
         for unit in units
     ]
-    return ShardedTraffic(tuple(found), averages.work, averages.messages_meet, waits=recipe == ALLREDUCE)
+    return ShardedTraffic(
+        tuple(found),
+        averages.work,
+        averages.messages_meet,
+        # Whole gradients would take memory while they wait, shards take little.
+        num_left=0 if recipe == ALLREDUCE else 1 if is_fsdp else None,
+        gathers_ahead=plan.weights is not None,
+    )
 
 
 def _averages(
@@ -141,10 +152,18 @@ def _units(model: Model, reshards: bool) -> list[_Unit]:
     ]
 
 
-def _gather(unit: _Unit, weights: str, replica: Cluster) -> BucketTraffic:
-    """Return the traffic of an all-gather in a ring over the ranks of a replica."""
+def _gather(unit: _Unit, plan: ShardedPlan, replica: Cluster) -> BucketTraffic:
+    """Return the traffic of an all-gather over the ranks of a replica: torch's in a ring, or gradwire's.
+
+    gradwire's has a round between nodes and one for each node within them, and one to compare what ranks do.
+    """
+    num_nodes, num_local, num_peers = replica.num_nodes, replica.workers_per_node, replica.num_workers - 1
     shapes = [torch.Size(shard_shape(whole, 0, replica.num_workers)) for whole in unit.shapes.values()]
-    num_rounds = replica.num_workers - 1
-    num_bytes = num_rounds * row_bytes(shapes, torch.float32, weights_codec(gradwire.recipe(weights)))
-    leaving = num_bytes if replica.num_nodes > 1 else 0
-    return BucketTraffic(unit.numel, num_bytes, leaving, num_rounds, num_rounds)
+    codec = weights_codec(gradwire.recipe(plan.weights or "fp32"))
+    row = row_bytes(shapes, torch.float32, codec)
+    if plan.weights is None:
+        leaving = num_peers * row if num_nodes > 1 else 0
+        return BucketTraffic(unit.numel, num_peers * row, leaving, num_peers, num_peers)
+    leaving = num_local * (num_nodes - 1) * row
+    num_rounds = 1 + (num_nodes > 1) + (num_nodes if num_local > 1 else 0)
+    return BucketTraffic(unit.numel, num_peers * row, leaving, num_rounds if num_peers else 0, 2 * num_peers)

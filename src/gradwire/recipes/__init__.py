@@ -27,6 +27,8 @@ from gradwire.recipes.registry import (
 )
 from gradwire.recipes.resolution import (
     agree_on_nodes,
+    common_node_size,
+    detect_node_size,
     kernels_of,
     require_averaging,
     require_fixed,
@@ -50,6 +52,8 @@ __all__ = [
     "auto",
     "bf16",
     "can_scatter",
+    "common_node_size",
+    "detect_node_size",
     "fingerprint",
     "fp8",
     "fp16",

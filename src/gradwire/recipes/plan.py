@@ -29,6 +29,8 @@ class WirePlan:
     routes: tuple[PlannedRoute, ...]
     note: str = ""
     """A line that is printed above the table."""
+    bytes_gathered: int = 0
+    """Bytes that this rank sends in a step to gather a sharded model's parameters."""
 
     @property
     def bytes_sent(self) -> int:

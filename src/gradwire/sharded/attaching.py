@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,13 +16,15 @@ from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, open_eng
 from gradwire.codecs import Codec
 from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
 from gradwire.ddp import attach as attach_to_ddp
+from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
 from gradwire.peers import CollectiveCall, timeout_of, uses_nccl
-from gradwire.recipes import Recipe, agree_on_nodes, kernels_of, noop
+from gradwire.recipes import Recipe, agree_on_nodes, common_node_size, detect_node_size, kernels_of, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.sharded.attachment import ShardedAttachment
 from gradwire.sharded.backward import Backward
 from gradwire.sharded.checks import check
+from gradwire.sharded.gathers import Gathers
 from gradwire.sharded.model import ShardedGradients, ShardedModel
 from gradwire.sharded.reduce_scatter import UnitReduceScatter
 from gradwire.sharded.replicas import UnitReplicas
@@ -59,9 +62,9 @@ def attach(
         replicas: for a sharded model, the ranks that hold the same shard: a process group, or a
             ``DeviceMesh`` of one dimension. Gradients are then averaged over them by ``recipe``, and over
             shards by torch. A model that was sharded over a mesh of two dimensions knows its replicas.
-        weights: for a sharded model, the encoding in which parameters are gathered: ``"bf16"``, ``"int8"``,
-            ``"fp8"`` or ``"int4"``. All ranks compute with the decoded weights; optimizers step the shards as
-            they are. None, the default, leaves that to torch.
+        weights: for a sharded model, the encoding in which parameters are gathered: ``"fp32"`` (as they are),
+            ``"bf16"``, ``"fp16"``, ``"int8"``, ``"fp8"`` or ``"int4"``. All ranks compute with the decoded
+            weights; optimizers step the shards as they are. None, the default, leaves gathers to torch.
         state: the first argument of a hook; not for recipes.
         timeout: how long to wait for the other ranks; by default the group's own timeout.
         on_nonfinite: what to do when an averaged gradient is infinite or NaN. ``"propagate"`` passes it to
@@ -134,13 +137,28 @@ def attach(
                 **options.claim(),
                 **sharded.claim(choice.fingerprint),
             }
+            node_size = 1
             if sharded.has_replicas:
                 choice = choice.with_recipe(agree_on_nodes(chosen, call, claim))
             else:
-                call.agree(claim)
+                node_size = common_node_size(call.agree(claim, note=str(detect_node_size(call.group))))
         if around is not None:
             around.agree(claim)
-    return Wire(_open(sharded, choice, options, limit, call.rendezvous, codec, is_disabled=is_disabled))
+    gathering = None
+    if codec is not None:
+        gathering = _Gathering(str(encoding), codec, f"{(around or call).rendezvous}/weights", node_size)
+    return Wire(_open(sharded, choice, options, limit, call.rendezvous, gathering, is_disabled=is_disabled))
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """The way in which parameters are gathered."""
+
+    encoding: str
+    codec: Codec
+    rendezvous: str
+    """A name for a lane, shared by the ranks that hold the shards."""
+    node_size: int
 
 
 def _open(
@@ -149,7 +167,7 @@ def _open(
     options: Options,
     timeout: timedelta,
     rendezvous: str,
-    weights: Codec | None,
+    gathering: _Gathering | None,
     *,
     is_disabled: bool,
 ) -> ShardedAttachment:
@@ -187,13 +205,13 @@ def _open(
         undo.callback(installed.close)
         for unit in sharded.units:
             _install(unit, backward, installed, is_hsdp=sharded.has_replicas)
-            if weights is not None:
-                installed.callback(_restore_gather, unit, unit.all_gather)
-                unit.module.set_custom_all_gather(UnitAllGather(unit, weights))
+        if gathering is not None:
+            _install_gathers(sharded, backward, gathering, installed)
         undo.pop_all()
     details = {"recipe": choice.name, "world_size": sharded.world_size, "device": str(sharded.device)}
     checks.record_event("attach", 0, **details)
-    return ShardedAttachment(sharded, backward, choice, timeout, installed, weights)
+    codec = None if gathering is None else gathering.codec
+    return ShardedAttachment(sharded, backward, choice, timeout, installed, codec)
 
 
 def _install(unit: Unit, backward: Backward, undo: contextlib.ExitStack, *, is_hsdp: bool) -> None:
@@ -208,8 +226,24 @@ def _install(unit: Unit, backward: Backward, undo: contextlib.ExitStack, *, is_h
     undo.callback(hooks.remove)
 
 
+def _install_gathers(
+    sharded: ShardedModel, backward: Backward, gathering: _Gathering, undo: contextlib.ExitStack
+) -> None:
+    gathers = None
+    if sharded.device.type == "cpu":
+        # One in flight: a gather is asked for when the one before it is used.
+        lane = open_lane(sharded.shards, sharded.device, gathering.rendezvous, num_in_flight=1)
+        undo.callback(lane.close)
+        gathers = Gathers(lane, backward, sharded.rank, gathering.encoding, gathering.node_size)
+        undo.callback(gathers.follow(sharded.root))
+    for unit in sharded.units:
+        undo.callback(_restore_gather, unit, unit.all_gather)
+        unit.module.set_custom_all_gather(UnitAllGather(unit, gathering.codec, gathers))
+
+
 def _restore_gather(unit: Unit, comm: Any) -> None:
     unit.module.set_custom_all_gather(comm)
+    fsdp.forget_gather(unit.group)
 
 
 def _restore(unit: Unit, comm: Any) -> None:

@@ -22,7 +22,7 @@ from gradwire.recipes import Recipe, Tuning, WirePlan, make_plan
 from gradwire.sharded.backward import Backward
 from gradwire.sharded.model import ShardedModel
 from gradwire.sharded.shard_group import report_sharing
-from gradwire.sharded.weights import gather_bytes
+from gradwire.sharded.weights import gather_bytes, goes_as_it_is
 
 
 class ShardedAttachment(Attached):
@@ -88,14 +88,12 @@ class ShardedAttachment(Attached):
     def plan(self, recipe: Recipe, step: int | None) -> WirePlan:
         layouts = self._backward.current() or self._model.expected_layouts()
         plan = make_plan(recipe, layouts, self.group.rank(), self.group.size(), step)
-        return replace(plan, note=self._describe_gathers())
-
-    def _describe_gathers(self) -> str:
-        """Say what this rank sends in the all-gathers of parameters, which are no part of a recipe."""
-        units, num_peers = self._model.units, self._model.num_shards - 1
-        sent = sum(unit.num_gathers * num_peers * gather_bytes(unit, self._weights) for unit in units)
-        encoded = "" if self._weights is None else "encoded "
-        return f"Beside gradients, {encoded}parameters are gathered: {sent:,} bytes sent in a step."
+        units, codec, num_peers = self._model.units, self._weights, self._model.num_shards - 1
+        sent = sum(unit.num_gathers * num_peers * gather_bytes(unit, codec) for unit in units)
+        is_encoded = codec is not None and any(not goes_as_it_is(codec, u.gather_dtype) for u in units)
+        what = "encoded parameters" if is_encoded else "parameters"
+        note = f"Beside gradients, {what} are gathered: {sent:,} bytes sent in a step."
+        return replace(plan, note=note, bytes_gathered=sent)
 
     def read(self, state: Mapping[str, Any]) -> checkpoint.Saved:
         trained = self._model.trained()

@@ -1,8 +1,10 @@
-"""The all-gather of a unit's parameters by an encoding, in place of torch's own."""
+"""The all-gather of a unit's parameters, as they are or by an encoding, in place of torch's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -12,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.codecs import Codec, Raw
-from gradwire.exchanges import Gathered, aligned
+from gradwire.exchanges import Gathered, Scratch, aligned, aligned_rows
 from gradwire.ops import Chunk
+from gradwire.peers import Group, SealedClaim, gather_by_nodes, require_same
 from gradwire.recipes import Recipe, gathered
+from gradwire.sharded.gathers import Gathers
 from gradwire.sharded.units import Unit
 
 # torch 2.13 has renamed it.
@@ -66,17 +70,22 @@ def _number_if_matrix(numbered: tuple[int, torch.Size]) -> int | None:
     return number if len(shape) > 1 else None
 
 
+def goes_as_it_is(codec: Codec, dtype: torch.dtype) -> bool:
+    """Return True if an encoding leaves values of this dtype as they are in memory."""
+    return codec.resolve(dtype).in_place
+
+
 def row_bytes(shapes: Sequence[torch.Size], dtype: torch.dtype, codec: Codec) -> int:
     """Return the bytes that a rank sends to each other one in an all-gather of its shards."""
+    if goes_as_it_is(codec, dtype):
+        return sum(shape.numel() for shape in shapes) * dtype.itemsize
     return aligned(segments_of(shapes, dtype, codec)[-1].bytes.stop)
 
 
 def gather_bytes(unit: Unit, codec: Codec | None) -> int:
     """Return the bytes that a rank sends to each other one when a unit is gathered; None is torch's own."""
     shapes = [each.padded_shape for each in unit.parameters]
-    if codec is None:
-        return sum(shape.numel() for shape in shapes) * unit.gather_dtype.itemsize
-    return row_bytes(shapes, unit.gather_dtype, codec)
+    return row_bytes(shapes, unit.gather_dtype, codec or Raw())
 
 
 class UnitAllGather:
@@ -87,10 +96,13 @@ class UnitAllGather:
     which are not rounded.
     """
 
-    def __init__(self, unit: Unit, codec: Codec) -> None:
+    def __init__(self, unit: Unit, codec: Codec, gathers: Gathers | None) -> None:
+        """Gather on a lane, if ``gathers`` has one; otherwise in the order of the current stream."""
         self._unit = unit
         self._codec = codec
+        self._gathers = gathers
         self._segments: dict[torch.dtype, list[Segment]] = {}
+        self._claims: dict[torch.dtype, SealedClaim] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the values that torch hands over, or takes back."""
@@ -107,18 +119,52 @@ class UnitAllGather:
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         dtype = input_tensor.dtype
         if dtype not in self._segments:
-            self._segments[dtype] = segments_of(shapes, dtype, self._codec)
+            is_exact = goes_as_it_is(self._codec, dtype)
+            self._segments[dtype] = [] if is_exact else segments_of(shapes, dtype, self._codec)
         segments = self._segments[dtype]
+        if self._gathers is not None:
+            claim = self._claims.setdefault(dtype, SealedClaim({"gathered": f"{self._unit.name!r}, {dtype}"}))
+            run = functools.partial(_run_on_lane, claim, segments, self._gathers.node_size)
+            return self._gathers.start(self._unit, output_tensor, run)
+        if not segments:
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
         stride = aligned(segments[-1].bytes.stop)
         rows = torch.empty(group.size(), stride, dtype=torch.uint8, device=input_tensor.device)
-        own = rows[group.rank()]
-        for each in segments:
-            _encode(each, input_tensor, own)
-        _all_gather(rows.view(-1), own, group=group)
-        for row, values in zip(rows, output_tensor.view(group.size(), -1), strict=True):
-            for each in segments:
-                _decode(each, row, values)
+        with _encoded(output_tensor, segments, rows, group.rank()):
+            _all_gather(rows.view(-1), rows[group.rank()], group=group)
         return None
+
+
+def _run_on_lane(
+    claim: SealedClaim,
+    segments: Sequence[Segment],
+    node_size: int,
+    flats: Sequence[Tensor],
+    group: Group,
+    scratch: Scratch,
+) -> Sequence[Tensor]:
+    """Gather the values of a unit in place; ValueError if another rank gathers another unit."""
+    (flat,) = flats
+    require_same(claim, group, flat.device)
+    if not segments:
+        gather_by_nodes(flat.view(torch.uint8).view(group.size, -1).unbind(), group, node_size)
+        return flats
+    rows = aligned_rows(scratch, "rows", group.size, segments[-1].bytes.stop, flat.device)
+    with _encoded(flat, segments, rows, group.rank):
+        gather_by_nodes(rows.unbind(), group, node_size)
+    return flats
+
+
+@contextlib.contextmanager
+def _encoded(flat: Tensor, segments: Sequence[Segment], rows: Tensor, rank: int) -> Iterator[None]:
+    """Encode this rank's values into its row; decode all rows when the block has gathered them."""
+    parts = flat.view(len(rows), -1)
+    for each in segments:
+        _encode(each, parts[rank], rows[rank])
+    yield
+    for row, values in zip(rows, parts, strict=True):
+        for each in segments:
+            _decode(each, row, values)
 
 
 def _encode(segment: Segment, values: Tensor, row: Tensor) -> None:

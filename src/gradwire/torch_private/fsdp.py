@@ -25,6 +25,7 @@ FSDP_NAMES = (
         }.items()
     ),
     ("param_group:_all_gather_comm", "finds an all-gather of the user's", "refuse weights="),
+    ("param_group:_all_gather_result", "forgets a gather that failed", "let its next use fail too"),
     *(
         (f"fsdp_param:{name}", "the layout of reduced gradients", "refuse sharded models")
         for name in (
@@ -107,6 +108,11 @@ def reduce_scatter_of(param_group: Any) -> Any:
 def all_gather_of(param_group: Any) -> Any:
     """Return the object that gathers a group's parameters; None in a torch that has none."""
     return getattr(param_group, "_all_gather_comm", None)
+
+
+def forget_gather(param_group: Any) -> None:
+    """Let the group gather its parameters anew, if it waits for a gather now."""
+    param_group._all_gather_result = None
 
 
 def gathers_twice(param_group: Any) -> bool:
