@@ -126,6 +126,7 @@ def job_far(rank):
         assert len(others) >= 2
         assert others == [0] * len(others)
         assert last == 2, "one in each phase"
+        assert wire.stats().wait_ms > 0
 
 
 def test_if_one_rank_is_far_buckets_share_messages_on_all(two_ranks):
