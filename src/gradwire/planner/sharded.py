@@ -13,7 +13,7 @@ import gradwire
 from gradwire.buckets import BucketLayout, shard_shape
 from gradwire.headroom import ALLREDUCE, Sharding
 from gradwire.planner.calibration import Calibration
-from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffic
+from gradwire.planner.cost import RING_TRIPS, BucketTraffic, Cluster, Prediction, StepTraffic
 from gradwire.planner.models import trained_parameters
 from gradwire.planner.predictions import Model, layout_traffic, ring_traffic
 from gradwire.planner.shapes import Shape, layers_of
@@ -147,4 +147,4 @@ def _gather(unit: _Unit, weights: str, replica: Cluster) -> BucketTraffic:
     num_rounds = replica.num_workers - 1
     num_bytes = num_rounds * row_bytes(shapes, torch.float32, weights_codec(gradwire.recipe(weights)))
     leaving = num_bytes if replica.num_nodes > 1 else 0
-    return BucketTraffic(unit.numel, num_bytes, leaving, num_rounds, num_rounds)
+    return BucketTraffic(unit.numel, num_bytes, leaving, num_rounds, num_rounds, RING_TRIPS * num_rounds)
