@@ -85,5 +85,6 @@ def test_a_sum_in_two_levels_takes_no_longer_for_its_last_phase():
     assert delays("int8:local_size=2", 4) == 6
 
 
-def test_a_small_exact_sum_takes_the_time_of_two_messages():
-    assert delays("acp:rank=1,factors=fp32", 2) == 2
+def test_an_exact_sum_of_two_ranks_takes_the_time_of_two_messages():
+    assert delays("acp:rank=1", 2) == 2
+    assert delays("powersgd:rank=4", 2) == 4
