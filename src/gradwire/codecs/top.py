@@ -52,8 +52,7 @@ class Top:
         return self.format.row_bytes(numel)
 
     def encode(self, chunk: Chunk) -> None:
-        x = chunk.values if chunk.residual is None else chunk.values + chunk.residual
-        self._encode(x, chunk)
+        self._encode(_with_residual(chunk), chunk)
 
     def decode(self, row: Tensor, values: Tensor, seed: ops.Seed = ops.NO_SEED) -> None:
         top.decode(self.format, row, values)
@@ -61,8 +60,7 @@ class Top:
     def reduce(
         self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
-        total = chunk.values if chunk.residual is None else chunk.values + chunk.residual
-        total = total.clone()
+        total = _with_residual(chunk)
         self.sum(total, rows, rank, scale)
         inverse = 1 / torch.as_tensor(scale, dtype=torch.float64, device=total.device)
         chunk.values.copy_(self._encode(total, chunk, inverse.to(torch.float32)))
@@ -83,3 +81,7 @@ class Top:
             # What is not finite leaves the residual unchanged.
             residual.copy_(torch.where(left_out.isfinite(), left_out, residual.to(x.dtype)))
         return sent
+
+
+def _with_residual(chunk: Chunk) -> Tensor:
+    return chunk.values if chunk.residual is None else chunk.values + chunk.residual
