@@ -34,7 +34,7 @@ from fault_ranks import HOOKS, KINDS, PLACES, PLANTED, RAW, RECIPES, Fault, beco
 from gradwire.headroom import Machine
 from gradwire.ops import warm_up
 
-# Faults that have once been an abort, or an error that did not name the rank that failed.
+# Faults that have once been an abort, a hang, or an error that did not name the rank that failed.
 NAMED = [
     Fault(-1, 3, "our raw hook inside a hook", "ValueError", "hook", 1, 0, 0, rank_0_hosts=True),
     Fault(-2, 3, "torch's hook", "MemoryError", "hook", 0, 4, 0, rank_0_hosts=False),
@@ -44,6 +44,8 @@ NAMED = [
     Fault(-6, 4, "a hook with callbacks", "kill", "optimizer", 2, 3, 1, rank_0_hosts=True),
     Fault(-7, 3, "torch's hook", "MemoryError", "optimizer", 0, 0, 0, rank_0_hosts=True),
     Fault(-8, 3, "torch's hook", "ValueError", "hook", 0, 3, 0, rank_0_hosts=True),
+    Fault(-9, 4, "torch's hook", "stop", "data", 3, 1, 0, rank_0_hosts=True),
+    Fault(-10, 3, "raw powersgd", "kill", "hook", 0, 0, 0, rank_0_hosts=True),
 ]
 SLOW_START_S = 120.0
 HANGS, ABORTS, SWALLOWS, ANONYMOUS, GOOD = "hang", "abort", "no error", "origin not named", "good"

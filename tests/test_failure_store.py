@@ -4,12 +4,14 @@ import os
 import signal
 import threading
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from gradwire.peers import failure_store
+from gradwire.peers import failure_store, next_rendezvous
 from gradwire.peers.failure_store import FailureStore
+from gradwire.peers.store_connections import connect
 
 
 class Group:
@@ -73,3 +75,13 @@ def test_a_host_that_is_gone_keeps_nobody_waiting(fate, monkeypatch):
         asking.start()
         asking.join(timeout=120)
         assert asked == [(None, False)]
+
+
+def test_a_hook_says_that_the_store_is_gone():
+    with hosted_store() as (host, store):
+        os.kill(host, signal.SIGKILL)
+        silent = "^rank 0: .*The group's store does not answer.* rank 0 if init"
+        with pytest.raises(RuntimeError, match=silent):
+            next_rendezvous(Group(store))
+        with pytest.raises(RuntimeError, match=silent):
+            connect(Group(store), timedelta(seconds=1))

@@ -16,6 +16,7 @@ from gradwire.peers import last_words
 from gradwire.peers.failure_store import FailureStore, RankStatus
 from gradwire.peers.gloo import TIMED_OUT, close_connections
 from gradwire.peers.groups import PeerUnreachable
+from gradwire.peers.store_connections import STORE_IS_SILENT
 
 # A rank posts its text before it closes its connections, so ranks that see them closed find the text at
 # once. A rank that was killed posts nothing; the others give up looking for its text after this long.
@@ -128,7 +129,8 @@ class Failure:
         everyone = range(store.size)
         asked = everyone if peer is None else [peer]
         statuses, silent = _follow_waits(store, asked)
-        if not silent:  # the peer is there: it has closed, or waits in torch, because of another rank
+        if not silent and (not timed_out or _follow_waits(store, everyone)[1]):
+            # The peer is there: it has closed, or waits in torch, because of another rank.
             asked = everyone
             statuses, silent = _follow_waits(store, asked)
         deadline = time.monotonic() + _ROLL_CALL_S
@@ -136,10 +138,7 @@ class Failure:
             time.sleep(0.02)
             statuses, silent = _follow_waits(store, asked)
         if not store.is_reachable:
-            return (
-                "The group's store does not answer, so the other ranks cannot be asked. It lives with rank "
-                "0 if init_process_group has made it: then that is the rank that died or is stopped"
-            )
+            return STORE_IS_SILENT
         # A rank that gives up after the timeout closes its connections, and others may see only that.
         timed_out = timed_out or any(status.timed_out for status in statuses.values())
         waiting = "".join(f"Rank {rank} {status}. " for rank, status in list(statuses.items())[:4])

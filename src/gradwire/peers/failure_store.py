@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from gradwire.torch_private import PrefixStore, has_tcp_store, own_connection, store_of
+from gradwire.peers.store_connections import begin_connection, start_thread
+from gradwire.torch_private import PrefixStore, Store, has_tcp_store, store_of
 
 T = TypeVar("T")
 
@@ -69,6 +70,7 @@ class FailureStore:
         self.is_reachable = True
         """False after the first request without an answer: the store's host is dead or stopped."""
         self._prefix = prefix
+        # Not the group itself, which may end before this does.
         self._users_store, self._group_name = store_of(group), group.group_name
         # Other stores have no connection to make, and a FileStore counts its clones.
         self._opening = self._open() if has_tcp_store(self._users_store) else None
@@ -108,21 +110,8 @@ class FailureStore:
         value = self._ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if value is None else value.decode(errors="replace")
 
-    def _open(self) -> Future[PrefixStore]:
-        """Begin to connect to the store."""
-        opening: Future[PrefixStore] = Future()
-
-        def connect() -> None:
-            try:
-                store = PrefixStore(self._prefix, own_connection(self._users_store, self._group_name))
-                store.set_timeout(timedelta(seconds=_PATIENCE_S))
-            except RuntimeError as error:
-                opening.set_exception(error)
-            else:
-                opening.set_result(store)
-
-        _start(connect)
-        return opening
+    def _open(self) -> Future[Store]:
+        return begin_connection(self._users_store, self._group_name)
 
     def _ask(self, request: Callable[[PrefixStore], T]) -> T | None:
         """Return the store's answer; return None if it does not answer in time, and at once from then on."""
@@ -134,20 +123,17 @@ class FailureStore:
 
         def ask() -> None:
             try:
-                answers.put(request(opening.result()))
+                store = PrefixStore(self._prefix, opening.result())
+                store.set_timeout(timedelta(seconds=_PATIENCE_S))
+                answers.put(request(store))
             except RuntimeError:
                 failed.set()
                 answers.put(None)  # type: ignore[arg-type]
 
-        _start(ask)
+        start_thread(ask)
         with contextlib.suppress(queue.Empty):
             answer = answers.get(timeout=_PATIENCE_S)
             self.is_reachable = not failed.is_set()
             return answer
         self.is_reachable = False
         return None
-
-
-def _start(work: Callable[[], None]) -> None:
-    # A thread that never gets its answer waits in a system call, and does not keep Python from ending.
-    threading.Thread(target=work, name="gradwire-failure-store", daemon=True).start()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
 from gradwire.peers.process_groups import timeout_of
+from gradwire.peers.store_connections import connect
 from gradwire.torch_private import (
     PrefixStore,
     ProcessGroupGloo,
@@ -24,7 +25,6 @@ from gradwire.torch_private import (
     backend_of,
     device_types,
     has_tcp_store,
-    own_connection,
     store_of,
 )
 
@@ -41,10 +41,10 @@ def open_gloo(group: dist.ProcessGroup, prefix: str, *, late: bool = False) -> G
 
     With ``late``, it does not connect before its `GlooGroup.open`, which is then the collective call.
     """
-    store = store_of(group)
+    store, timeout = store_of(group), timeout_of(group)
     if late and has_tcp_store(store):
-        store = own_connection(store, group.group_name)
-    return GlooGroup(store, prefix, group.rank(), group.size(), timeout_of(group), late=late)
+        store = connect(group, timeout)
+    return GlooGroup(store, prefix, group.rank(), group.size(), timeout, late=late)
 
 
 class GlooGroup:

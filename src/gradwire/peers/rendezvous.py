@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from gradwire.peers.store_connections import STORE_IS_SILENT
 from gradwire.torch_private import store_of
 
 _FIRST_KEY = "gradwire/first"
@@ -72,9 +73,12 @@ def next_rendezvous(group: dist.ProcessGroup) -> str:
 
     The name is new to the group, and the same on all ranks if all have called this equally often. The
     calls are counted in the store, so the name is also new to a group that was destroyed and made again.
-    Everything else uses `join_rendezvous`.
+    Everything else uses `join_rendezvous`. Raises RuntimeError if the store does not answer.
     """
-    number = store_of(group).add(f"gradwire/rendezvous/{group.rank()}", 1)
+    try:
+        number = store_of(group).add(f"gradwire/rendezvous/{group.rank()}", 1)
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {group.rank()}: {error}. {STORE_IS_SILENT}") from error
     return f"gradwire/{number}"
 
 
