@@ -10,7 +10,7 @@ A row is a recipe, or one of torch's hooks. ``int8@8`` has a bucket_cap_mb of 8 
 
 All rows are measured in the same processes, in turns whose order changes from round to round, so that drift
 hits all alike. A ratio is the median of the ratios within each round. A step is zero_grad, forward and
-backward; its time is that of the slowest rank. On CUDA, "host" is the time until backward() returns; the
+backward, and ends when the last rank has ended it. On CUDA, "host" is the time until backward() returns; the
 device goes on by itself. Behind a link, the bytes that left a rank's interface are compared with those that
 recipes announce. "Averaging" times the exchange alone, without a forward or backward pass: for one bucket,
 and for all buckets of the model, which DDP averages two at a time.
@@ -53,6 +53,8 @@ BASE = "DDP's fp32 allreduce"
 SIDE = 512
 T = TypeVar("T")
 NUM_WARM_UP_TURNS = 1
+# With a delay, TCP needs about ten steps until it sends a message as fast as later ones.
+NUM_FAR_WARM_UP_TURNS = 3
 
 
 def torch_bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -76,11 +78,16 @@ DEFAULT_ROWS = [
 CPU, GPU = Workload(), Workload(width=1024, num_layers=8, batch=8, sequence=128)
 
 
-def slowest(seconds: list[float]) -> list[float]:
-    """Return each step's time on the slowest rank, in milliseconds."""
-    times = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return (1e3 * times).tolist()
+def slowest(seconds: list[float], per_turn: int = 1) -> list[float]:
+    """Return the times from the end of one step to the end of the next, on the slowest rank, in milliseconds.
+
+    The ``per_turn`` steps of a turn follow each other. Of two ranks that are far apart, each may be the slow
+    one in every other step.
+    """
+    ends = torch.tensor(seconds, dtype=torch.float64).view(-1, per_turn).cumsum(1)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    times: list[float] = (1e3 * ends.diff(prepend=torch.zeros(len(ends), 1))).flatten().tolist()
+    return times
 
 
 def shuffled(rows: dict[str, T], turn: int) -> list[tuple[str, T]]:
@@ -135,7 +142,7 @@ def make_models(
 
 
 def time_steps(
-    rank: int, names: list[str], rounds: int, device: str, workload: Workload
+    rank: int, names: list[str], rounds: int, device: str, workload: Workload, warm_up: int
 ) -> dict[str, Measured]:
     group = dist.group.WORLD
     assert group is not None
@@ -149,7 +156,7 @@ def time_steps(
     host_seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[int]] = {name: [] for name in names}
     announced: dict[str, list[int]] = {name: [] for name in wires}
-    for turn in range(NUM_WARM_UP_TURNS + rounds):
+    for turn in range(warm_up + rounds):
         for name, model in shuffled(models, turn):
             dist.barrier()
             before = interface_bytes()
@@ -160,21 +167,21 @@ def time_steps(
                 returned = time.perf_counter()
                 if device == "cuda":
                     torch.cuda.synchronize()
-                if turn >= NUM_WARM_UP_TURNS:
+                if turn >= warm_up:
                     host_seconds[name].append(returned - begin)
                     seconds[name].append(time.perf_counter() - begin)
             after = interface_bytes()
-            if turn >= NUM_WARM_UP_TURNS and before is not None and after is not None:
+            if turn >= warm_up and before is not None and after is not None:
                 sent[name].append(after - before)
-            if turn >= NUM_WARM_UP_TURNS and name in wires:
+            if turn >= warm_up and name in wires:
                 steps = wires[name].stats().steps[-STEPS_PER_TURN:]
                 announced[name].append(sum(b.bytes_sent or 0 for step in steps for b in step.buckets))
     return {
         name: Measured(
-            slowest(values),
+            slowest(values, STEPS_PER_TURN),
             statistics.mean(announced[name]) / STEPS_PER_TURN if name in wires else None,
             statistics.mean(sent[name]) / STEPS_PER_TURN if sent[name] else None,
-            slowest(host_seconds[name]),
+            slowest(host_seconds[name], STEPS_PER_TURN),
         )
         for name, values in seconds.items()
     }
@@ -308,7 +315,8 @@ def main() -> None:
     )
     lab_options = options.world_size, options.link, options.delay
     with Lab(*lab_options) if options.link or options.delay else contextlib.nullcontext() as lab:
-        args = names, options.rounds, options.device, workload
+        warm_up = NUM_FAR_WARM_UP_TURNS if options.delay else NUM_WARM_UP_TURNS
+        args = names, options.rounds, options.device, workload, warm_up
         steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab)[0]
     quantiles = ["median", "p10", "p90"]
     ratios = ["DDP over it", "torch fp16 over it", "it over noop"]

@@ -24,7 +24,7 @@ from gradwire.exchanges import Context, Scratch
 from gradwire.exchanges.scatter import Seeds, Sum
 from gradwire.exchanges.two_phase import TwoPhaseReduce
 from gradwire.lanes import Promise
-from gradwire.peers import SingleRankGroup
+from gradwire.peers import SingleRankGroup, distance
 from gradwire.testing import run_ranks, run_virtual_ranks
 
 SPECS = [
@@ -111,6 +111,26 @@ def compare(rank, spec, num_steps, *, may_skip=True):
 @pytest.mark.parametrize(("world_size", "specs"), [(2, SPECS[::2]), (3, SPECS[1::2])])
 def test_buckets_that_share_messages_have_the_same_bits_and_send_fewer(world_size, specs):
     run_ranks(job_shared, world_size, timeout=240, args=(specs,))
+
+
+def job_far(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distance, "_round_trip_s", lambda store: 0.2 * rank)
+        model = DistributedDataParallel(
+            nn.Sequential(*(nn.Linear(30, 30) for _ in range(4))), bucket_cap_mb=0.003
+        )
+        with gradwire.attach(model, "int8") as wire:
+            for _ in range(3):
+                model(torch.randn(8, 30)).sum().backward()
+            *others, last = (bucket.num_messages for bucket in wire.stats().steps[-1].buckets)
+        assert len(others) >= 2
+        assert others == [0] * len(others)
+        assert last == 2, "one in each phase"
+        assert wire.stats().wait_ms > 0
+
+
+def test_if_one_rank_is_far_buckets_share_messages_on_all(two_ranks):
+    two_ranks.run(job_far)
 
 
 class NoThirdBucket:

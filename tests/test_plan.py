@@ -38,7 +38,7 @@ SHAPES = typical_shapes(10_000_000)
 
 
 def bucket(num_values=1_000_000, num_bytes=4_000_000):
-    return BucketTraffic(num_values, num_bytes, num_bytes, 2, 2)
+    return BucketTraffic(num_values, num_bytes, num_bytes, 2, 2, 3)
 
 
 def step(num_nodes=2, rate=1e9, costs=FREE, traffic=None, compute_s=0.1, **more):
@@ -79,7 +79,7 @@ def test_two_buckets_are_under_way_at_once():
 
 def test_messages_of_a_round_cost_cpu_each_and_wait_together():
     def messages(number):
-        return StepTraffic((BucketTraffic(1_000_000, 0, 0, 2, number),))
+        return StepTraffic((BucketTraffic(1_000_000, 0, 0, 2, number, 3),))
 
     waiting, posting = replace(FREE, round_ms=3), replace(FREE, message_ms=3)
     assert step(costs=waiting, traffic=messages(2)) == step(costs=waiting, traffic=messages(2000))
@@ -111,6 +111,13 @@ def test_more_of_anything_never_makes_a_step_shorter():
     assert step(costs=base, latency_s=1e-2) > step(costs=base, latency_s=1e-5)
     met = StepTraffic((bucket(),), messages_meet=True)
     assert step(traffic=met) > step()
+
+
+def test_on_a_far_link_an_average_takes_the_time_of_three_messages_and_a_ring_of_four():
+    for name, num_trips in (("int8", 3), ("fp32", 3), ("allreduce", 4)):
+        traffic = step_traffic(name, [(1000, 1000)], Cluster(2))
+        far, near = (step(traffic=traffic, rate=None, latency_s=latency_s) for latency_s in (0.1, 0.0))
+        assert far - near == pytest.approx(num_trips * 0.1), name
 
 
 def sent(recipe, shapes, cluster, **more):
@@ -377,5 +384,5 @@ def test_tables_average_within_a_node_and_low_rank_does_not():
         step_traffic(name, model, nodes).buckets[0]
         for name, model in (("powersgd", module), ("int4", [(600, 48)]), ("powersgd", [(200, 48)]))
     )
-    for figure in ("num_values", "worker_bytes", "node_bytes", "num_rounds", "num_messages"):
+    for figure in ("num_values", "worker_bytes", "node_bytes", "num_rounds", "num_messages", "num_trips"):
         assert getattr(whole, figure) == getattr(tables, figure) + getattr(others, figure), figure

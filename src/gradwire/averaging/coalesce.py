@@ -2,7 +2,8 @@
 
 A bucket in few bits, or in low-rank factors, is so small that a message costs more than its content.
 DDP hands over the next bucket without waiting for the last one, so buckets can wait for one another. On a
-worker lane they do not: there, one bucket is encoded while the messages of another travel.
+worker lane they do not, unless ranks are far apart: one bucket is encoded while the messages of another
+travel.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from gradwire.averaging.pending import Pending
 from gradwire.lanes import Lane
 
 # Bytes that a rank sends at once. Of 1, 2, 4, 8 and 32 MiB, 4 MiB was fastest for int8, int4 and sign between
-# two processes that share an H200. Larger batches leave more to send after the backward pass.
+# two processes that share an H200. Larger batches leave more to send after the backward pass. On a far
+# link, a TCP connection has about as much under way at most: Linux gives it 4 MiB to send from (tcp_wmem).
 ENOUGH_BYTES = 4 << 20
 
 

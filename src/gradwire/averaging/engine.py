@@ -162,10 +162,10 @@ class Engine:
             self._start_collective(work, job.place, job.flat.device)
 
     def _submit(self, batch: list[Job]) -> None:
-        """Submit jobs that share messages; the statistics count the messages for the last job."""
+        """Submit jobs that share messages; the statistics count messages and times for the last job."""
         assert self._lane is not None
         for job in batch[:-1]:
-            self.stats.report(job.place, Traffic(), None)
+            self.stats.report(job.place, Traffic(), None if self._lane.runs_inline else 0.0)
         last, promises = batch[-1], tuple(job.promise for job in batch)
         run = functools.partial(run_jobs, batch, self.state.memory, self._may_have_unused)
         may_overlap = all(job.may_overlap for job in batch)

@@ -17,7 +17,7 @@ from gradwire.errors import WireError
 from gradwire.lanes.stream import StreamLane
 from gradwire.lanes.task import Task
 from gradwire.lanes.workers import WorkerLane
-from gradwire.peers import Failure, NcclGroup, SingleRankGroup, open_gloo, timeout_of, uses_nccl
+from gradwire.peers import Failure, NcclGroup, SingleRankGroup, is_far, open_gloo, timeout_of, uses_nccl
 
 # The number of buckets in flight on a worker lane. Each has its own scratch memory, twice the size of the
 # largest bucket on the wire.
@@ -83,7 +83,8 @@ def open_lane(
         for number in range(num_in_flight):
             groups.append(open_gloo(group, f"{prefix}/{number}", late=late))
             undo.callback(groups[-1].close)
-        lane = WorkerLane(groups, failure, timeout, prefix)
+        shares_messages = not late and is_far(group, groups[0])
+        lane = WorkerLane(groups, failure, timeout, prefix, shares_messages=shares_messages)
         undo.pop_all()
     return lane
 

@@ -28,13 +28,19 @@ class WorkerLane:
     one waits for its messages, and each group's messages have the same order on every rank.
     """
 
-    shares_messages = False
     runs_inline = False
 
     def __init__(
-        self, groups: Sequence[GlooGroup | SingleRankGroup], failure: Failure, timeout: timedelta, name: str
+        self,
+        groups: Sequence[GlooGroup | SingleRankGroup],
+        failure: Failure,
+        timeout: timedelta,
+        name: str,
+        *,
+        shares_messages: bool = False,
     ) -> None:
         """Start a thread for each of ``groups``, which belong to the lane and close with it."""
+        self.shares_messages = shares_messages
         self._pool = _Pool(groups, failure)
         watcher = StallWatcher(failure, timeout.total_seconds(), self._pool.look, name)
         # The threads hold the pool, not the lane: a lane that nobody else holds can be collected.

@@ -5,6 +5,7 @@ The content of messages, and the thread or stream that sends them, do not belong
 
 from gradwire.peers.agreement import Claim, SealedClaim, agree, gather_if_same, require_same
 from gradwire.peers.collective import CollectiveCall
+from gradwire.peers.distance import is_far
 from gradwire.peers.failure import Failure, is_unreachable
 from gradwire.peers.failure_store import RankStatus
 from gradwire.peers.gloo import GlooGroup, close_connections, open_gloo
@@ -56,6 +57,7 @@ __all__ = [
     "gather_by_nodes",
     "gather_if_same",
     "gather_rows",
+    "is_far",
     "is_unreachable",
     "join_rendezvous",
     "make_group",

@@ -7,8 +7,8 @@ while the backward pass goes on. The step ends when the last bucket is averaged.
               per bucket
     link      the bytes that leave its node over the link's rate, less the share of headers; or all of its
               bytes over the speed of sockets, if that takes longer
-    latency   for each round the link's latency, and the time to wake up for a message; the messages of one
-              round travel together
+    latency   for each round the time to wake up for a message, and one or two latencies of the link; the
+              messages of one round travel together
 
 Only one bucket at a time uses the CPU, and only one the link. While one uses the link, another can use the
 CPU.
@@ -25,6 +25,9 @@ from dataclasses import dataclass
 _GOODPUT = 1448 / 1514
 # A backward pass takes about twice as long as a forward pass: two products for each of the forward's one.
 BACKWARD_SHARE = 2 / 3
+# Gloo sends a message when it knows of its receive, and that news takes as long as the message. In a ring,
+# every round waits for both. An exchange posts the receives of two rounds at once.
+RING_TRIPS, EXCHANGE_TRIPS = 2.0, 1.5
 # A worker lane averages two buckets at once, and so do the two threads of torch's own Gloo groups.
 NUM_IN_FLIGHT = 2
 
@@ -108,6 +111,8 @@ class BucketTraffic:
     num_rounds: float
     num_messages: float
     """Messages that a worker sends."""
+    num_trips: float
+    """Times that something goes from node to node before the next can: a message, or news of a receive."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ def bucket_times(
         cpu_s * cluster.crowding,
         copy_s,
         max(cluster.link_s(bucket.node_bytes, messages_meet), copy_s),
-        bucket.num_rounds * (cluster.latency_s + 1e-3 * costs.round_ms),
+        bucket.num_trips * cluster.latency_s + bucket.num_rounds * 1e-3 * costs.round_ms,
     )
 
 

@@ -100,6 +100,7 @@ class Forecast:
                 node_bytes=bytes_factor * bucket.node_bytes,
                 num_rounds=messages_factor * bucket.num_rounds,
                 num_messages=messages_factor * bucket.num_messages,
+                num_trips=messages_factor * bucket.num_trips,
             )
             for bucket in there.buckets
         )

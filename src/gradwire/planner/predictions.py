@@ -14,7 +14,15 @@ from gradwire.buckets import BucketLayout, Slot, row_by_row
 from gradwire.exchanges import Exchange, LowRank, Route, Scattered
 from gradwire.headroom import ALLREDUCE, NOOP
 from gradwire.planner.calibration import Calibration
-from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffic, predict_step
+from gradwire.planner.cost import (
+    EXCHANGE_TRIPS,
+    RING_TRIPS,
+    BucketTraffic,
+    Cluster,
+    Prediction,
+    StepTraffic,
+    predict_step,
+)
 from gradwire.planner.models import bucket_layouts, trained_parameters
 from gradwire.planner.shapes import Shape, ddp_buckets
 from gradwire.recipes import placed, require_fixed, resolve_for_module
@@ -123,7 +131,8 @@ def ring_traffic(layout: BucketLayout, cluster: Cluster) -> BucketTraffic:
     n = cluster.num_workers
     num_bytes = layout.dtype.itemsize * layout.numel * 2 * (n - 1) / n
     node_bytes = num_bytes if cluster.num_nodes > 1 else 0.0
-    return BucketTraffic(layout.numel, num_bytes, node_bytes, 2 * (n - 1), 2 * (n - 1))
+    rounds = 2 * (n - 1)
+    return BucketTraffic(layout.numel, num_bytes, node_bytes, rounds, rounds, RING_TRIPS * rounds)
 
 
 def _exchange_traffic(
@@ -141,7 +150,8 @@ def _exchange_traffic(
         rounds = exchange.link_rounds(layout, n, step)
         num_messages = rounds.within * (node_size - 1) + rounds.across * (n // node_size - 1)
         node_bytes = across * leaving + within * leaving_row
-        figures.append((within + across, node_bytes, sum(rounds), num_messages))
+        trips = EXCHANGE_TRIPS * sum(rounds)
+        figures.append((within + across, node_bytes, sum(rounds), num_messages, trips))
     return BucketTraffic(layout.numel, *(sum(both) / 2 for both in zip(*figures, strict=True)))
 
 

@@ -13,7 +13,7 @@ import gradwire
 from gradwire.buckets import BucketLayout, shard_shape
 from gradwire.headroom import ALLREDUCE, Sharding
 from gradwire.planner.calibration import Calibration
-from gradwire.planner.cost import BucketTraffic, Cluster, Prediction, StepTraffic
+from gradwire.planner.cost import RING_TRIPS, BucketTraffic, Cluster, Prediction, StepTraffic
 from gradwire.planner.models import trained_parameters
 from gradwire.planner.predictions import Model, layout_traffic, ring_traffic
 from gradwire.planner.shapes import Shape, layers_of
@@ -162,8 +162,10 @@ def _gather(unit: _Unit, plan: ShardedPlan, replica: Cluster) -> BucketTraffic:
     codec = weights_codec(gradwire.recipe(plan.weights or "fp32"))
     row = row_bytes(shapes, torch.float32, codec)
     if plan.weights is None:
-        leaving = num_peers * row if num_nodes > 1 else 0
-        return BucketTraffic(unit.numel, num_peers * row, leaving, num_peers, num_peers)
-    leaving = num_local * (num_nodes - 1) * row
-    num_rounds = 1 + (num_nodes > 1) + (num_nodes if num_local > 1 else 0)
-    return BucketTraffic(unit.numel, num_peers * row, leaving, num_rounds if num_peers else 0, 2 * num_peers)
+        leaving, num_rounds, num_messages = num_peers * row if num_nodes > 1 else 0, num_peers, num_peers
+    else:
+        leaving, num_messages = num_local * (num_nodes - 1) * row, 2 * num_peers
+        num_rounds = 1 + (num_nodes > 1) + (num_nodes if num_local > 1 else 0) if num_peers else 0
+    # Receives are posted with each round, as in a ring.
+    trips = RING_TRIPS * num_rounds
+    return BucketTraffic(unit.numel, num_peers * row, leaving, num_rounds, num_messages, trips)
