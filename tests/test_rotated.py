@@ -63,11 +63,14 @@ def same_rows(form, a, b, n):
     n=SIZES,
     seed=st.integers(0, 2**16),
     poison=st.sampled_from([None, None, math.inf, math.nan]),
-    magnitude=st.sampled_from([1.0, 1e-30, 1e30]),
+    # Kernels scale blocks whose largest magnitude is outside of 2^-31 to 2^34.
+    magnitude=st.sampled_from([1.0, 1e-6, 2.0**-32, 2.0**-31, 2.0**33, 2.0**34, 1e-30, 1e30]),
+    spread=st.sampled_from([2.0, 10.0]),
     worker_bits=st.sampled_from([1, 2, 3]),
 )
-def test_the_kernels_equal_the_reference_bit_for_bit(form, n, seed, poison, magnitude, worker_bits):
-    values = draw(n, seed) * magnitude
+def test_the_kernels_equal_the_reference_bit_for_bit(form, n, seed, poison, magnitude, spread, worker_bits):
+    values = draw(n, seed, spread)
+    values *= magnitude / values.abs().max().clamp(min=1)
     if poison is not None:
         values[n // 2] = poison
     compare(form, RotatedFormat(worker_bits, form.block, worker_bits == 1), cpu, values, magnitude, seed)
