@@ -196,6 +196,25 @@ def mean_of(codec, gradients, seed):
     return own
 
 
+@pytest.mark.parametrize("codec", [Rotated(2, 128), Rotated.of(1, 2, 256), Rotated.of(1, 1)], ids=str)
+def test_what_a_row_leaves_out_is_in_the_residual(codec):
+    n, first = 1500, Seed.of(3)
+    rows = torch.zeros(2, -(-codec.to_owner.wire_bytes(n) // 64) * 64, dtype=torch.uint8)
+    values, before = draw(n, 1), draw(n, 2)
+    sent, residual, own_residual = torch.empty(n), before.clone(), before.clone()
+    codec.to_owner.encode(Chunk(values, rows[1], residual, first.of_rank(1)))
+    codec.to_owner.decode(rows[1], sent, first.of_rank(1))
+    assert torch.allclose(sent + residual, values + before, rtol=0, atol=1e-5 * float(values.abs().max()))
+    assert residual.norm() > 0.2 * sent.norm()
+    own, row = values.clone(), new_row(codec.format, n)
+    codec.reduce(Chunk(own, row, own_residual, first.of_rank(0)), rows, 0, 0.25, first)
+    exact = 0.25 * (values + before + sent)
+    assert torch.allclose(own + 0.25 * own_residual, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+    decoded = torch.empty(n)
+    codec.decode(row, decoded, first.of_rank(0))
+    assert torch.equal(decoded, own)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("bits", "part"), [((1, 1), 1.0), ((1, 2), 0.88), ((2, 2), 0.84), ((3, 3), 0.95)])
 def test_a_mean_keeps_its_size(bits, part, num_ranks):
