@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import torch._dynamo  # ranks are forked from this process, and DistributedDataParallel imports it
 from torch._C._distributed_c10d import TCPStore
 
 import gradwire

@@ -1,5 +1,6 @@
 """Settings that must stand before anything imports Triton or resolves a name, and fixtures."""
 
+import contextlib
 import importlib.util
 import os
 
@@ -12,6 +13,15 @@ collect_ignore = [] if importlib.util.find_spec("lightning") else ["frameworks"]
 os.environ["TRITON_INTERPRET"] = "1"
 # A connection to a torch store asks for its peer's name; where the question gets lost, glibc waits 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+with contextlib.suppress(ModuleNotFoundError):  # the environment of the frameworks has none
+    from hypothesis import HealthCheck, settings
+
+    # The same examples in every run, however long a busy machine takes for one.
+    settings.register_profile(
+        "gradwire", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("gradwire")
 
 
 @pytest.fixture

@@ -22,9 +22,10 @@ class KeptRanks:
     ended, and its stack is shown.
     """
 
-    def __init__(self, world_size, scenario_s=60.0):
+    def __init__(self, world_size, scenario_s=180.0):
         self.world_size = world_size
-        self._scenario_s = scenario_s
+        self.scenario_s = scenario_s
+        """Seconds that a scenario may take. A change counts for ranks that start after it."""
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._numbers = itertools.count()
         self._thread = None
@@ -53,7 +54,7 @@ class KeptRanks:
 
     def _keep(self, first):
         try:
-            args = (self._store.port, first + 1, self._scenario_s)
+            args = (self._store.port, first + 1, self.scenario_s)
             run_ranks(serve, self.world_size, SESSION_S, args=args, on_message=self._note)
         except BaseException as error:
             self._events.put(error)

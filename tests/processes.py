@@ -14,7 +14,7 @@ def is_alive(pid):
         return False
 
 
-def wait_until_gone(pids, timeout_s=20.0):
+def wait_until_gone(pids, timeout_s=120.0):
     """Wait until processes have ended. Raises AssertionError if they have not within the timeout."""
     deadline, left = time.monotonic() + timeout_s, []
     for pid in pids:

@@ -1,7 +1,5 @@
 """Errors that tell a user what to do."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,13 +25,16 @@ def check_models(rank):
         r"FullyShardedDataParallel \(FSDP\)": FullyShardedDataParallel(
             nn.Linear(2, 2), device_id=torch.device("cpu")
         ),
-        r"fully_shard\(\) \(FSDP2\)": fully_shard(nn.Linear(2, 2), mesh=mesh),
         r"replicate\(\)": replicate(nn.Linear(2, 2)),
     }
     for name, model in others.items():
-        refuse = unwrap if "FSDP2" in name else functools.partial(gradwire.attach, recipe="int4")
         with pytest.raises(TypeError, match=f"averaged by {name}.*does not support. Wrap the plain model"):
-            refuse(model)
+            gradwire.attach(model, "int4")
+    sharded = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(
+        TypeError, match=r"averaged by fully_shard\(\) \(FSDP2\), which gradwire.attach takes"
+    ):
+        register_ddp_comm_hook(DDPCommHookType.INT8, sharded)
     ddp = DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"not Linear: this is the .module of one; attach to the Distributed"):
         gradwire.attach(ddp.module, "int4")

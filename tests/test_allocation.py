@@ -35,7 +35,7 @@ def everything(num_bytes, errors):
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(units(), st.floats(0, 30))
 def test_bytes_are_least_within_the_error_but_for_one_step_of_one_unit(drawn, limit):
     num_bytes, errors = split(drawn)
@@ -50,7 +50,7 @@ def test_bytes_are_least_within_the_error_but_for_one_step_of_one_unit(drawn, li
     assert sent <= least + max(row[0] - row[-1] for row in num_bytes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(units(), st.floats(1e-3, 10))
 def test_each_stage_is_the_best_for_its_own_totals(drawn, price):
     # At a price of a byte, the best choice has the least error + price * bytes. Its own error, taken as the
@@ -64,7 +64,7 @@ def test_each_stage_is_the_best_for_its_own_totals(drawn, price):
     assert error + price * sent <= best + 1e-6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(units(), st.integers(1, 200))
 def test_bytes_stay_below_a_ceiling_if_any_choice_does(drawn, ceiling):
     num_bytes, errors = split(drawn)

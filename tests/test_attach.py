@@ -3,7 +3,6 @@
 import functools
 import os
 import re
-import threading
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -19,12 +18,15 @@ from gradwire.ddp.options import Options
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
 from gradwire.lanes import lane as execution
+from gradwire.peers import rendezvous
 from gradwire.peers.agreement import agree
 from gradwire.peers.groups import PeerUnreachable, gather
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.testing import run_ranks
 from gradwire.torch_private import store_of
+from tests.clocks import WaitingClock
 from tests.models import backward, gradients, small_model
+from tests.threads import lasting_threads
 
 # --- what is refused ---
 
@@ -210,7 +212,7 @@ def test_ranks_learn_that_attach_has_failed_on_another(three_ranks):
 
 def check_failure_that_is_no_text(rank):
     error = ValueError(os.fsdecode(b"cannot read weights-\xff.bin"))
-    group, timeout = dist.group.WORLD, timedelta(seconds=20)
+    group, timeout = dist.group.WORLD, timedelta(seconds=120)
     if rank == 1:
         agree(group, join_rendezvous(group, timeout, "attach"), error, timeout, "gradwire.attach")
     else:
@@ -264,11 +266,11 @@ def job_without_a_trace(rank, folder):
     assert (first.attached, told) == (True, [])
 
     # All agree, and something fails after that.
-    other, num_threads = small_model(), sum(t.name.startswith("gradwire") for t in threading.enumerate())
+    other, num_threads = small_model(), len(lasting_threads())
     other.register_comm_hook = None  # cannot be called
     with pytest.raises(TypeError, match="not callable"):
         attach(other)
-    assert sum(t.name.startswith("gradwire") for t in threading.enumerate()) == num_threads, "its guard ends"
+    assert len(lasting_threads()) == num_threads, "its guard ends"
     assert not is_open(path)
     assert (state.process_group, state._has_names) == (None, False)
     del other.register_comm_hook
@@ -311,13 +313,21 @@ def test_a_lane_that_opens_half_way_closes_again():
 
 
 def job_missing(rank):
-    model = small_model()
+    model, store = small_model(), dist.distributed_c10d._get_default_store()
     if rank == 1:
-        dist.distributed_c10d._get_default_store().wait(["done"])
+        store.wait(["done"])
         return
-    with pytest.raises(RuntimeError, match=r"collective, but rank\(s\) 1 of 3 did not call it within 2 s"):
-        gradwire.attach(model, "bf16", timeout=timedelta(seconds=2))
-    dist.distributed_c10d._get_default_store().set("done", "")
+    own = store_of(model.process_group)
+
+    def have_met():
+        """Return True if rank 2 has answered rank 0."""
+        first = own.get(rendezvous._FIRST_KEY).decode() if own.check([rendezvous._FIRST_KEY]) else ""
+        return own.check([rendezvous._answer_key(first, 2)])
+
+    rendezvous.time = WaitingClock(have_met)
+    with pytest.raises(RuntimeError, match=r"collective, but rank\(s\) 1 of 3 did not call it within 0.3 s"):
+        gradwire.attach(model, "bf16", timeout=timedelta(seconds=0.3))
+    store.set("done", "")
 
 
 def test_attach_names_the_rank_that_is_missing():

@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import pickle
-import threading
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ import gradwire
 from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.testing import run_ranks
 from tests.models import backward, gradients, small_model
+from tests.threads import lasting_threads
 
 # --- groups ---
 
@@ -180,12 +180,12 @@ def job_detach(rank):
     assert not torch.allclose(gradients(plain), gradients(model))
     wire.detach()
     assert not wire.attached
-    assert not any(t.name.startswith("gradwire") for t in threading.enumerate())
+    assert not lasting_threads()
     for what in ("bf16", torch_hooks.allreduce_hook):
         with gradwire.attach(model, what):
             backward(model)
-            assert any(t.name.startswith("gradwire") for t in threading.enumerate())
-        assert not any(t.name.startswith("gradwire") for t in threading.enumerate())
+            assert lasting_threads()
+        assert not lasting_threads()
     for seed in range(3):
         backward(plain, seed)
         backward(model, seed)

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 
 import gradwire
 from tests.averaged import draw, exact, require_equal, require_identical, require_near
+from tests.threads import lasting_threads
 
 
 def check_alternating(rank):
@@ -170,26 +170,22 @@ def test_torch_averages_if_gradwire_is_disabled(two_ranks):
     two_ranks.run(check_disabled)
 
 
-def num_threads():
-    return sum(thread.name.startswith("gradwire") for thread in threading.enumerate())
-
-
 def check_lifetime(rank):
-    before = num_threads()
+    before = len(lasting_threads())
     averager = gradwire.Averager("int4")
     averager.average_(draw(rank))
     handle = averager.start(draw(rank))
     handle.wait()
-    assert num_threads() > before
+    assert len(lasting_threads()) > before
     dist.barrier()
     assert averager._in_flight == [], "it holds no tensors of calls that are over"
     del averager, handle
     gc.collect()
-    assert num_threads() == before
+    assert len(lasting_threads()) == before
     with gradwire.Averager() as averager:
         assert "over 2 ranks" in repr(averager)
         dist.barrier()
-    assert num_threads() == before
+    assert len(lasting_threads()) == before
     assert averager.failure is None
     averager.close()
     for call in (lambda: averager.average_(torch.ones(1)), lambda: averager.swap("fp32")):

@@ -1,5 +1,7 @@
 """Runs of an `Averager`: resumed, on other numbers of ranks, with other recipes, and with failures."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -113,6 +115,10 @@ def check_refused_swap(rank):
             averager.swap("int8" if rank else "int4")
         with pytest.raises(ValueError, match="2 ranks cannot be nodes of 3"):
             averager.swap("int8:local_size=3")
+        no_lane = mock.patch("gradwire.loops.averager.open_lane", side_effect=RuntimeError("unreachable"))
+        with no_lane, pytest.raises(RuntimeError, match="unreachable"):
+            averager.swap("int8")
+        assert str(averager.recipe) == "noop"
         averager.swap("fp32")
         averager.average_(tensors := draw(rank))
         require_near(tensors, exact(), 1e-6)

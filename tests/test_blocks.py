@@ -59,7 +59,7 @@ def decode(form, row, n):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     n=SIZES,
     seed=st.integers(0, 2**16),
@@ -122,7 +122,7 @@ def compare(form, kernels, values, residual, magnitude, seed, scale_steps=0):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(n=SIZES, seed=st.integers(0, 2**16))
 def test_what_is_sent_and_what_is_kept_make_up_what_there_was(form, n, seed):
     values, kept = draw(n, seed), draw(n, seed + 1) / 10

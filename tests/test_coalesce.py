@@ -110,7 +110,7 @@ def compare(rank, spec, num_steps, *, may_skip=True):
 
 @pytest.mark.parametrize(("world_size", "specs"), [(2, SPECS[::2]), (3, SPECS[1::2])])
 def test_buckets_that_share_messages_have_the_same_bits_and_send_fewer(world_size, specs):
-    run_ranks(job_shared, world_size, timeout=120, args=(specs,))
+    run_ranks(job_shared, world_size, timeout=240, args=(specs,))
 
 
 class NoThirdBucket:
@@ -142,7 +142,7 @@ def job_fails_in_the_middle(rank):
 
 
 def test_a_failure_leaves_no_bucket_waiting_for_those_that_will_not_come():
-    run_ranks(job_fails_in_the_middle, 2, timeout=60)
+    run_ranks(job_fails_in_the_middle, 2, timeout=180)
 
 
 def test_an_error_of_a_bucket_that_shares_messages_says_which_it_is():

@@ -46,7 +46,7 @@ def round_trip(codec, values):
 
 @pytest.mark.parametrize("row", CODEC_ROWS, ids=lambda row: row.spec)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=SIZES, seed=st.integers(0, 2**16), exponent=st.sampled_from([-30, -8, 0, 3, 30]))
 @example(n=1, seed=0, exponent=0)
 def test_what_is_decoded_is_within_the_promised_error(row, dtype, n, seed, exponent):
@@ -62,6 +62,8 @@ def test_what_is_decoded_is_within_the_promised_error(row, dtype, n, seed, expon
         )
         # What a bucket of 16 bits can hold is itself rounded.
         assert error <= min(row.tolerance, codec.max_error) + torch.finfo(dtype).eps
+    if n > 500 and values.any():
+        assert (decoded.double() - values.double()).norm() < values.double().norm(), "not zeros"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_a_bucket_no_wider_than_the_cast_travels_as_it_is():
 
 
 @pytest.mark.parametrize("block", [None, 1, 512])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     n=SIZES.filter(bool),
     seed=st.integers(0, 2**16),
@@ -168,7 +170,7 @@ def same_bits(a, b):
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=SIZES.filter(bool),
     num_rows=st.integers(2, 5),
@@ -238,7 +240,7 @@ def test_sums_that_are_not_encoded_equal_the_reference(num_rows, row_dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(n=SIZES.filter(bool), seed=st.integers(0, 2**16), scale=st.sampled_from([1.0, 2.0**15, 2.0**-20]))
 def test_the_casts_equal_the_reference(dtype, n, seed, scale):
     values = draw_values(n, torch.float32, seed, 1.0)

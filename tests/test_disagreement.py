@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.ddp import attachment_of
+from gradwire.ddp import attachment_of, user_hooks
 from gradwire.peers.agreement import describe_differences
 from gradwire.peers.gloo import GlooGroup
 from gradwire.peers.groups import PeerUnreachable, gather
@@ -110,7 +110,8 @@ def check_other_buckets(rank, what):
     cap = 25 if rank == 1 else 0.001
     model = model_of(bucket_cap_mb=cap, find_unused_parameters=True, process_group=dist.new_group())
     gradwire.attach(model, what)
-    with pytest.raises(gradwire.WireError) as caught:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(gradwire.WireError) as caught:
+        patch.setattr(user_hooks, "_PATIENCE_S", 120.0)  # a rank that stands still comes all the same
         backward(model)
     text = str(caught.value)
     assert text.startswith(f"rank {rank}, step 0, bucket 0, hook "), text
@@ -125,7 +126,8 @@ def test_ranks_with_different_buckets_are_told_so_before_anything_is_sent(what, 
 
 def check_other_sizes(rank):
     """Exchange messages of different sizes, which would end a process that leaves it to Gloo."""
-    group = GlooGroup(store_of(dist.group.WORLD), "sizes", rank, 3, timedelta(seconds=1))
+    dist.barrier()  # the limit is also that for connecting
+    group = GlooGroup(store_of(dist.group.WORLD), "sizes", rank, 3, timedelta(seconds=8))
     rows = [torch.zeros(100 if rank == 1 else 8, dtype=torch.uint8) for _ in range(3)]
     with pytest.raises(PeerUnreachable, match="no message from rank"):
         gather(rows, group)

@@ -20,6 +20,7 @@ from gradwire.doctor import (
     measure_links,
     reach,
 )
+from gradwire.lab import network
 from gradwire.torch_private import default_store
 
 
@@ -93,6 +94,16 @@ def test_what_would_go_wrong_is_a_problem_with_advice(monkeypatch, tmp_path):
     assert all(finding.advice for finding in problems)
 
 
+def test_tools_that_the_lab_finds_are_not_called_missing(monkeypatch, tmp_path):
+    for name in ("ip", "tc"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(network, "SYSTEM_FOLDERS", ())
+    assert "no iproute2" in texts(examine_machine(), "note")
+    monkeypatch.setattr(network, "SYSTEM_FOLDERS", (str(tmp_path),))
+    assert "no iproute2" not in texts(examine_machine(), "note")
+
+
 def test_a_slow_link_stands_out():
     links = [Link((0, 1), 0.1, 1000.0), Link((0, 2), 0.1, 990.0), Link((1, 2), 0.1, 90.0)]
     findings = compare_links(links)
@@ -117,6 +128,7 @@ def job_group(rank):
 
 
 def job_unreachable(rank):
+    reach._CONNECT_S = 120.0  # a rank that stands still answers all the same
     reach._advertised = lambda: "127.0.0.1" if rank else "127.0.0.1:wrong"
     reach.__version__ = "0.0.9" if rank == 2 else reach.__version__
     findings = examine_group(dist.PrefixStore("unreachable", default_store()), rank, 3)

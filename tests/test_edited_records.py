@@ -75,7 +75,7 @@ def check(path, data):
         assert result.stderr.count("\n") == 1
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(edits=EDITS)
 @example(edits=[(("rows", 1, "recipe"), "int8:local_size=8")])
 @example(edits=[(("rows", 1, "recipe"), "powersgd:rank=" + "9" * 30)])

@@ -38,7 +38,7 @@ def check_the_wait_after_a_peer_has_left(rank):
     after = time.monotonic()
     dist.barrier()
     if rank == 0:
-        ring, deadline = watchdog._ring, time.monotonic() + 30
+        ring, deadline = watchdog._ring, time.monotonic() + 120
         while not ring._broken:
             assert time.monotonic() < deadline, "the ring has not noticed"
             time.sleep(0.01)
@@ -69,4 +69,4 @@ def job_watchdog(rank):
 
 
 def test_a_wait_ends_with_the_failure_and_tells_its_reason_and_beginning():
-    run_ranks(job_watchdog, 2, timeout=60)
+    run_ranks(job_watchdog, 2, timeout=180)

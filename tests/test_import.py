@@ -21,7 +21,7 @@ print(*sorted(sys.modules))
 
 def test_importing_gradwire_imports_nothing_else():
     done = subprocess.run(
-        [sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=300, check=True
     )
     at_once, later = done.stdout.splitlines()
     assert set(at_once.split()) == {"gradwire", "gradwire.version"}
@@ -39,7 +39,7 @@ def test_every_public_name_is_found():
 
 def test_public_modules_need_no_import_of_their_own():
     look = "import gradwire as g; g.testing.run_ranks, g.lab.Lab, g.ddp_comm_hooks.DDPCommHookType"
-    subprocess.run([sys.executable, "-c", look], timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", look], timeout=300, check=True)
 
 
 def test_a_wrong_name_is_told():

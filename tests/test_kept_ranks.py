@@ -41,4 +41,5 @@ def test_a_scenario_that_hangs_is_ended_with_its_stack():
     with kept_ranks(2, scenario_s=3) as ranks:
         with pytest.raises(RanksFailed, match="in scenario_hanging"):
             ranks.run(scenario_hanging)
+        ranks.scenario_s = 180.0
         ranks.run(scenario_noting, "one", ["one"])

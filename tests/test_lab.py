@@ -37,11 +37,18 @@ def test_rates_are_read_as_people_write_them():
 
 
 def sum_and_time(rank):
+    """Return a sum over ranks, the local rank, and when the sum began and ended by the machine's clock."""
     values = torch.full((500_000,), float(rank))
     dist.barrier()
-    begin = time.perf_counter()
+    begin = time.monotonic()
     dist.all_reduce(values)
-    return values[0].item(), os.environ["LOCAL_RANK"], time.perf_counter() - begin
+    return values[0].item(), os.environ["LOCAL_RANK"], begin, time.monotonic()
+
+
+def duration_s(results):
+    """Return the seconds from the first rank's begin to the last one's end, in which all bytes have moved."""
+    _, _, begins, ends = zip(*results, strict=True)
+    return max(ends) - min(begins)
 
 
 @needs_lab
@@ -53,7 +60,7 @@ def test_ranks_on_the_hosts_of_a_lab_talk_over_its_links():
     assert [result[:2] for result in results] == [(3.0, "0")] * 3
     # A ring of three sends 4/3 of 2 MB: 0.43 s at 50 Mbit/s, and nothing gets around the limit.
     assert all(2.6e6 < count < 3.5e6 for count in sent)
-    assert all(result[2] > 0.35 for result in results)
+    assert duration_s(results) > 0.35
 
 
 @needs_lab
@@ -82,7 +89,7 @@ def test_a_delay_holds_every_packet_back_and_loses_none():
         results = run_ranks(sum_and_time, 3, lab=lab)
     assert [result[:2] for result in results] == [(3.0, "0")] * 3
     # 0.43 s for the bytes, and a ring of three passes them on four times.
-    assert all(result[2] > 0.35 + 4 * 0.06 for result in results)
+    assert duration_s(results) > 0.35 + 4 * 0.06
 
 
 @needs_lab
@@ -100,13 +107,12 @@ def test_every_host_has_an_address_and_torchruns_environment(tmp_path):
 
 
 @needs_lab
-def test_the_first_failure_ends_the_other_hosts_and_is_the_exit_code():
-    begin = time.monotonic()
-    result = run("lab", "--hosts", "2", "--", "sh", "-c", "test $RANK = 1 && exit 7; sleep 600")
-    assert result.exit_code == 7
+def test_the_first_failure_ends_the_other_hosts_and_is_the_exit_code(tmp_path):
+    script = f"test $RANK = 1 && exit 7; sleep 600; touch {tmp_path / 'slept'}"
+    assert run("lab", "--hosts", "2", "--", "sh", "-c", script).exit_code == 7
+    assert not (tmp_path / "slept").exists()
     assert run("lab", "--", "sh", "-c", "kill -9 $$").exit_code == 128 + signal.SIGKILL
     assert run("lab", "true").exit_code == 0
-    assert time.monotonic() - begin < 300
 
 
 @needs_lab
@@ -123,10 +129,9 @@ def test_headroom_sweeps_over_links(tmp_path):
     assert result.exit_code == 0, result.output
     slow, fast = read_records(path.read_text())
     assert (slow.link, fast.link) == ("5mbit", "1gbit")
-    # 200 kB of gradients take 320 ms at 5 Mbit/s, of which the token bucket lets 64 KiB pass at once.
-    assert slow.allreduce.step_ms > 200
-    assert slow.allreduce.step_ms > slow.recipes[0].step_ms
-    assert slow.allreduce.step_ms > fast.allreduce.step_ms
+    # 200 kB of gradients take 320 ms at 5 Mbit/s, of which the token bucket lets 64 KiB pass at once. At
+    # 1 Gbit/s they may take as long on a busy machine.
+    assert min(slow.allreduce.samples_ms) > 200
     assert "links of 5mbit" in result.stdout
 
 
@@ -186,7 +191,7 @@ def test_without_the_right_to_make_namespaces_the_error_says_what_to_grant(monke
     def refuse():
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr("gradwire.lab.network._find_tools", lambda: "/usr/sbin/ip")
+    monkeypatch.setattr("gradwire.lab.network.find_tools", lambda: "/usr/sbin/ip")
     monkeypatch.setattr("gradwire.lab.network.Namespace", refuse)
     result = run("lab", "true")
     assert result.exit_code == 1

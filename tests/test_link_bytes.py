@@ -7,6 +7,7 @@ import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
 from gradwire.exchanges import Context, Links, Scratch, average
+from gradwire.recipes import make_plan
 from gradwire.testing import run_virtual_ranks
 from tests.rows import ROWS
 from tests.sizes import usually
@@ -132,6 +133,13 @@ def test_a_bucket_that_is_one_matrix_is_but_its_values():
     assert gradwire.recipe("powersgd:rank=4,whole=true").wire_bytes(1 << 20, world_size=2) == 4 * (
         8 * 1024 + 1
     )
+
+
+def test_there_is_no_plan_of_a_step_before_the_first():
+    layouts, recipe = [layout_of([(8,)], torch.float32)], gradwire.recipe("schedule(0=fp32; 9=int8)")
+    assert make_plan(recipe, layouts, 0, 2, step=8).bytes_sent == 32
+    with pytest.raises(ValueError, match="counted from 0: there is no step -1"):
+        make_plan(recipe, layouts, 0, 2, step=-1)
 
 
 def test_ranks_that_do_not_make_whole_nodes_are_refused():

@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import socket
-import threading
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from gradwire.training import local_sgd as loop
 from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, net
 from tests.models import small_model
 from tests.sizes import usually
+from tests.threads import lasting_threads
 
 
 def mean_over_ranks(model):
@@ -458,19 +458,16 @@ def job_nothing_left(rank):
     def fail(*args, **options):
         raise OSError("no more sockets")
 
-    def lanes():
-        return [thread for thread in threading.enumerate() if thread.name.startswith("gradwire")]
-
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for name in ("open_engine", "make_fragments"):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no more sockets"):
             patch.setattr(loop, name, fail)
             gradwire.LocalSGD(model, optimizer, period=1)
-        assert not lanes()
+        assert not lasting_threads()
     os.environ["GRADWIRE_DISABLE"] = "1"
     with gradwire.LocalSGD(model, optimizer, period=1) as local:
-        assert not lanes()
+        assert not lasting_threads()
         loss_of(model, rank, 0).backward()
         assert not local.step()
         local.average()

@@ -80,7 +80,7 @@ def job_defects(rank):
 
 
 def test_what_breaks_torchs_hook_does_not_break_ours():
-    ranks = run_ranks(job_defects, 2, timeout=120)
+    ranks = run_ranks(job_defects, 2, timeout=240)
     for found in ranks:
         assert any(grads[0].isnan().any() for grads in found["torch", "zero"])
         assert all(torch.equal(grads[0], torch.zeros(30, 20)) for grads in found["gradwire", "zero"])
@@ -264,17 +264,26 @@ def test_a_pickle_leaves_the_group_out_and_says_so(caplog):
         (lambda state: state.update(momentum=1), "it has an unknown 'momentum'"),
         (lambda state: state["counters"].pop("iter"), "its 'counters' has no 'iter'"),
         (lambda state: state["counters"].update(load=3), "its 'counters' has an unknown 'load'"),
+        (lambda state: state["counters"].update(iter="12"), "its 'iter' must be a whole number"),
+        (lambda state: state.update(memory=[]), "its 'memory' must be a dict"),
+        (lambda state: state["memory"].update(left={"weight": [1.0]}), "must be a dense tensor"),
+        (lambda state: state["memory"].update(left={"weight": torch.ones(1).int()}), "is no dtype of grad"),
+        (lambda state: state.update(layouts=[[0, 1]]), r"its layouts\[0\] must be a list"),
+        (lambda state: state.update(by_name=None), "its 'by_name' True or False"),
     ],
 )
 def test_a_state_dict_that_is_none_is_refused_and_nothing_is_loaded(change, text):
-    state = ours.PowerSGDState(None)
-    state.iter = 12
-    damaged = state.state_dict()
+    other = ours.PowerSGDState(None)
+    other.iter = 12
+    damaged = other.state_dict()
     change(damaged)
-    state.iter = 3
+    state = ours.PowerSGDState(None)
+    memory = {"residual": {"weight": torch.ones(2)}}
+    state.load_state_dict({**state.state_dict(), "memory": memory})
     with pytest.raises(ValueError, match=text):
         state.load_state_dict(damaged)
-    assert state.iter == 3
+    assert state.iter == 0
+    assert str(state.state_dict()["memory"]) == str(memory)
 
 
 def saved(value):
@@ -362,4 +371,4 @@ def job_other_options(rank):
 
 
 def test_ranks_with_different_options_are_told_so_before_anything_is_sent():
-    run_ranks(job_other_options, 2, timeout=60)
+    run_ranks(job_other_options, 2, timeout=180)

@@ -8,10 +8,12 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from gradwire.peers import rendezvous
 from gradwire.peers.agreement import agree
-from gradwire.peers.rendezvous import join_rendezvous
+from gradwire.peers.rendezvous import claim_key, join_rendezvous
+from tests.clocks import WaitingClock
 
-LONG, SHORT = timedelta(seconds=30), timedelta(seconds=0.05)
+LONG, SHORT = timedelta(seconds=120), timedelta(seconds=0.05)
 
 
 @dataclass(eq=False)
@@ -69,7 +71,7 @@ def test_ranks_that_start_again_know_a_living_rank_0_from_a_dead_one(store):
     second.store = early
     with ThreadPoolExecutor(3) as threads:
         waiting = threads.submit(join_rendezvous, second, LONG, "attach")
-        assert early.answered.wait(30), "it has answered the dead one, whose name is there still"
+        assert early.answered.wait(120), "it has answered the dead one, whose name is there still"
         assert not waiting.done()
         others = threads.map(lambda m: join_rendezvous(m, LONG, "attach"), [first, third])
         again = [waiting.result(), *others]
@@ -103,16 +105,51 @@ def test_every_rendezvous_has_a_name_of_its_own(store):
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_those_who_wait_in_vain_say_for_whom(store, missing):
+def test_those_who_wait_in_vain_say_for_whom(store, missing, monkeypatch):
     def work(member):
         with pytest.raises(RuntimeError) as caught:
             join_rendezvous(member, timedelta(seconds=0.3), "swap")
         return str(caught.value)
 
+    store = Noticing(store)
     members = start(store)
     del members[missing]
+    # Rank 0 and another one meet before their time is up. Without rank 0, nobody answers.
+    clock = WaitingClock(lambda: missing == 0 or store.answered.is_set())
+    monkeypatch.setattr(rendezvous, "time", clock)
     for text in together(work, members):
         assert f"swap is collective, but rank(s) {missing} of 3 did not call it within 0.3 s" in text
+
+
+class Counting(dist.Store):
+    """A store that counts requests."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.num_requests = 0
+        for name in ("set", "get", "check", "wait", "multi_get"):
+            setattr(self, name, self._counted(getattr(store, name)))
+
+    def _counted(self, ask):
+        def count_and_ask(*args):
+            self.num_requests += 1
+            return ask(*args)
+
+        return count_and_ask
+
+
+def test_a_rank_does_not_ask_the_store_for_each_other_rank(store):
+    def work(member):
+        return agree(member, "a meeting", {"recipe": "int8"}, LONG, "attach", note=str(member.number))
+
+    last, *others = start(store, size=40)
+    with ThreadPoolExecutor(len(others)) as threads:
+        waiting = threads.map(work, others)
+        store.wait([claim_key("a meeting", member.number) for member in others], LONG)
+        last.store = Counting(store)
+        notes = [work(last), *waiting]
+    assert notes == [[str(rank) for rank in range(40)]] * 40
+    assert last.store.num_requests == 4
 
 
 def test_a_rank_alone_waits_for_nobody(store):

@@ -58,7 +58,7 @@ def same_rows(form, a, b, n):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     n=SIZES,
     seed=st.integers(0, 2**16),

@@ -24,7 +24,7 @@ def check_results(rank):
             backward(model, step)
             for (name, p), q in zip(model.module.named_parameters(), plain.parameters(), strict=True):
                 error = (p.grad - q.grad).abs().max() / q.grad.abs().max()
-                bound = 1e-6 if name.endswith("bias") else 2**-7 if name.startswith("2.") else 1.0
+                bound = 1e-6 if name.endswith("bias") else 2**-7 if name.startswith("2.") else 0.9
                 assert error <= bound, name
                 mine = p.grad.clone()
                 dist.broadcast(mine, 0)

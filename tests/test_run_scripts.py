@@ -115,7 +115,7 @@ def start(folder, source, options=(), arguments=(), command="run", **more):
 def run(*args, **more):
     with start(*args, **more) as process:
         try:
-            printed, said = process.communicate(timeout=150)
+            printed, said = process.communicate(timeout=300)
         finally:
             process.kill()
     return process.returncode, printed, said

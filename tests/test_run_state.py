@@ -43,8 +43,11 @@ dist.destroy_process_group()
 RECIPE = "schedule(0=fp32; 2=int4)"
 
 
-def train(rank, folder, steps, weights=None, *, loads_late=False):
-    """Train as a script does; return its weights after each step, and its states."""
+def train(rank, folder, steps, weights=None, *, loads_late=False, breaks_off=False):
+    """Train as a script does; return its weights after each step, and its states.
+
+    If it ``breaks_off``, one more step is averaged, and no optimizer takes it.
+    """
     states, saved = ScriptStates(folder, every=2), {}
     torch.manual_seed(0)
     net = nn.Linear(40, 5)
@@ -61,6 +64,8 @@ def train(rank, folder, steps, weights=None, *, loads_late=False):
             model(torch.randn(8, 40)).square().mean().backward()
             optimizer.step()
             saved[step + 1] = {name: value.clone() for name, value in net.state_dict().items()}
+        if breaks_off:
+            model(torch.randn(8, 40)).square().mean().backward()
         states.end()
     return saved, states
 
@@ -96,6 +101,23 @@ def test_the_state_of_the_weights_is_found_however_they_were_loaded(two_ranks, t
     two_ranks.run(check_found, str(tmp_path / "first"))
 
 
+def check_broken_off(rank, path):
+    folder = Path(path)
+    whole, _ = train(rank, folder, range(6))
+    broken = folder / "broken"
+    broken.mkdir(exist_ok=True)
+    train(rank, broken, range(4), breaks_off=True)
+    for _ in range(2):  # the second time, in the first step after resuming
+        resumed, states = train(rank, broken, range(4, 6), whole[4])
+        assert states.describe(()) == [f"resumed at step 4 with the state in {broken}"]
+        assert torch.equal(resumed[6]["weight"], whole[6]["weight"])
+        train(rank, broken, (), whole[4], breaks_off=True)
+
+
+def test_a_step_that_no_optimizer_has_taken_leaves_the_state_before_it(two_ranks, tmp_path):
+    two_ranks.run(check_broken_off, str(tmp_path))
+
+
 def check_damaged(rank, path):
     folder = Path(path)
     whole, _ = train(rank, folder, range(5))
@@ -117,7 +139,7 @@ def run(folder, *options, steps, save_at, result):
     command = ["-m", "gradwire", "run", "--ranks", "2", "--recipe", RECIPE, *options]
     command += ["train.py", str(steps), str(save_at), result]
     done = subprocess.run(
-        [sys.executable, *command], check=False, cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], check=False, cwd=folder, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stderr

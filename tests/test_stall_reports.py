@@ -2,18 +2,23 @@
 
 import contextlib
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
 from gradwire.errors import Place
+from gradwire.lanes import stream_progress
 from gradwire.lanes.stream_progress import StreamMark, StreamProgress
+from gradwire.peers import stall_watcher
 from gradwire.peers.failure import Failure
 from gradwire.peers.failure_store import RankStatus
 from gradwire.peers.groups import PeerUnreachable
 from gradwire.peers.main_thread import describe_main_thread
 from gradwire.peers.stall_watcher import Progress, StallWatcher
+
+NOW = 5000.0
+CLOCK = SimpleNamespace(monotonic=lambda: NOW)
 
 
 class Events:
@@ -45,33 +50,35 @@ class Posted:
         self.statuses.pop(0, None)
 
 
-def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(caplog):
+def test_a_lane_that_stands_still_says_so_before_the_timeout_ends_the_process(caplog, monkeypatch):
+    monkeypatch.setattr(stall_watcher, "time", CLOCK)
     failure = Failure(None, "")
-    failure.store = store = Posted({1: RankStatus(6, 2, is_done=True)})
+    waiting = RankStatus(7, 1, waits_for=1)
+    failure.store = store = Posted({1: RankStatus(6, 2, is_done=True), 2: waiting})
     watch = StallWatcher(failure, 1000, lambda: None, "test")
     watch.end()
-    place, now = Place(0, 7, 1, "int8"), time.monotonic()
+    place = Place(0, 7, 1, "int8")
     try:
-        watch._act(Progress(place, False, now - 400))
+        watch._act(Progress(place, False, NOW - 400))
         assert 0 not in store.statuses, "nothing is posted while all goes well"
-        watch._act(Progress(place, False, now - 600, waits_for=1))
+        watch._act(Progress(place, False, NOW - 600, waits_for=1))
         assert store.statuses[0] == RankStatus(7, 1, waits_for=1)
         assert not caplog.records
         for _ in range(2):
-            watch._act(Progress(place, False, now - 800, waits_for=1))
+            watch._act(Progress(place, False, NOW - 800, waits_for=1))
         (record,) = caplog.records  # once
         assert record.getMessage() == (
             "rank 0, step 7, bucket 1, hook int8: no progress for 800 s. Rank 1 has averaged step 6, bucket "
             "2 and started no bucket since. Furthest behind is rank 1; see what it does there. Raise the "
             "timeout of init_process_group if it is only slow"
         )
-        watch._act(Progress(place, True, now))
+        watch._act(Progress(place, True, NOW))
         assert 0 not in store.statuses, "what is not true any more is withdrawn"
-        watch._act(Progress(place, True, now - 900))
+        watch._act(Progress(place, True, NOW - 900))
         assert store.statuses[0].doing.startswith("its main thread is at ")
         assert len(caplog.records) == 1, "a rank may rest as long as it likes"
         store.text = "rank 1, step 7, bucket 1, hook int8: KeyError: 'lost'"
-        watch._act(Progress(place, False, now - 800))
+        watch._act(Progress(place, False, NOW - 800))
         assert caplog.records[1].getMessage().endswith("no progress for 800 s. " + store.text)
     finally:
         watch.end()
@@ -95,7 +102,10 @@ def test_advice_about_the_timeout_is_for_those_who_have_waited_that_long():
         f"it left, died, is stopped or stuck; its own output says why{is_slow}"
     )
     busy = RankStatus(6, 2, is_done=True)
-    assert explained(late, {1: busy}).endswith(f"Furthest behind is rank 1; see what it does there{is_slow}")
+    both = {1: busy, 2: RankStatus(7, 1, waits_for=1)}
+    assert explained(late, both).endswith(f"Furthest behind is rank 1; see what it does there{is_slow}")
+    # Rank 1 may wait in a collective of torch's, of which nothing is known here.
+    assert "Furthest behind is rank 2, which says nothing" in explained(late, {1: busy})
     # A rank that has waited long enough closes, and others see that alone.
     waited = RankStatus(7, 1, waits_for=2, timed_out=True)
     assert explained("Connection closed by peer", {1: waited}).endswith(is_slow)
@@ -117,12 +127,13 @@ def test_a_rank_between_buckets_says_which_line_of_the_users_code_it_is_at():
 
 def test_the_oldest_bucket_that_the_device_has_not_finished_is_the_one_that_is_told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(stream_progress, "time", CLOCK)
 
     def told(num_marks, since=-100.0, running=None):
         marks = StreamProgress(patience_s=1.0)
         for bucket in range(num_marks):
             place = Place(0, 3, bucket, "int8")
-            marks.add(StreamMark(place, Events(reached=bucket < 2), None, time.monotonic() + since + bucket))
+            marks.add(StreamMark(place, Events(reached=bucket < 2), None, NOW + since + bucket))
         marks.running = running
         progress = marks.look()
         return None if progress.place is None else progress.place.bucket, progress.is_done

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
 from gradwire.training.partition import divide, layer_of
 from gradwire.training.turns import TurnsBySteps, TurnsByTime
@@ -280,14 +281,14 @@ def job_a_rank_dies(rank):
     before = local.state_dict()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)  # before its third step, in which an averaging begins
-    with pytest.raises(gradwire.WireError, match="no message from rank 2"):
+    with pytest.raises(gradwire.WireError, match="Furthest behind is rank 2"):
         train(model, optimizer, local, rank, range(2, 9))
-    assert 3 < local.num_steps <= 5, "training goes on until the failure is known, or the delay is over"
+    assert 3 <= local.num_steps <= 5, "training goes on until the failure is known, or the delay is over"
     after = local.state_dict()
     assert not after["mean"]
     assert all(torch.equal(tensor, before["start"][name]) for name, tensor in after["start"].items())
     moved = flat(model)
-    with pytest.raises(gradwire.WireError, match="no message from rank 2"):
+    with pytest.raises(gradwire.WireError, match="Furthest behind is rank 2"):
         local.step()
     assert torch.equal(moved, flat(model)), "a failed averaging leaves parameters as they were"
     local.detach()
@@ -307,9 +308,10 @@ def job_a_rank_dies(rank):
         assert (flat(model) - expected).abs().max() <= 0.3 * (moved - expected).abs().max()
 
 
-def test_a_rank_that_dies_in_a_delay_is_an_error_on_all_others_which_can_go_on():
+def test_a_rank_that_dies_in_a_delay_is_an_error_on_all_others_which_can_go_on(monkeypatch):
+    monkeypatch.setattr(rank_process, "_GRACE_S", 120.0)  # those that are left have work to do
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(job_a_rank_dies, 3, 60)
+        run_ranks(job_a_rank_dies, 3, 240)
     assert caught.value.errors.keys() == {2}, caught.value
 
 

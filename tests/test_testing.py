@@ -1,11 +1,14 @@
 """`gradwire.testing`: ranks that always end, and a matrix that finds what is broken."""
 
 import functools
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.utils.data import DataLoader
 
 import gradwire
+from gradwire.ranks import rank_process, time_limit
 from gradwire.testing import Case, RanksFailed, cases, check_hook, run_ranks, send_message
 from gradwire.testing.expectations import Expectation, expectation_of
 from tests.processes import is_alive, wait_until_gone
@@ -68,10 +72,20 @@ def job_hang(rank):
     return os.getpid()
 
 
-def test_a_rank_that_hangs_is_ended_with_its_children_and_its_stack_is_shown():
-    children = []
+def test_a_rank_that_hangs_is_ended_with_its_children_and_its_stack_is_shown(monkeypatch):
+    children, ahead_s = [], 0.0
+
+    def let_the_timeout_come(rank, pid):
+        nonlocal ahead_s
+        children.append(pid)
+        while len(multiprocessing.active_children()) > 1:  # until rank 0 has ended
+            time.sleep(0.01)
+        ahead_s = 1000.0
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, sleep=time.sleep)
+    monkeypatch.setattr(rank_process, "time", clock)
     with pytest.raises(RanksFailed, match="still running at the timeout") as caught:
-        run_ranks(job_hang, 2, timeout=8, on_message=lambda rank, pid: children.append(pid))
+        run_ranks(job_hang, 2, timeout=120, on_message=let_the_timeout_come)
     assert len(children) == 1
     wait_until_gone(children)
     assert set(caught.value.errors) == {1}
@@ -209,7 +223,13 @@ def swallows_infinity(state, bucket):
     return torch_hooks.allreduce_hook(state, bucket)
 
 
+_limits = []
+
+
 def hangs(state, bucket):
+    """Return a future that nobody completes, and let the limit of the case come soon."""
+    _limits.append(time_limit(1.0))
+    _limits[-1].__enter__()
     return torch.futures.Future()
 
 
@@ -240,8 +260,7 @@ def test_the_matrix_finds_a_broken_hook(hook):
     world_size = 4 if case.subgroup else 2
     # The case after the broken one still runs.
     sound = Case(dtype="float64", skew=False)
-    timeout = 8 if hook is hangs else 60
-    report = check_hook(hook, **factory, world_size=world_size, cases=[case, sound], case_timeout=timeout)
+    report = check_hook(hook, **factory, world_size=world_size, cases=[case, sound])
     assert not report.ok
     assert len(report.results) == 2
     assert text in report.results[0].error, report

@@ -204,6 +204,17 @@ def test_the_exposed_part_of_a_step_follows_the_bytes():
     assert times.predict(25, 100) == pytest.approx(2.8)
 
 
+def test_buckets_without_values_are_not_measured():
+    full, empty, cpu = layout_of([5000]), layout_of([0], 1), torch.device("cpu")
+    for layouts, is_due in (([full, empty], True), ([layout_of([0])], False)):
+        tuner = Tuner(TUNING, 0, 1, is_timed=False)
+        for step in range(20):
+            for layout in layouts:
+                tuner.arrive(layout, torch.ones(layout.numel), step, is_last=layout is layouts[-1])
+            tuner.end_step(step, cpu)
+        assert tuner.is_due is is_due
+
+
 def test_the_time_of_measuring_is_counted():
     tuner, layout = Tuner(TUNING, 0, 2), layout_of([10])
     tuner.arrive(layout, torch.ones(10), 0, is_last=True)

@@ -14,7 +14,7 @@ from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.testing import run_ranks
 
-LIMIT = timedelta(seconds=10)
+LIMIT = timedelta(seconds=60)
 
 
 class Meeting(torch.autograd.Function):
@@ -70,15 +70,16 @@ def job_uneven(rank, how):
 
 @pytest.mark.parametrize("how", ["attached", "raw", "powersgd"])
 def test_a_hook_holds_no_rank_back_from_a_collective_in_its_backward_pass(how):
-    expected, found = (run_ranks(job_uneven, 2, args=(each,), timeout=20) for each in ("plain", how))
+    expected, found = (run_ranks(job_uneven, 2, args=(each,), timeout=180) for each in ("plain", how))
     torch.testing.assert_close(found, expected)
 
 
 def job_alone(rank):
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group()
     model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
     model.register_comm_hook(group, default_hooks.allreduce_hook)
     if rank == 0:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
         told = r"rank 0, step 0, bucket 0, hook fp32: could not connect to .* rank\(s\) 1 did not come"
         with pytest.raises(gradwire.WireError, match=told):
             model(torch.ones(2, 4)).sum().backward()
@@ -86,4 +87,4 @@ def job_alone(rank):
 
 
 def test_a_raw_hook_that_reaches_nobody_fails_its_bucket():
-    run_ranks(job_alone, 2, timeout=20)
+    run_ranks(job_alone, 2, timeout=180)

@@ -81,6 +81,18 @@ def test_wrong_grids_and_missing_gradients_are_refused():
         ranks.average()
 
 
+def test_a_backward_pass_that_is_refused_adds_nothing():
+    model = torch.nn.Linear(3, 1)
+    ranks = VirtualHSDP(model, "fp32", replicas=1, shards=2)
+    for rank in range(2):
+        with pytest.raises(ValueError, match="parameter bias has no gradient"), ranks.backward_of(rank):
+            model.weight.sum().backward()
+        with ranks.backward_of(rank):
+            model(torch.ones(1, 3)).sum().backward()
+    ranks.average()
+    assert model.weight.grad.tolist() == [[1.0, 1.0, 1.0]]
+
+
 def check_mesh(rank):
     """A wire takes the state of virtual ranks of another grid."""
     model = make()

@@ -111,9 +111,8 @@ def test_the_quick_start_works_word_for_word(installed, tmp_path):
     plain = "model = torch.nn.parallel.DistributedDataParallel(net)\n"
     assert plain in script
     (tmp_path / "train.py").write_text(script.replace(plain, line) + "print(wire.stats())\n")
-    shown = run(
-        installed / "torchrun", "--nproc-per-node", "2", "train.py", cwd=tmp_path, OMP_NUM_THREADS="1"
-    )
+    words = ("--standalone", "--nproc-per-node", "2", "train.py")
+    shown = run(installed / "torchrun", *words, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert shown.count("WireStats(num_steps=50, bytes_sent=") == 2
 
 

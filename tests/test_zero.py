@@ -1,6 +1,7 @@
 """ZeRO's steps in a hook equal DDP with an ordinary optimizer."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -72,6 +73,29 @@ def job_parity(rank):
         for inner in (default_hooks.allreduce_hook, torch_hooks.allreduce_hook):
             model, _ = train(rank, makers[0], inner, torch.optim.SGD, sgd, False, True, **ddp_options)
             torch.testing.assert_close(flat(model), expected, rtol=1e-5, atol=1e-6)
+
+
+def step_a_shard_each(rank, recipe):
+    """ZeRO's ordinary step, after backward(), with gradients that a wire has averaged."""
+    ends = []
+    for make in (torch.optim.AdamW, partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)):
+        model = model_of()
+        wire = gradwire.attach(model, recipe)
+        before, optimizer = flat(model), make(model.parameters(), lr=0.01)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        wire.detach()
+        assert_same_on_all_ranks(model)
+        assert not torch.equal(flat(model), before)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("recipe", ["sign", "int4"])
+def test_zero_steps_what_a_wire_has_averaged(two_ranks, recipe):
+    two_ranks.run(step_a_shard_each, recipe)
 
 
 @pytest.mark.parametrize("world_size", usually(2, otherwise=[4]))

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -55,6 +56,8 @@ def run_well(command, folder):
 def run_until(command, folder, line):
     """Run until a line is printed, then kill every process."""
     with start(command, folder) as process:
+        limit = threading.Timer(LIMIT_S, kill, [process])
+        limit.start()
         try:
             said = []
             for each in process.stdout:
@@ -64,6 +67,7 @@ def run_until(command, folder, line):
             else:
                 raise AssertionError("".join(said)[-6000:])
         finally:
+            limit.cancel()
             kill(process)
 
 

@@ -124,7 +124,7 @@ def job_take_over(rank, folder):
 
 
 def test_another_number_of_ranks_takes_over_what_was_held_back(two_ranks, tmp_path):
-    run_ranks(job_save, 3, 120, args=(tmp_path,))
+    run_ranks(job_save, 3, 240, args=(tmp_path,))
     two_ranks.run(job_take_over, tmp_path)
 
 

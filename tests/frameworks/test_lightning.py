@@ -145,7 +145,7 @@ def job_two_epochs(rank, folder):
 
 def test_another_number_of_ranks_takes_over_what_was_held_back(two_ranks, tmp_path):
     two_ranks.run(job_two_epochs, tmp_path)
-    run_ranks(job_on_one_rank, 1, args=(tmp_path,))
+    run_ranks(job_on_one_rank, 1, 240, args=(tmp_path,))
 
 
 def job_logs(rank, folder):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.ops import Scale
-from gradwire.peers import Group, SealedClaim, gather, gather_if_same
+from gradwire.peers import Group, SealedClaim, gather_if_same, gather_rows
 from gradwire.recipes import Reduction
 
 
@@ -65,7 +65,5 @@ def _weigh(flat: Tensor, weight: float, weights: Tensor) -> Scale:
 
 def _gather_number(own: float, device: torch.device, group: Group) -> Tensor:
     """Return every rank's number, as fp64 on ``device``; collective."""
-    numbers = torch.zeros(group.size, dtype=torch.float64, device=device)
-    numbers[group.rank] = own
-    gather(numbers.view(torch.uint8).chunk(group.size), group)
-    return numbers
+    # Filled, not copied: on CUDA, the host would wait for a copy.
+    return gather_rows(torch.full((), own, dtype=torch.float64, device=device), group)

@@ -4,7 +4,15 @@ The exchange of buckets between ranks, and DDP's ways of making them, do not bel
 """
 
 from gradwire.buckets.dtypes import dtype_name, dtype_named
-from gradwire.buckets.layout import BucketLayout, Layouts, Slot, as_real, canonical_name, shard_shape
+from gradwire.buckets.layout import (
+    BucketLayout,
+    Layouts,
+    Slot,
+    as_real,
+    canonical_name,
+    row_by_row,
+    shard_shape,
+)
 from gradwire.buckets.loss_scale import LossScale
 from gradwire.buckets.memory import Memory
 
@@ -18,5 +26,6 @@ __all__ = [
     "canonical_name",
     "dtype_name",
     "dtype_named",
+    "row_by_row",
     "shard_shape",
 ]

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import torch
 
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 # The dtypes that gradients and states can have. Text from a checkpoint is looked up here and nowhere else.
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    dtype_name(dtype): dtype
     for dtype in (
         torch.float64,
         torch.float32,
@@ -17,11 +23,6 @@ _DTYPES = {
         torch.complex32,
     )
 }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype: ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: object) -> torch.dtype:

@@ -21,6 +21,15 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
+def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of values that lie row by row.
+
+    >>> row_by_row((2, 3, 4)), row_by_row(())
+    ((12, 4, 1), ())
+    """
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
 def shard_shape(shape: Sequence[int], dim: int, num_shards: int) -> tuple[int, ...]:
     """Return the shape of every shard of a parameter: the last ones end with padding.
 
@@ -191,6 +200,6 @@ def _bucket_stride(parameter: Tensor) -> tuple[int, ...]:
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size > 1 and stride != expected:
-            return torch.empty(parameter.shape, device="meta").stride()
+            return row_by_row(parameter.shape)
         expected *= size
     return parameter.stride()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.buckets.layout import BucketLayout, Slot
+from gradwire.buckets.layout import BucketLayout, Slot, row_by_row
 
 
 class ParameterState:
@@ -58,7 +58,7 @@ class ParameterState:
     def put(self, name: str, value: Tensor) -> None:
         """Set a parameter's state to a copy of ``value``, whatever bucket it will lie in."""
         flat = value.detach().to(self._dtype).contiguous().flatten().clone()
-        slot = Slot(name, 0, value.shape, torch.empty(value.shape, device="meta").stride())
+        slot = Slot(name, 0, value.shape, row_by_row(value.shape))
         self._flats[name] = _FlatState(BucketLayout(-1, self._dtype, (slot,)), flat)
 
     def drop(self, layout: BucketLayout) -> None:
@@ -99,6 +99,7 @@ def _require_shape(slot: Slot, old: Tensor) -> Tensor:
     if old.shape != slot.shape:
         raise ValueError(
             f"parameter {slot.name} had shape {tuple(old.shape)} and now has {tuple(slot.shape)}: "
-            "its state cannot be carried over"
+            "its state cannot be carried over. Attach again to begin with an empty one; in an Averager, give "
+            "the tensor another name"
         )
     return old

@@ -101,8 +101,10 @@ class HeadroomOptions:
     ] = None
     seconds: Annotated[
         float,
-        typer.Option(metavar="S", help="Approximate time to measure; a script is measured for --steps."),
-    ] = 30.0
+        typer.Option(
+            metavar="S", help="Approximate time to measure, with warm-up; a script is measured for --steps."
+        ),
+    ] = 45.0
     bucket_mb: Annotated[
         float | None,
         typer.Option(

@@ -71,11 +71,7 @@ def outer_table(title: str, rows: Sequence[PlannedRow]) -> Table:
     for cluster, recipe, prediction in rows:
         assert isinstance(prediction, OuterPrediction)
         table.add_row(
-            str(cluster.num_workers),
-            escape(recipe),
-            f"{1e3 * prediction.step_s:.1f}",
-            f"{prediction.efficiency:.0%}",
-            decimal(prediction.bytes_per_step),
+            *_first_cells(cluster, recipe, prediction),
             decimal(prediction.turn_bytes),
             f"{1e3 * prediction.turn_s:.1f}",
             str(prediction.delay),
@@ -95,16 +91,23 @@ def plan_table(title: str, rows: Sequence[PlannedRow], *, is_sharded: bool = Fal
     for cluster, recipe, prediction in rows:
         assert isinstance(prediction, Prediction)
         table.add_row(
-            str(cluster.num_workers),
-            escape(recipe),
-            f"{1e3 * prediction.step_s:.1f}",
-            f"{prediction.efficiency:.0%}",
-            decimal(prediction.bytes_per_step),
+            *_first_cells(cluster, recipe, prediction),
             *(decimal(prediction.gathered_bytes) for _ in gathers),
             str(prediction.num_messages),
             end_section=recipe == last_recipe,
         )
     return table
+
+
+def _first_cells(cluster: Cluster, recipe: str, prediction: Prediction | OuterPrediction) -> tuple[str, ...]:
+    """Return the cells that every prediction has: workers, recipe, step time, efficiency and bytes."""
+    return (
+        str(cluster.num_workers),
+        escape(recipe),
+        f"{1e3 * prediction.step_s:.1f}",
+        f"{prediction.efficiency:.0%}",
+        decimal(prediction.bytes_per_step),
+    )
 
 
 def comparison_json(comparisons: Sequence[Comparison]) -> str:

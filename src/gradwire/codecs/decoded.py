@@ -51,7 +51,7 @@ def encode_decoded(codec: Plain, x: Tensor, chunk: Chunk, factor: Tensor | float
 
 def reduce_decoded(codec: Plain, chunk: Chunk, rows: Tensor, rank: int, scale: Scale, seed: Seed) -> None:
     """Sum and encode as `Codec.reduce` does."""
-    total = chunk.values.clone() if chunk.residual is None else chunk.values + chunk.residual
+    total = chunk.values if chunk.residual is None else chunk.values + chunk.residual
     codec.sum(total, rows, rank, scale, seed)
     inverse = 1 / torch.as_tensor(scale, dtype=torch.float64, device=total.device)
     chunk.values.copy_(encode_decoded(codec, total, chunk, inverse.to(torch.float32)))

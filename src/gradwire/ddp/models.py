@@ -38,31 +38,35 @@ def _hint(model: object) -> str:
         return "; its .module is one: attach to that"
     if not isinstance(model, nn.Module):
         return ""
-    for kind in type(model).__mro__:
-        if (kind.__module__.startswith("torch.") and kind.__name__ in _OTHER_WRAPPERS) or _is_replicated(
-            kind
-        ):
-            what = _OTHER_WRAPPERS.get(kind.__name__, _OTHER_WRAPPERS["ReplicateModule"])
-            return (
-                f": this model's gradients are averaged by {what}, which gradwire does not support. Wrap the "
-                "plain model in torch.nn.parallel.DistributedDataParallel instead, or train without gradwire"
-            )
+    wrappers = filter(None, map(_wrapper_name, type(model).__mro__))
+    if (what := next(wrappers, None)) is not None:
+        averaged = f": this model's gradients are averaged by {what}, which"
+        if what == _FSDP2:
+            return f"{averaged} gradwire.attach takes, and nothing else here: attach a recipe to the model"
+        return (
+            f"{averaged} gradwire does not support. Wrap the plain model in "
+            "torch.nn.parallel.DistributedDataParallel instead, or train without gradwire"
+        )
     if _is_inside_ddp(model):
         return ": this is the .module of one; attach to the DistributedDataParallel around it, and train that"
     return "; wrap the model first, in torch.nn.parallel.DistributedDataParallel"
 
 
+_FSDP2 = "fully_shard() (FSDP2)"
 # Other ways of data-parallel training, by the class that a model then has or derives from.
 _OTHER_WRAPPERS = {
     "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
     "ReplicateModule": "replicate()",
-    "FSDPModule": "fully_shard() (FSDP2)",
+    "FSDPModule": _FSDP2,
     "DataParallel": "DataParallel, in one process",
 }
 
 
-def _is_replicated(kind: type) -> bool:
-    return kind.__name__ == "DDP" and kind.__module__ == "torch.distributed._composable.replicate"
+def _wrapper_name(kind: type) -> str | None:
+    """Return the name of the way of training that a class of torch stands for; None if it stands for none."""
+    if kind.__name__ == "DDP" and kind.__module__ == "torch.distributed._composable.replicate":
+        return "replicate()"
+    return _OTHER_WRAPPERS.get(kind.__name__) if kind.__module__.startswith("torch.") else None
 
 
 def _is_inside_ddp(model: nn.Module) -> bool:

@@ -101,8 +101,9 @@ class Options:
 
     def loss_scale(self) -> LossScale | None:
         """Return the loss scale that residuals follow; None if the loss is not scaled."""
-        is_scaled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
-        return LossScale(self.grad_scaler) if self.grad_scaler is not None and is_scaled else None
+        if self.grad_scaler is None or not self.grad_scaler.is_enabled():
+            return None
+        return LossScale(self.grad_scaler)
 
     def meter(self) -> Meter | None:
         """Return the meter that compares averages with exact ones; None if telemetry does not ask for it."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradwire.ddp.gradients import ModelGradients, local_gradient, local_part
 from gradwire.errors import WireError
-from gradwire.peers import Group, gather
+from gradwire.peers import Group, gather_rows
 
 _CHUNK = 1 << 20
 # The integer dtype to read values of each size as. 64-bit values are read in halves, since two changes of
@@ -80,13 +80,13 @@ class Verification:
         """
         own = hashes.to(device)
         if own.is_cuda:
-            rows = torch.stack(_gather(own, group)).to("cpu", non_blocking=True)
+            rows = gather_rows(own, group).to("cpu", non_blocking=True)
             self._copied = _Copied(step, rank, rows, torch.cuda.current_stream(device).record_event())
             return
-        everyone = _gather(torch.stack([own[0], _hash(own)]), group)
+        everyone = gather_rows(torch.stack([own[0], _hash(own)]), group)
         # Ranks that are out of input have no hashes.
-        if len({tuple(row.tolist()) for row in everyone if row[0]}) > 1:
-            self._require_same(step, rank, torch.stack(_gather(own, group)))
+        if len({tuple(row) for row in everyone.tolist() if row[0]}) > 1:
+            self._require_same(step, rank, gather_rows(own, group))
         self._last_good = step
 
     def conclude(self) -> None:
@@ -129,14 +129,6 @@ class Verification:
         trained, shared = self._gradients.trained(), self._gradients.shared()
         gradients = [(f"{_GRADIENT}{name}", local_gradient(p)) for name, p in trained.items()]
         return [*gradients, *((f"parameter {name}", local_part(p.detach())) for name, p in shared.items())]
-
-
-def _gather(own: Tensor, group: Group) -> list[Tensor]:
-    rows = [torch.zeros_like(own) for _ in range(group.size)]
-    rows[group.rank].copy_(own)
-    if group.size > 1:
-        gather([row.view(torch.uint8) for row in rows], group)
-    return rows
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.averaging import Engine, Grouping, LayoutCheck, RunState, Timeline, checkpoint
-from gradwire.buckets import Layouts, Memory
+from gradwire.buckets import Layouts, Memory, dtype_name, dtype_named
 from gradwire.ddp import (
     Bridge,
     BucketOrder,
@@ -44,6 +44,7 @@ _OPTIONS = (
 _MAX_TRANSIENT = 2
 _COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 _PARTS = ("counters", "memory", "layouts", "by_name")
+_NO_STATE = "this is no state_dict of a PowerSGDState"
 
 
 class PowerSGDState:
@@ -150,11 +151,11 @@ class PowerSGDState:
 
         Raises ValueError, and loads nothing, if it is not the state of a PowerSGDState.
         """
-        _require_state(state_dict)
+        layouts = _read_layouts(state_dict)
         self._set(state_dict["counters"])
         self._memory.load(state_dict["memory"])
         self._loaded_names = state_dict["by_name"] if state_dict["memory"] else None
-        self._loaded_layouts = checkpoint.read_layouts(state_dict["layouts"])
+        self._loaded_layouts = layouts
         self._bridges.clear()
 
     def compression_stats(self) -> tuple[float, int, int]:
@@ -287,17 +288,26 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
     return _checked(state)._run(bucket, whole=True)
 
 
-def _require_state(state: Any) -> None:
+def _read_layouts(state: Any) -> list[tuple[int, Grouping]]:
+    """Check all parts of a state, and return its layouts; ValueError if a part is wrong."""
     _require_keys("it ", state, _PARTS)
     _require_keys("its 'counters' ", state["counters"], _COUNTERS)
+    for name, value in state["counters"].items():
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{_NO_STATE}: its {name!r} must be a whole number, not {value!r:.80}")
+    if not isinstance(state["memory"], dict) or not isinstance(state["by_name"], bool):
+        raise ValueError(f"{_NO_STATE}: its 'memory' must be a dict, and its 'by_name' True or False")
+    for name, tensors in state["memory"].items():
+        for tensor in checkpoint.require_tensors(f"memory[{name!r:.80}]", tensors).values():
+            dtype_named(dtype_name(tensor.dtype))
+    return checkpoint.read_layouts(state["layouts"])
 
 
 def _require_keys(what: str, part: object, wanted: tuple[str, ...]) -> None:
     has = set(part) if isinstance(part, dict) else set()
     for key in sorted(has.symmetric_difference(wanted)):
         raise ValueError(
-            f"this is no state_dict of a PowerSGDState: {what}"
-            + (f"has no {key!r}" if key in wanted else f"has an unknown {key!r}")
+            f"{_NO_STATE}: {what}" + (f"has no {key!r}" if key in wanted else f"has an unknown {key!r}")
         )
 
 

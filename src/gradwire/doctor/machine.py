@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from gradwire.doctor.findings import Finding
+from gradwire.lab import LabUnavailable, find_tools
 from gradwire.torch_private import missing_names
 from gradwire.version import __version__
 
@@ -138,10 +139,13 @@ def _can_write(folder: Path) -> bool:
 
 
 def _tools() -> Iterator[Finding]:
-    if shutil.which("ip") is None or shutil.which("tc") is None:
+    try:
+        find_tools()
+    except LabUnavailable:
         advice = "install iproute2 (on Debian: apt install iproute2) to use `gradwire lab` and --link"
         yield Finding("tools", "note", "no iproute2: slow networks cannot be simulated", advice)
-    elif os.geteuid() != 0:
+        return
+    if os.geteuid() != 0:
         advice = "run `gradwire lab` and --link as root, for example in a container"
         yield Finding("tools", "note", "not root: slow networks cannot be simulated", advice)
     else:

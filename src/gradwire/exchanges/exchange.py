@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -66,3 +67,15 @@ def average(flat: Tensor, exchange: Exchange, context: Context) -> Tensor:
         return average_sparse(flat, context.group, context.scale)
     run_rounds([exchange.rounds(flat, context)], context)
     return flat
+
+
+def shared_bytes_of(parts: Sequence[tuple[Exchange, BucketLayout]], step: int) -> int:
+    """Return `Exchange.shared_bytes` of a bucket whose parts have exchanges of their own.
+
+    A bucket waits as a whole. So if one part can share messages, the bytes of all parts count.
+    """
+    shared = [exchange.shared_bytes(part, step) for exchange, part in parts]
+    if not any(shared):
+        return 0
+    whole = [part.numel * part.dtype.itemsize for _, part in parts]
+    return sum(own or all_of_it for own, all_of_it in zip(shared, whole, strict=True))

@@ -64,16 +64,11 @@ class Hierarchical:
         return self.between.feedback
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
-        group = context.group
-        self._num_nodes(group.size)
+        self._num_nodes(context.group.size)
         flat = as_real(flat)
         yield from migrate_residuals(flat, context, self.feedback)
         residual = self.between.residual(flat, context)
-        if group.size == 1:
-            average_alone(flat, residual, context)
-            return
-        wide = self._node_dtype(flat.dtype)
-        values = flat if flat.dtype == wide else context.scratch.like("node", flat, wide).copy_(flat)
+        values = context.scratch.converted("node", flat, self._node_dtype(flat.dtype))
         mask = yield from self.between.unused_mask(values, context)
         with keep_unused_residuals(mask, values, residual):
             self._average(values, residual, context)

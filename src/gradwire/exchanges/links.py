@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -15,3 +16,12 @@ class Links(NamedTuple):
     """The figure for messages to ranks of the same node."""
     across: int
     """The figure for messages to all other ranks."""
+
+
+def add_up(figures: Iterable[Links]) -> Links:
+    """Return the sums of figures.
+
+    >>> add_up([Links(1, 20), Links(3, 40)])
+    Links(within=4, across=60)
+    """
+    return Links(*map(sum, zip(*figures, strict=True)))

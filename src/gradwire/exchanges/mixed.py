@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.exchange import Exchange
-from gradwire.exchanges.links import Links
+from gradwire.exchanges.exchange import Exchange, shared_bytes_of
+from gradwire.exchanges.links import Links, add_up
 from gradwire.exchanges.rounds import Rounds, side_by_side
 from gradwire.exchanges.two_phase import shared_two_shot_bytes
 from gradwire.exchanges.two_shot import TwoShot
@@ -67,11 +67,7 @@ class Mixed:
         )
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        # A bucket waits as a whole. So if one run can share messages, the bytes of all runs count.
-        shared = [(exchange.shared_bytes(run, step), run) for exchange, run, _ in self.split(layout)]
-        if not any(num_bytes for num_bytes, _ in shared):
-            return 0
-        return sum(num_bytes or run.numel * run.dtype.itemsize for num_bytes, run in shared)
+        return shared_bytes_of([(exchange, run) for exchange, run, _ in self.split(layout)], step)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         runs = self.split(layout)
@@ -82,13 +78,13 @@ class Mixed:
                 codecs.append((exchange.codec.resolve(dtype), numel))
         together = [Links(0, sent) for sent in shared_two_shot_bytes(codecs, world_size)]
         apart = [e.link_bytes(r, world_size, step) for e, r, _ in runs if not isinstance(e, TwoShot)]
-        return [Links(*map(sum, zip(*sent, strict=True))) for sent in zip(together, *apart, strict=True)]
+        return [add_up(sent) for sent in zip(together, *apart, strict=True)]
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
         runs = self.split(layout)
         apart = [e.link_rounds(r, world_size, step) for e, r, _ in runs if not isinstance(e, TwoShot)]
         together = Links(0, 2 if len(apart) < len(runs) else 0)
-        return Links(*map(sum, zip(together, *apart, strict=True)))
+        return add_up([together, *apart])
 
 
 @cached_on_owner

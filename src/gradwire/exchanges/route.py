@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.exchange import Exchange
-from gradwire.exchanges.links import Links
+from gradwire.exchanges.exchange import Exchange, shared_bytes_of
+from gradwire.exchanges.links import Links, add_up
 from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.selector import Selector
 from gradwire.ops import Family, cached_on_owner
@@ -80,19 +80,16 @@ class Route:
             copy_all_(there, here)
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
-        # A bucket waits as a whole. So if one part can share messages, the bytes of all parts count.
-        shared = [(exchange.shared_bytes(part, step), part) for exchange, part, _ in self.split(layout)]
-        if not any(num_bytes for num_bytes, _ in shared):
-            return 0
-        return sum(num_bytes or part.numel * part.dtype.itemsize for num_bytes, part in shared)
+        return shared_bytes_of([(exchange, part) for exchange, part, _ in self.split(layout)], step)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         parts = [exchange.link_bytes(part, world_size, step) for exchange, part, _ in self.split(layout)]
-        return [Links(*map(sum, zip(*sent, strict=True))) for sent in zip(*parts, strict=True)]
+        return [add_up(sent) for sent in zip(*parts, strict=True)]
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
-        parts = [exchange.link_rounds(part, world_size, step) for exchange, part, _ in self.split(layout)]
-        return Links(*map(sum, zip(*parts, strict=True)))
+        return add_up(
+            exchange.link_rounds(part, world_size, step) for exchange, part, _ in self.split(layout)
+        )
 
     def choose(self, slot: Slot) -> int:
         """Return the number of a parameter's route; ValueError if none fits."""

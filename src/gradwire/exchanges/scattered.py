@@ -130,10 +130,8 @@ def _is_sum_exact(codec: Codec, flat: Tensor, num_ranks: int) -> bool:
 def _working_copy(flat: Tensor, codec: Codec, context: Context) -> Tensor:
     """Return ``flat`` itself, or a copy of it in the dtype that the codec takes."""
     is_widened = flat.is_cuda and codec.widens_on_cuda and flat.dtype.itemsize == 2
-    if is_widened or codec.works_in in (None, flat.dtype):
-        return flat
-    assert codec.works_in is not None
-    return context.scratch.like("values", flat, codec.works_in).copy_(flat)
+    dtype = flat.dtype if is_widened else codec.works_in or flat.dtype
+    return context.scratch.converted("values", flat, dtype)
 
 
 def _chunk_bytes(codec: Codec, numel: int, world_size: int) -> list[int]:

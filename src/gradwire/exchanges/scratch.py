@@ -33,6 +33,8 @@ class Scratch:
             self._buffers[name, device] = buffer
         return buffer[:num_bytes]
 
-    def like(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a flat buffer with as many values as ``tensor``, in ``dtype``, with undefined content."""
-        return self.bytes(name, tensor.numel() * dtype.itemsize, tensor.device).view(dtype)
+    def converted(self, name: str, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return ``flat`` itself if it is of ``dtype``; if not, a buffer with its values, converted."""
+        if flat.dtype == dtype:
+            return flat
+        return self.bytes(name, flat.numel() * dtype.itemsize, flat.device).view(dtype).copy_(flat)

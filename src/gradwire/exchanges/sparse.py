@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradwire.ops import Scale
-from gradwire.peers import Group, gather
+from gradwire.peers import Group, gather, gather_rows
 
 
 def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:
@@ -21,10 +21,8 @@ def average_sparse(gradient: Tensor, group: Group, scale: Scale) -> Tensor:
     indices, values = gradient.indices(), gradient.values()
     device = gradient.device
 
-    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size)]
-    counts[group.rank].fill_(indices.shape[1])
-    gather([count.view(torch.uint8) for count in counts], group)
-    num_entries = [int(count) for count in counts]
+    count = torch.full((), indices.shape[1], device=device)
+    num_entries: list[int] = gather_rows(count, group).tolist()
 
     index_bytes = indices.shape[0] * indices.element_size()
     value_bytes = values.shape[1:].numel() * values.element_size()

@@ -14,7 +14,6 @@ from gradwire.exchanges.scatter import (
     Seeds,
     Sum,
     aligned_rows,
-    bounds_of,
     chunks_of,
     layouts_of,
     peers_of,
@@ -120,12 +119,7 @@ def average_alone(flat: Tensor, residual: Tensor | None, context: Context) -> No
 
 def two_shot_bytes(codec: Codec, numel: int, world_size: int) -> list[int]:
     """Return the exact bytes that each rank sends for a sum of ``numel`` values in messages of its own."""
-    bounds = bounds_of(numel, world_size)
-    sent, summed = (
-        [each.wire_bytes(end - start) for start, end in bounds] for each in (codec.to_owner, codec)
-    )
-    total = sum(sent)
-    return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]
+    return shared_two_shot_bytes([(codec, numel)], world_size)
 
 
 def shared_two_shot_bytes(shapes: Sequence[tuple[Codec, int]], world_size: int) -> list[int]:
@@ -135,13 +129,7 @@ def shared_two_shot_bytes(shapes: Sequence[tuple[Codec, int]], world_size: int) 
     """
     if not shapes or world_size == 1:
         return [0] * world_size
-    sent, summed = (
-        row_sizes(
-            layouts_of(
-                [(codec.to_owner if to_owner else codec, numel) for codec, numel in shapes], world_size
-            )
-        )
-        for to_owner in (True, False)
-    )
+    to_owners = [(codec.to_owner, numel) for codec, numel in shapes]
+    sent, summed = (row_sizes(layouts_of(each, world_size)) for each in (to_owners, shapes))
     total = sum(sent)
     return [total - to_own + (world_size - 1) * own for to_own, own in zip(sent, summed, strict=True)]

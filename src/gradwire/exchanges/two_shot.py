@@ -69,10 +69,7 @@ class TwoShot:
         if group.native_sum is not None and is_exact(codec, flat.dtype):
             group.native_sum(flat.mul_(context.scale))
             return
-        values = flat
-        if codec.works_in not in (None, flat.dtype):
-            assert codec.works_in is not None
-            values = context.scratch.like("values", flat, codec.works_in).copy_(flat)
+        values = context.scratch.converted("values", flat, codec.works_in or flat.dtype)
         mask = yield from self.unused_mask(values, context)
         with keep_unused_residuals(mask, values, residual):
             yield (self.sum_of(values, residual, context),)

@@ -37,8 +37,8 @@ class Benchmark:
     workload: Buildable = field(default_factory=Workload)
     num_steps: int | None = None
     """Timed steps per row; None for as many as `seconds` allows, from 8 to 24."""
-    seconds: float = 30.0
-    """Approximate time to measure; warming up comes on top."""
+    seconds: float = 45.0
+    """Approximate time to measure, with warm-up."""
     bucket_mb: float | None = None
     """DDP's ``bucket_cap_mb``; None for DDP's own default."""
     small_bucket_mb: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ class _BenchmarkRun:
     def __init__(self, benchmark: Benchmark, on_progress: OnProgress) -> None:
         self._benchmark = benchmark
         self._on_progress = on_progress
+        self._begin = time.monotonic()
         with time_limit(TURN_LIMIT_S):
             self._factory = TimedModelFactory(benchmark)
             self._models = [
@@ -119,10 +121,11 @@ class _BenchmarkRun:
         return None if best is None else recipe_of[best]
 
     def _choose_num_steps(self) -> int:
-        """Return the number of steps asked for, or as many as there is time for."""
+        """Return the number of steps asked for, or as many as there is time left for."""
         if self._benchmark.num_steps is not None:
             return self._benchmark.num_steps
-        num_affordable = self._benchmark.seconds / sum(min(model.warm_up_s) for model in self._models)
+        (spent_s,) = largest_of_ranks([time.monotonic() - self._begin])
+        num_affordable = (self._benchmark.seconds - spent_s) / sum(min(m.warm_up_s) for m in self._models)
         return int(max(_MIN_STEPS, min(_MAX_STEPS, num_affordable)))
 
     def _time_steps(self, num_steps: int) -> None:

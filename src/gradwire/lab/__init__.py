@@ -15,13 +15,14 @@ Example::
 
 from gradwire.lab.delays import format_delay, parse_delay
 from gradwire.lab.namespaces import enter_namespace
-from gradwire.lab.network import Lab, LabUnavailable
+from gradwire.lab.network import Lab, LabUnavailable, find_tools
 from gradwire.lab.rates import format_rate, parse_rate
 
 __all__ = [
     "Lab",
     "LabUnavailable",
     "enter_namespace",
+    "find_tools",
     "format_delay",
     "format_rate",
     "parse_delay",

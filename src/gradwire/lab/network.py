@@ -27,6 +27,8 @@ _BURST_S = 0.004
 _MIN_BURST_BYTES = 1 << 16
 # A packet that has queued for longer is dropped.
 _QUEUE_S = 0.1
+# Users other than root often do not have these in their PATH.
+SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
 # Once a command has failed on one host, those on the others get this long to end.
 _GRACE_S = 5.0
 
@@ -62,7 +64,7 @@ class Lab:
         self.num_hosts = hosts
         self.bits_per_s = None if rate is None else parse_rate(rate)
         self.delay_s = None if delay is None else parse_delay(delay)
-        ip = _find_tools()
+        ip = find_tools()
         self._namespaces: list[Namespace] = []
         self._helpers: list[subprocess.Popen[bytes]] = []
         try:
@@ -154,7 +156,7 @@ class Lab:
         Raises ValueError for a wrong rate, and for a lab that has ended.
         """
         bits_per_s = parse_rate(rate)
-        self._limit(bits_per_s, Path(_find_tools()).with_name("tc"))
+        self._limit(bits_per_s, Path(find_tools()).with_name("tc"))
         self.bits_per_s = bits_per_s
 
     def bytes_sent(self, host: int) -> int:
@@ -247,12 +249,11 @@ class Lab:
                 os.close(file)
 
 
-def _find_tools() -> str:
-    """Return the path of ``ip``, which has ``tc`` beside it."""
+def find_tools() -> str:
+    """Return the path of ``ip``, which has ``tc`` beside it; `LabUnavailable` if they are not installed."""
     if not sys.platform.startswith("linux"):
         raise LabUnavailable("the lab needs Linux, for its network namespaces")
-    # Users other than root often have no sbin in their PATH.
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    path = os.pathsep.join([os.environ.get("PATH", ""), *SYSTEM_FOLDERS])
     ip = shutil.which("ip", path=path)
     if ip is None or not Path(ip).with_name("tc").exists():
         raise LabUnavailable("the lab needs the commands ip and tc: apt install iproute2")

@@ -181,8 +181,8 @@ class Averager:
 
         Args:
             flat: a flat tensor of floating values, of the same length on every rank. It is cut into as many
-                chunks as there are ranks. If its length is not a multiple of that, sizes differ by one. This
-                rank's chunk of it is overwritten.
+                chunks as there are ranks. If its length is not a multiple of that, sizes differ by one. Its
+                values are undefined afterwards.
 
         Sends half of what `average_` does. Chunks are summed in fp32 and in rank order, and sums are not
         encoded again. There are no residuals: ``int4`` goes without its own. Raises ValueError for low rank
@@ -294,10 +294,10 @@ class Averager:
         self._require_usable()
         with CollectiveCall(self._group, self._timeout, "Averager.swap") as call:
             chosen = self._agree_on_recipe(recipe, call, {"the step": str(self._num_calls)})
-        self._recipe = chosen
-        self._may_have_state |= keeps_state(chosen)
         if not self._is_disabled:
             self._engine.swap(chosen, lambda: open_lane(self._group, self._device, call.rendezvous))
+        self._recipe = chosen
+        self._may_have_state |= keeps_state(chosen)
         self._tuned = self._make_tuner()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from gradwire.buckets import Memory
 from gradwire.exchanges import LowRank
 from gradwire.peers import backend_name
-from gradwire.recipes import Recipe
+from gradwire.recipes import Recipe, require_nodes
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.torch_private import device_types
 
@@ -45,9 +45,7 @@ def choose_device(group: dist.ProcessGroup, device: torch.device | str | None) -
 def choose_recipe(recipe: str | Recipe, world_size: int) -> Recipe:
     """Return the recipe; ValueError if the ranks cannot be divided into its nodes."""
     chosen = parse_recipe(recipe)
-    for each in chosen.leaves():
-        if world_size % (each.local_size or 1):
-            raise ValueError(f"recipe {each}: {world_size} ranks cannot be nodes of {each.local_size}")
+    require_nodes(chosen, world_size)
     return chosen
 
 

@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.averaging import Bucket, Engine
-from gradwire.buckets import BucketLayout, Slot
+from gradwire.buckets import BucketLayout, Slot, dtype_name
 from gradwire.errors import Place
 from gradwire.exchanges import even_bounds
 from gradwire.peers import SealedClaim, require_same
 from gradwire.recipes import Recipe
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Unlike the names of tensors: what an average holds back of a tensor goes by its name.
+_NAME = "(a flat tensor)"
 
 
 def require_flat(tensor: object, device_types: Collection[str]) -> Tensor:
@@ -89,13 +91,13 @@ class HalfRunner:
 @functools.lru_cache(256)
 def _layout_of(numel: int, dtype: torch.dtype) -> BucketLayout:
     """Return the layout of a flat tensor."""
-    return BucketLayout.packed(0, dtype, [Slot("flat", 0, torch.Size([numel]), (1,))])
+    return BucketLayout.packed(0, dtype, [Slot(_NAME, 0, torch.Size([numel]), (1,))])
 
 
 @functools.lru_cache(256)
 def _claim_of(what: str, numel: int, dtype: torch.dtype) -> SealedClaim:
     """Return the claim that ranks compare."""
-    return SealedClaim({"call": what, "tensor": f"{numel} values, {str(dtype).removeprefix('torch.')}"})
+    return SealedClaim({"call": what, "tensor": f"{numel} values, {dtype_name(dtype)}"})
 
 
 def scatter_plainly(flat: Tensor, group: dist.ProcessGroup, *, is_sum: bool) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwire.buckets import BucketLayout, Slot
+from gradwire.buckets import BucketLayout, Slot, dtype_name, row_by_row
 from gradwire.loops.tensors import bucket_dtype
 from gradwire.peers import SealedClaim
 from gradwire.torch_private import copy_all_
@@ -41,7 +41,7 @@ class Packing:
             if number < 0 or filled + num_bytes > _BUCKET_BYTES:
                 number, filled = len(runs), 0
                 runs.append([])
-            runs[number].append((Slot(name, 0, shape, _row_by_row(shape)), wide, device))
+            runs[number].append((Slot(name, 0, shape, row_by_row(shape)), wide, device))
             unfilled[wide, device] = number, filled + num_bytes
         self.layouts = tuple(
             BucketLayout.packed(index, run[0][1], (slot for slot, _, _ in run))
@@ -51,7 +51,7 @@ class Packing:
         self._fields = {
             "number of tensors": str(len(signature)),
             **{
-                f"tensor {number}": f"{name!r}, shape {tuple(shape)}, {str(dtype).removeprefix('torch.')}"
+                f"tensor {number}": f"{name!r}, shape {tuple(shape)}, {dtype_name(dtype)}"
                 for number, (name, shape, dtype, _) in enumerate(signature)
             },
         }
@@ -122,7 +122,3 @@ def _is_flat(tensor: Tensor, layout: BucketLayout) -> bool:
     """Return True if the tensor's own memory can be a bucket."""
     is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return is_plain and tensor.dtype == layout.dtype
-
-
-def _row_by_row(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

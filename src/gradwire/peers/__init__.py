@@ -16,6 +16,7 @@ from gradwire.peers.groups import (
     Subgroup,
     Traffic,
     gather,
+    gather_rows,
 )
 from gradwire.peers.nccl import NcclGroup
 from gradwire.peers.process_groups import backend_name, timeout_of, uses_nccl
@@ -43,6 +44,7 @@ __all__ = [
     "close_connections",
     "gather",
     "gather_if_same",
+    "gather_rows",
     "is_unreachable",
     "join_rendezvous",
     "next_rendezvous",

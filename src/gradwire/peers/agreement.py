@@ -80,7 +80,7 @@ def agree(
     store.set(keys[rank], answer)
     if missing := _wait_for_keys(store, keys, timeout, WaitLog(group, timeout, caller)):
         raise missing_ranks_error(group, rendezvous, missing, timeout, caller)
-    answers = [store.get(key).decode() for key in keys]
+    answers = [answer.decode() for answer in store.multi_get(keys)]
     failed = [peer for peer, answer in enumerate(answers) if answer.startswith(_ERROR)]
     if failed and rank not in failed:
         kind, _, text = answers[failed[0]].removeprefix(_ERROR).partition(": ")
@@ -89,7 +89,7 @@ def agree(
         )
     digests, _, notes = zip(*(answer.partition(" ") for answer in answers), strict=True)
     if not failed and len(set(digests)) > 1:
-        claims = [json.loads(store.get(f"{key}/fields")) for key in keys]
+        claims = list(map(json.loads, store.multi_get([f"{key}/fields" for key in keys])))
         difference = describe_differences(claims)
         raise ValueError(f"rank {rank}: ranks call {caller} with different things: {difference}")
     return list(notes)
@@ -140,20 +140,22 @@ def describe_differences(claims: Sequence[Claim]) -> str:
 def _wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta, slow: WaitLog) -> list[int]:
     """Wait until all keys are set or the time is up; return the indices of those that are not set."""
     deadline = time.monotonic() + timeout.total_seconds()
-    missing = []
-    for index, key in enumerate(keys):
-        while not _is_set(store, key, min(deadline - time.monotonic(), slow.left_s)):
-            slow.tell(lambda: [peer for peer, each in enumerate(keys) if not store.check([each])])
-            if time.monotonic() >= deadline:
-                missing.append(index)
-                break
-    return missing
+
+    def missing() -> list[int]:
+        return [index for index, key in enumerate(keys) if not store.check([key])]
+
+    # All at once: with one request for each key, a thousand ranks would send a million.
+    while not _are_set(store, keys, min(deadline - time.monotonic(), slow.left_s)):
+        slow.tell(missing)
+        if time.monotonic() >= deadline:
+            return missing()
+    return []
 
 
-def _is_set(store: Store, key: str, wait_s: float) -> bool:
-    """Wait for a key; return False if it is not set in time."""
+def _are_set(store: Store, keys: Sequence[str], wait_s: float) -> bool:
+    """Wait for keys; return False if they are not set in time."""
     try:
-        store.wait([key], timedelta(seconds=max(wait_s, 0.001)))
+        store.wait(list(keys), timedelta(seconds=max(wait_s, 0.001)))
     except RuntimeError:
         return False
     return True

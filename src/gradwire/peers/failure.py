@@ -128,7 +128,7 @@ class Failure:
         everyone = range(store.size)
         asked = everyone if peer is None else [peer]
         statuses, silent = _follow_waits(store, asked)
-        if not silent and not timed_out:  # the peer, which is there, has closed since another one is gone
+        if not silent:  # the peer is there: it has closed, or waits in torch, because of another rank
             asked = everyone
             statuses, silent = _follow_waits(store, asked)
         deadline = time.monotonic() + _ROLL_CALL_S

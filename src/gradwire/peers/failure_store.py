@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -59,7 +60,7 @@ class FailureStore:
     """The first failure's text and every rank's status, in the group's store.
 
     No method raises, or waits longer than two seconds. The store is asked over a connection of its own,
-    since the user's thread may be waiting in the other one. That connection is made in the constructor:
+    since the user's thread may be waiting in the other one. A thread makes that connection from the start:
     connecting to a host that is gone takes longer than the store's timeout, which is five minutes.
     """
 
@@ -69,10 +70,8 @@ class FailureStore:
         """False after the first request without an answer: the store's host is dead or stopped."""
         self._prefix = prefix
         self._users_store, self._group_name = store_of(group), group.group_name
-        self._store: PrefixStore | None = None
         # Other stores have no connection to make, and a FileStore counts its clones.
-        if has_tcp_store(self._users_store):
-            self._open()
+        self._opening = self._open() if has_tcp_store(self._users_store) else None
 
     def post_failure(self, text: str) -> None:
         """Post the text of a failure, unless a rank has posted one."""
@@ -109,11 +108,21 @@ class FailureStore:
         value = self._ask(lambda store: store.get(key) if store.check([key]) else None)
         return None if value is None else value.decode(errors="replace")
 
-    def _open(self) -> PrefixStore:
-        store = PrefixStore(self._prefix, own_connection(self._users_store, self._group_name))
-        store.set_timeout(timedelta(seconds=_PATIENCE_S))
-        self._store = store
-        return store
+    def _open(self) -> Future[PrefixStore]:
+        """Begin to connect to the store."""
+        opening: Future[PrefixStore] = Future()
+
+        def connect() -> None:
+            try:
+                store = PrefixStore(self._prefix, own_connection(self._users_store, self._group_name))
+                store.set_timeout(timedelta(seconds=_PATIENCE_S))
+            except RuntimeError as error:
+                opening.set_exception(error)
+            else:
+                opening.set_result(store)
+
+        _start(connect)
+        return opening
 
     def _ask(self, request: Callable[[PrefixStore], T]) -> T | None:
         """Return the store's answer; return None if it does not answer in time, and at once from then on."""
@@ -121,19 +130,24 @@ class FailureStore:
             return None
         answers: queue.SimpleQueue[T] = queue.SimpleQueue()
         failed = threading.Event()
+        opening = self._opening = self._opening or self._open()
 
         def ask() -> None:
             try:
-                answers.put(request(self._store or self._open()))
+                answers.put(request(opening.result()))
             except RuntimeError:
                 failed.set()
                 answers.put(None)  # type: ignore[arg-type]
 
-        # A thread that never gets its answer waits in a system call, and does not keep Python from ending.
-        threading.Thread(target=ask, name="gradwire-failure-store", daemon=True).start()
+        _start(ask)
         with contextlib.suppress(queue.Empty):
             answer = answers.get(timeout=_PATIENCE_S)
             self.is_reachable = not failed.is_set()
             return answer
         self.is_reachable = False
         return None
+
+
+def _start(work: Callable[[], None]) -> None:
+    # A thread that never gets its answer waits in a system call, and does not keep Python from ending.
+    threading.Thread(target=work, name="gradwire-failure-store", daemon=True).start()

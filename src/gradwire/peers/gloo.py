@@ -114,27 +114,25 @@ class GlooGroup:
         gone = [f"{self._prefix}/gone/{rank}" for rank in range(self.size)]
         deadline, pause_s = time.monotonic() + self._timeout.total_seconds(), 0.001
         self._store.set(here[self.rank], "")
-
-        def missing(keys: Sequence[str]) -> list[int]:
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-
-        while absent := missing(here):
+        while not self._store.check(here):
             if self._is_closed:
                 # In this order: a rank that finds all of them here looks who is gone after that.
                 self._store.set(gone[self.rank], "")
-                if absent := missing(here):
+                if not self._store.check(here):
                     raise PeerUnreachable(None, "this rank has closed the group", connecting=True)
                 break
+            absent = []
             if time.monotonic() > deadline:
+                absent = [rank for rank, key in enumerate(here) if not self._store.check([key])]
+            if absent:
                 ranks = ", ".join(map(str, absent))
                 limit = f"timed out after {self._timeout.total_seconds():g} s"
                 raise PeerUnreachable(absent[0], f"{limit}; rank(s) {ranks} did not come", connecting=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
-        stayed = missing(gone)
-        left = [rank for rank in range(self.size) if rank not in (*stayed, self.rank)]
-        if left:
-            raise PeerUnreachable(left[0], f"rank {left[0]} has closed the group", connecting=True)
+        for rank, key in enumerate(gone):
+            if rank != self.rank and self._store.check([key]):
+                raise PeerUnreachable(rank, f"rank {rank} has closed the group", connecting=True)
 
     def connection(self, sender: int, receiver: int) -> Any:
         """Return the Gloo process group by which ``sender`` sends to ``receiver``."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -91,6 +92,15 @@ def gather(rows: Sequence[Tensor], group: Group) -> None:
     for distance in range(1, group.size):
         messages.send((group.rank + distance) % group.size, rows[group.rank])
     messages.finish()
+
+
+def gather_rows(own: Tensor, group: Group) -> Tensor:
+    """Return every rank's ``own``, in rank order, as one tensor; all ranks give the same shape and dtype."""
+    rows = own.new_zeros((group.size, *own.shape))
+    rows[group.rank] = own
+    if group.size > 1:
+        gather(list(rows.view(group.size, own.numel()).view(torch.uint8)), group)
+    return rows
 
 
 class SingleRankGroup:

@@ -122,11 +122,13 @@ def claim_key(rendezvous: str, rank: int) -> str:
 # From then on, rank 0's name is the name of the session.
 def _meet(group: dist.ProcessGroup, session: _Session, timeout: timedelta, caller: str) -> str:
     """Wait until all ranks are there, and return the name of the session."""
+    if group.size() == 1:
+        return session.process_name
     store = store_of(group)
     rank, others, name = group.rank(), range(1, group.size()), ""
 
-    def has_seen_all() -> bool:
-        return all(store.check([_answer_key(name, peer)]) for peer in others)
+    def answer_keys() -> list[str]:
+        return [_answer_key(name, peer) for peer in others]
 
     def is_seen() -> bool:
         nonlocal name
@@ -147,13 +149,13 @@ def _meet(group: dist.ProcessGroup, session: _Session, timeout: timedelta, calle
 
     def is_over() -> bool:
         slow.tell(missing)
-        return has_seen_all() if rank == 0 else is_seen()
+        return bool(store.check(answer_keys())) if rank == 0 else is_seen()
 
     if not _poll(is_over, time.monotonic() + timeout.total_seconds()):
         rendezvous = _rendezvous_name(name, session.num_rendezvous)
         raise missing_ranks_error(group, rendezvous, missing(), timeout, caller)
     if rank == 0:
-        answers = [store.get(_answer_key(name, peer)).decode() for peer in others]
+        answers = [answer.decode() for answer in store.multi_get(answer_keys())]
         store.set(_seen_key(name), json.dumps(answers))
     return name
 

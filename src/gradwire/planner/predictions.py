@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire.buckets import BucketLayout, Slot
+from gradwire.buckets import BucketLayout, Slot, row_by_row
 from gradwire.exchanges import Exchange, LowRank, Route, Scattered
 from gradwire.headroom import ALLREDUCE, NOOP
 from gradwire.planner.calibration import Calibration
@@ -161,8 +161,7 @@ def _work(recipe: gradwire.Recipe, num_workers: int) -> float:
 
 
 def _layout(shapes: Sequence[Shape]) -> BucketLayout:
-    strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
-    return _unnamed(torch.float32, tuple(map(torch.Size, shapes)), tuple(strides))
+    return _unnamed(torch.float32, tuple(map(torch.Size, shapes)), tuple(map(row_by_row, shapes)))
 
 
 def _key(layout: BucketLayout) -> tuple[torch.dtype, tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]:

@@ -22,8 +22,10 @@ OnMessage = Callable[[int, Any], None]
 
 # Once one rank has failed, the others get this long to fail as well and say why.
 _GRACE_S = 10.0
-# Ranks that are asked for their stacks get this long to write them.
-_STACK_DUMP_S = 0.3
+# Ranks that are asked for their stacks get this long to begin with them: one that is stopped never does.
+_STACK_DUMP_S = 10.0
+# A stack file that has not grown for this long is whole.
+_STACK_PAUSE_S = 0.2
 
 
 @dataclass
@@ -80,6 +82,11 @@ class RankProcess:
         if code is not None and self.error is None and (code != 0 or not self.reported):
             when = "while exiting, its function had returned" if self.reported else "while running"
             self.error = f"ended with {describe_exit(code)}, {when}\n{self._stack()}"
+
+    @property
+    def stack_bytes(self) -> int:
+        """The size of the stack file so far."""
+        return self.job.stack_file.stat().st_size if self.job.stack_file.exists() else 0
 
     def dump_stack(self) -> None:
         """Ask the rank to write its stack to its file, if it still runs."""
@@ -148,7 +155,17 @@ def wait_for_ranks(ranks: list[RankProcess], deadline: float, on_message: OnMess
 def _give_up_all(running: list[RankProcess], reason: str, on_message: OnMessage | None) -> None:
     for rank in running:
         rank.dump_stack()
-    time.sleep(_STACK_DUMP_S)
+    _wait_for_stacks(running)
     for rank in running:
         rank.read(on_message)
         rank.give_up(reason)
+
+
+def _wait_for_stacks(ranks: list[RankProcess]) -> None:
+    """Wait until all ranks that still run have written their stacks."""
+    sizes: list[int] = []
+    for _ in range(round(_STACK_DUMP_S / _STACK_PAUSE_S)):
+        time.sleep(_STACK_PAUSE_S)
+        before, sizes = sizes, [rank.stack_bytes for rank in ranks if rank.process.exitcode is None]
+        if all(sizes) and sizes == before:
+            return

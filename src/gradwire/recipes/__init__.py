@@ -30,6 +30,7 @@ from gradwire.recipes.resolution import (
     kernels_of,
     require_averaging,
     require_fixed,
+    require_nodes,
     resolve_for_module,
     route_module_tables,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "recipe",
     "require_averaging",
     "require_fixed",
+    "require_nodes",
     "resolve_for_module",
     "route",
     "route_module_tables",

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import Tensor
 
-from gradwire.buckets import BucketLayout, canonical_name
+from gradwire.buckets import BucketLayout, canonical_name, dtype_name
 from gradwire.recipes.registry import Recipe
 from gradwire.version import __version__
 
@@ -55,7 +55,7 @@ def of_bucket(layout: BucketLayout) -> dict[str, str]:
 
 def _describe(shape: torch.Size, dtype: torch.dtype | None = None) -> str:
     text = f"shape {tuple(shape)}"
-    return text if dtype is None else f"{text}, {str(dtype).removeprefix('torch.')}"
+    return text if dtype is None else f"{text}, {dtype_name(dtype)}"
 
 
 def _flatten(name: str, value: object) -> Iterator[tuple[str, str]]:

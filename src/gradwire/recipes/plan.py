@@ -54,8 +54,10 @@ def make_plan(
 ) -> WirePlan:
     """Return the plan of what ``rank`` sends for these buckets in ``step``.
 
-    Without a step, the plan is that of the stage that sends most.
+    Without a step, the plan is that of the stage that sends most. Raises ValueError for a step before 0.
     """
+    if step is not None and step < 0:
+        raise ValueError(f"the steps of a plan are counted from 0: there is no step {step}")
     router, texts = Route(((Selector("*"), recipe.exchange),)), [str(recipe)]
     if isinstance(recipe.exchange, Route):
         router, texts = recipe.exchange, [f"{selector}={each}" for selector, each in recipe.parts]

@@ -33,9 +33,7 @@ def resolve_for_module(
     the parameters.
     """
     resolved = route_module_tables(recipe, module, parameters)
-    for each in resolved.leaves():
-        if world_size % (each.local_size or 1):
-            raise ValueError(f"recipe {each}: {world_size} ranks cannot be nodes of {each.local_size}")
+    require_nodes(resolved, world_size)
     if isinstance(resolved.exchange, Route):
         layouts = Layouts(module).one_per_dtype(list(parameters.values()))
         resolved.exchange.check(slot for layout in layouts for slot in layout.slots)
@@ -65,6 +63,16 @@ def table_names(module: nn.Module) -> list[str]:
     tables = [m for m in module.modules() if isinstance(m, kinds) and not m.sparse]
     chosen = {id(p) for m in (*tables, *_heads(module, tables)) for p in m.parameters()}
     return [canonical_name(name) for name, p in module.named_parameters() if id(p) in chosen]
+
+
+def require_nodes(recipe: Recipe, world_size: int) -> None:
+    """Raise ValueError if the ranks cannot be divided into the recipe's nodes."""
+    for each in recipe.leaves():
+        if world_size % (each.local_size or 1):
+            raise ValueError(
+                f"recipe {each}: {world_size} ranks cannot be nodes of {each.local_size}; give a local_size "
+                "that divides the number of ranks"
+            )
 
 
 def require_fixed(recipe: Recipe, what: str) -> None:

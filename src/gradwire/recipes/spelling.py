@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from gradwire.buckets import dtype_name
 from gradwire.recipes.registry import RECIPES
 
 _COMPOSED = {"schedule": "schedule(0=fp32; 1000=int8)", "route": "route(ndim<2=fp32; *=int4)"}
@@ -70,7 +71,7 @@ def _hint(given: object) -> str:
         near = _did_you_mean(_near(given.name)) or ";"
         return f"{near} register_ddp_comm_hook of gradwire.ddp_comm_hooks takes its DDPCommHookType"
     if isinstance(given, torch.dtype):
-        return _did_you_mean(_near(str(given).removeprefix("torch.")))
+        return _did_you_mean(_near(dtype_name(given)))
     return f"; call it: {_name_of(given)}(...)" if is_factory(given) else ""
 
 

@@ -117,6 +117,7 @@ class StateKeeper:
         self._rank, self._world_size = self._attached.rank, self._attached.world_size
         self._is_new = True
         self._saved_step = -1
+        self._saved_weights = ""
 
     @property
     def num_steps(self) -> int:
@@ -135,12 +136,18 @@ class StateKeeper:
             self.save(model)
 
     def save(self, model: Any) -> None:
-        """Write this rank's state, unless that of this step is written."""
+        """Write this rank's state, unless that of this step or of these weights is written.
+
+        A script that breaks off may have averaged a step that no optimizer has taken. The state before that
+        step is the one that the weights belong to.
+        """
         step = self.num_steps
         if step == self._saved_step or not step:
             return
-        self._saved_step = step
         weights = hash_of_parameters(_parameters(model))
+        if weights == self._saved_weights:
+            return
+        self._saved_step, self._saved_weights = step, weights
         name = f"model{self._number}-step{step}-{weights}-rank{self._rank}of{self._world_size}.pt"
         write_atomically(self.wire.state_dict(), self._folder / name)
         own = [each for each in self._files() if each.rank == self._rank]
@@ -164,6 +171,7 @@ class StateKeeper:
         if common:
             step = max(common)
             self.wire.load_state_dict(states[step])
+            self._saved_weights = weights
             return step
         if files and self._rank == 0:
             steps = ", ".join(map(str, sorted({each.step for each in files})))

@@ -91,11 +91,14 @@ class VirtualHSDP:
         for parameter in self._parameters.values():
             parameter.grad = None
         yield
-        sums = self._sums.setdefault(rank // self._grid.num_shards, {})
+        gradients: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 raise ValueError(f"parameter {name} has no gradient; freeze what is not used")
-            sums[name] = parameter.grad if name not in sums else sums[name].add_(parameter.grad)
+            gradients[name] = parameter.grad
+        sums = self._sums.setdefault(rank // self._grid.num_shards, {})
+        for name, gradient in gradients.items():
+            sums[name] = gradient if name not in sums else sums[name].add_(gradient)
         self._ready.add(rank)
 
     @torch.no_grad()

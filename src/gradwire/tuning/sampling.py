@@ -84,13 +84,13 @@ class Sample:
         for piece in self._pieces:
             if self.units[piece.unit].bucket == index:
                 parts += [values[piece.begin : piece.end], padding[piece.end - piece.begin :]]
-        # One call, since on CUDA each copy is a kernel.
-        self._taken[index] = torch.cat(parts).view(-1, PIECE).float()
+        if parts:  # one call, since on CUDA each copy is a kernel
+            self._taken[index] = torch.cat(parts).view(-1, PIECE).float()
 
     @property
     def is_whole(self) -> bool:
-        """True if every bucket has been taken."""
-        return self._taken.keys() == {unit.bucket for unit in self.units}
+        """True if every bucket with values has been taken; False if there is none."""
+        return bool(self._taken) and self._taken.keys() == {unit.bucket for unit in self.units}
 
     @property
     def values(self) -> Tensor:

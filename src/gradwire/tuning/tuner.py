@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout
-from gradwire.peers import Group, gather
+from gradwire.peers import Group, gather_rows
 from gradwire.recipes import Tuning
 from gradwire.tuning.choices import Choosing
 from gradwire.tuning.decisions import Decision
@@ -121,7 +121,8 @@ class Tuner:
             table = measure_errors(sample.values.to(device), sample, codecs, group, self._step)
             # The same on every rank, unless their kernels differ. All take rank 0's.
             own += [*table.norms, *(error for row in table.errors for error in row)]
-        ranks = _gather(own, group, device)
+        everyone = gather_rows(torch.tensor(own, dtype=torch.float64, device=device), group)
+        ranks: list[list[float]] = everyone.tolist()
         begin, num_units = 4, len(sample.units)
         if table is not None:
             figures = ranks[0][begin + num_units :]
@@ -171,13 +172,3 @@ class Tuner:
         if self._choosing is None or self._choosing[0] != layouts:
             self._choosing = layouts, Choosing(layouts, self._tuning, self._world_size)
         return self._choosing[1]
-
-
-def _gather(own: Sequence[float], group: Group, device: torch.device) -> list[list[float]]:
-    """Return every rank's numbers, in rank order; collective."""
-    rows = torch.zeros((group.size, len(own)), dtype=torch.float64, device=device)
-    rows[group.rank] = torch.tensor(own, dtype=torch.float64)
-    if group.size > 1:
-        gather(list(rows.view(torch.uint8)), group)
-    gathered: list[list[float]] = rows.tolist()
-    return gathered

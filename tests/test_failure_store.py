@@ -1,0 +1,75 @@
+"""The store that holds the texts of failures, when its host is gone or does not answer."""
+
+import os
+import signal
+import threading
+from contextlib import contextmanager
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from gradwire.peers import failure_store
+from gradwire.peers.failure_store import FailureStore
+
+
+class Group:
+    """Two ranks, as far as a failure store looks at them."""
+
+    group_name = "world"
+
+    def __init__(self, store):
+        self._store = store
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+    def get_group_store(self):
+        return self._store
+
+
+@contextmanager
+def hosted_store():
+    """Host a store in another process; yield the process and a connection."""
+    reader, writer = os.pipe()
+    host = os.fork()
+    if host == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writer, str(store.port).encode())
+        signal.pause()
+    try:
+        connected = TCPStore("127.0.0.1", int(os.read(reader, 16)), is_master=False)
+        yield host, PrefixStore("group", connected)
+    finally:
+        os.kill(host, signal.SIGKILL)
+        os.waitpid(host, 0)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_text_is_there_for_whoever_asks():
+    with hosted_store() as (_, store):
+        ours, theirs = (FailureStore(Group(store), "wire") for _ in range(2))
+        assert ours.failure() is None
+        theirs.post_failure("rank 1: broken")
+        assert ours.failure() == "rank 1: broken"
+        assert ours.is_reachable
+
+
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_host_that_is_gone_keeps_nobody_waiting(fate, monkeypatch):
+    monkeypatch.setattr(failure_store, "_PATIENCE_S", 2.0)  # as it is outside of tests
+    asked = []
+    with hosted_store() as (host, store):
+        os.kill(host, fate)
+
+        def ask():
+            failures = FailureStore(Group(store), "wire")
+            asked.append((failures.failure(), failures.is_reachable))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(timeout=120)
+        assert asked == [(None, False)]
