@@ -49,9 +49,9 @@ def _render(count: int, side: int, generator: torch.Generator) -> tuple[Tensor, 
 
     classes = torch.randint(NUM_CLASSES, (count,), generator=generator)
     grid = torch.linspace(-1, 1, side)
-    turn, size = between(0, 2 * math.pi, 1, 1), between(0.5, 0.95, 1, 1)
-    dx = (grid[None, :] - between(-0.2, 0.2, 1, 1)) / size
-    dy = (grid[:, None] - between(-0.2, 0.2, 1, 1)) / size
+    turn, size = between(0, 2 * math.pi, 1, 1), between(0.6, 0.95, 1, 1)
+    dx = (grid[None, :] - between(-0.15, 0.15, 1, 1)) / size
+    dy = (grid[:, None] - between(-0.15, 0.15, 1, 1)) / size
     x, y = turn.cos() * dx + turn.sin() * dy, turn.cos() * dy - turn.sin() * dx
     distance = _signed_distances(x, y)[classes, torch.arange(count)]
     inside = torch.sigmoid(-distance * size * side / 2)[:, None]
@@ -59,8 +59,8 @@ def _render(count: int, side: int, generator: torch.Generator) -> tuple[Tensor, 
     for _ in range(3):
         along_x, along_y, phase = (between(-6, 6, 1, 1) for _ in range(3))
         waves = waves + torch.sin(along_x * grid[None, :] + along_y * grid[:, None] + phase)
-    ground = between(0.2, 0.8, 3, 1, 1) + between(-0.15, 0.15, 3, 1, 1) * waves[:, None]
-    image = ground + inside * (between(0.0, 1.0, 3, 1, 1) - ground)
+    ground = between(0.1, 0.35, 3, 1, 1) + between(-0.08, 0.08, 3, 1, 1) * waves[:, None]
+    image = ground + inside * (between(0.6, 1.0, 3, 1, 1) - ground)
     image = image + NOISE * torch.randn(image.shape, generator=generator)
     return (image.clamp(0, 1) * 255).to(torch.uint8), classes
 
