@@ -93,3 +93,13 @@ def test_nothing_but_ddp_and_what_stands_on_it_knows_ddp():
         if alias.name.rpartition(".")[2] == "DistributedDataParallel"
     ]
     assert not knowing, knowing
+
+
+def test_nothing_is_pickled_over_the_wire():
+    for path in PATHS:
+        if path.parent.name not in ("testing", "ranks"):  # these talk to processes that they have started
+            calls = [
+                node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+            ]
+            names = [call.attr for call in calls if isinstance(call, ast.Attribute)]
+            assert not [name for name in names if name.endswith(("_object", "_object_list"))], path

@@ -3,11 +3,15 @@
 import gc
 import io
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gradwire
+from gradwire.averaging import Grid, checkpoint
+from gradwire.averaging.gathering import gather_states
 from tests.models import backward, small_model
 
 
@@ -121,3 +125,31 @@ def check_torn(rank):
 
 def test_a_state_is_not_saved_inside_backward(two_ranks):
     two_ranks.run(check_torn)
+
+
+def gather_a_state_of_many_kinds(rank):
+    memory = {
+        "residual:float32": {
+            "turned": torch.randn(3, 4).t(),
+            "none": torch.zeros(0, 3),
+            "one": torch.tensor(2.5),
+        },
+        "residual:bfloat16": {"half": torch.randn(5).bfloat16()},
+        "residual:complex64": {"complex": torch.randn(3, dtype=torch.complex64).expand(2, 3).t()},
+    }
+    own = checkpoint.write("int4", 7, (), memory, rank, Grid(2), 0.5)
+    gathered = gather_states(own, dist.group.WORLD, timedelta(seconds=60), "a test")
+    assert gathered["memory"].keys() == {"rank0", "rank1"}
+    assert {key: value for key, value in gathered.items() if key != "memory"} == {
+        key: value for key, value in own.items() if key != "memory"
+    }
+    found = gathered["memory"][f"rank{rank}"]
+    assert found.keys() == memory.keys()
+    for key, tensors in memory.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(found[key][name], tensor)
+            assert found[key][name].dtype == tensor.dtype
+
+
+def test_gathered_states_keep_every_bit_and_dtype(two_ranks):
+    two_ranks.run(gather_a_state_of_many_kinds)

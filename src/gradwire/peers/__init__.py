@@ -19,7 +19,7 @@ from gradwire.peers.groups import (
     gather_rows,
 )
 from gradwire.peers.nccl import NcclGroup
-from gradwire.peers.process_groups import backend_name, timeout_of, uses_nccl
+from gradwire.peers.process_groups import all_gather_bytes, backend_name, timeout_of, uses_nccl
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.peers.stall_watcher import Progress, StallWatcher
 
@@ -40,6 +40,7 @@ __all__ = [
     "Subgroup",
     "Traffic",
     "agree",
+    "all_gather_bytes",
     "backend_name",
     "close_connections",
     "gather",

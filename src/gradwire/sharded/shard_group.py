@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from gradwire.averaging import Share
 from gradwire.errors import PeerError, WireError
+from gradwire.peers import all_gather_bytes
 from gradwire.sharded.model import ShardedModel
 from gradwire.tuning import StepReport
 
@@ -41,9 +41,10 @@ def report_sharing(group: dist.ProcessGroup) -> Share:
     """Return a function that gathers the reports of the ranks that hold other shards, in rank order."""
 
     def share(report: StepReport | None) -> list[StepReport | None]:
-        reports: list[StepReport | None] = [None] * group.size()
-        dist.all_gather_object(reports, report, group=group)
-        return reports
+        own = b"" if report is None else report.to_json().encode()
+        return [
+            StepReport.from_json(text.decode()) if text else None for text in all_gather_bytes(own, group)
+        ]
 
     return share
 
@@ -61,8 +62,9 @@ def sharing(sharded: ShardedModel) -> Callable[[WireError | None], WireError | N
         dist.all_reduce(flags, group=sharded.shards)
         if not flags.any():
             return None
-        texts: list[Any] = [""] * sharded.num_shards
-        dist.all_gather_object(texts, "" if failure is None else str(failure), group=sharded.shards)
-        return failure or PeerError(next(filter(None, texts)))
+        # Names of files in a text may hold lone surrogates.
+        own = b"" if failure is None else str(failure).encode(errors="backslashreplace")
+        texts = all_gather_bytes(own, sharded.shards)
+        return failure or PeerError(next(filter(None, texts)).decode())
 
     return share

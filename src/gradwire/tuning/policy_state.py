@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from gradwire.tuning.choices import EncodingChoice
@@ -37,6 +38,17 @@ class StepReport:
         return table is None or all(
             map(math.isfinite, [*table.norms, *(e for row in table.errors for e in row)])
         )
+
+    def to_json(self) -> str:
+        """Return the report as JSON, to send it to other ranks."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepReport:
+        """Return the report that `to_json` has written."""
+        found = json.loads(text)
+        table = None if found["table"] is None else ErrorTable(**found["table"])
+        return cls(Times(**found["times"]), tuple(found["used"]), table, found["looking"])
 
 
 def combine_used(ranks: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
