@@ -16,7 +16,7 @@ from torch import Tensor
 
 from convergence import SETTINGS
 from gradwire.recipes.resolution import table_names
-from lm import corpus
+from tasks import Data, data_of
 from trainer import Trainer
 
 DEFAULTS = ["int8", "int4", "sign", "sign:tables=same", "sign:feedback=true,tables=same", "powersgd"]
@@ -33,15 +33,15 @@ class Alignment:
     """Energy kept, by kind of parameter: (sum of magnitudes)^2 / n over the sum of squares."""
 
 
-def alignment(recipe: str, num_steps: int, texts: tuple[Tensor, Tensor]) -> Alignment:
+def alignment(recipe: str, num_steps: int, data: tuple[Data, Data]) -> Alignment:
     """Train with a recipe, and compare its last averaged gradient with the true mean."""
-    trainer = Trainer(SETTINGS["small"], recipe, 0, texts, eager=True)
+    trainer = Trainer(SETTINGS["small"], recipe, 0, data, eager=True)
     ranks = trainer.ranks
     for _ in range(num_steps - 1):
         trainer.step()
     for rank in range(ranks.world_size):
         with ranks.backward_of(rank):
-            trainer.backward(trainer.starts[num_steps - 1, rank])
+            trainer.backward(trainer.places[num_steps - 1, rank])
     everyone = [ranks.gradients(rank) for rank in range(ranks.world_size)]
     means = {name: torch.stack([own[name] for own in everyone]).mean(dim=0) for name in everyone[0]}
     ranks.average()
@@ -68,12 +68,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=26)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    texts = corpus()
+    data = data_of(SETTINGS["small"], torch.device("cpu"))
     print(
         f"{'step ' + str(options.steps):32} {'length':>8} {'cosine':>8} {''.join(f'{k:>10}' for k in KINDS)}"
     )
     for recipe in options.recipes:
-        found = alignment(recipe, options.steps, texts)
+        found = alignment(recipe, options.steps, data)
         shares = "".join(f"{found.one_bit[kind]:10.2f}" for kind in KINDS)
         print(f"{recipe:32} {found.length:8.2f} {found.cosine:8.3f} {shares}")
 

@@ -1,17 +1,19 @@
-"""Train the same language model, on the same data and seeds, with every recipe, and compare losses.
+"""Train the same model, on the same data and seeds, with every recipe, and compare losses.
 
     python benchmarks/convergence.py --setting small              minutes on 2 cores
+    python benchmarks/convergence.py --setting vision             a convolutional network, on 2 cores
     python benchmarks/convergence.py --setting real --minutes 8   one GPU; repeat it until all rows are there
     python benchmarks/convergence.py --optimizer sgd              the small setting, in small-sgd.csv
     python benchmarks/convergence.py --table convergence/small.csv
     python benchmarks/convergence.py --plot convergence/small.csv fidelity.svg --link 1gbit
     python benchmarks/convergence.py --front convergence/small.csv front.svg
 
-The model, the text and the schedule are those of examples/train_lm.py. Workers are virtual ranks. Each
-recipe and seed becomes one row of a CSV file. You may end the command at any time and run it again: it
-skips finished rows, and resumes the first unfinished one from where it was saved, with the same bits. With
---minutes it ends by itself and saves its last step. Several processes may share a folder: each takes rows
-that no other has begun. Rows of local SGD are called LocalSGD:period=N or DiLoCo:period=N; see local_rows.py.
+The model, the text and the schedule are those of examples/train_lm.py; the convolutional network and its data
+are those of images.py. Workers are virtual ranks. Each recipe and seed becomes one row of a CSV file. You may
+end the command at any time and run it again: it skips finished rows, and resumes the first unfinished one
+from where it was saved, with the same bits. With --minutes it ends by itself and saves its last step. Several
+processes may share a folder: each takes rows that no other has begun. Rows of local SGD are called
+LocalSGD:period=N or DiLoCo:period=N; see local_rows.py.
 
 Exit codes: 0 every row is there; 3 some are missing, run it again; 2 wrong arguments.
 """
@@ -26,7 +28,6 @@ from pathlib import Path
 
 import torch
 from rich.progress import Progress, TaskID, TextColumn
-from torch import Tensor
 
 import gradwire
 import local_rows
@@ -38,10 +39,8 @@ from local_trainer import LocalTrainer
 from optimizers import OPTIMIZERS
 from rows import Row, Taken
 from runs import Run, Setting, append, read
+from tasks import Data, data_of
 from trainer import Trainer
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from lm import corpus
 
 RECIPES = [
     "fp32",
@@ -66,12 +65,15 @@ SETTINGS = {
     "small": Setting(4, 300, 96, 3, 64, 4, 3e-3),
     # 25.6 million parameters. A worker's batch of 2048 bytes keeps the GPU busy for about 2 ms.
     "real": Setting(4, 2000, 512, 8, 256, 8, 1e-3),
+    "vision": Setting(4, 300, 16, 1, 16, 8, 3e-3, data="images"),
 }
+# What options of the command may change in a setting, with its type.
+CHANGEABLE = {field.name: field.type for field in dataclasses.fields(Setting) if field.name != "data"}
 # For optimizers other than the setting's own: fp32's best of 0.01, 0.03, 0.1, 0.3 and 1 in both settings.
 LEARNING_RATES = {"sgd": 0.1}
 NUM_EVALUATIONS = 10
-NUM_HELD_OUT = {"small": 256, "real": 1024}
-"""Number of pieces of held-out text, the same for all recipes."""
+NUM_HELD_OUT = {"small": 256, "real": 1024, "vision": 1024}
+"""Number of pieces of text, or of images, that are held out; the same for all recipes."""
 
 
 VERSIONS = f"torch {torch.__version__}, Python {platform.python_version()}"
@@ -83,7 +85,7 @@ class OutOfTime(Exception):
 
 def train(
     row: Row,
-    texts: tuple[Tensor, Tensor],
+    data: tuple[Data, Data],
     num_held_out: int,
     deadline: float,
     tell: Callable[[int, float], None],
@@ -92,10 +94,10 @@ def train(
     """Train a row, from where it was saved; raise OutOfTime at the deadline."""
     setting = row.setting
     kind = Trainer if local_rows.parse(row.recipe) is None else LocalTrainer
-    trainer = kind(setting, row.recipe, row.seed, texts, eager)
+    trainer = kind(setting, row.recipe, row.seed, data, eager)
     seconds_before, curve = 0.0, {}
     if row.saved.exists():
-        state = torch.load(row.saved, weights_only=True, map_location=texts[0].device)
+        state = torch.load(row.saved, weights_only=True, map_location=data[0].device)
         trainer.load_state_dict(state["trainer"])
         seconds_before, curve = state["seconds"], state["curve"]
     curve = curve or {0: trainer.evaluate(num_held_out)}
@@ -129,7 +131,7 @@ def train(
         bytes_per_step=trainer.bytes_sent / setting.steps,
         seconds=seconds(),
         curve=curve,
-        machine=torch.cuda.get_device_name() if texts[0].is_cuda else str(Machine.here()),
+        machine=torch.cuda.get_device_name() if data[0].device.type == "cuda" else str(Machine.here()),
         versions=VERSIONS,
     )
 
@@ -177,7 +179,7 @@ def read_own(path: Path, setting: Setting) -> list[Run]:
 
 
 def chosen_setting(options: argparse.Namespace) -> Setting:
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Setting)}
+    given = {name: getattr(options, name) for name in CHANGEABLE}
     changes = {name: value for name, value in given.items() if value is not None}
     setting = SETTINGS[options.setting]
     if options.optimizer not in (None, setting.optimizer) and options.lr is None:
@@ -203,7 +205,7 @@ def run_all(rows: list[Row], path: Path, device: torch.device, options: argparse
     if device.type == "cpu":
         torch.set_num_threads(1)  # a model this small is no faster with more, and slower on busy cores
     deadline = time.monotonic() + 60 * options.minutes
-    text, held_out = (text.to(device) for text in corpus())
+    data = data_of(rows[0].setting, device)
     num_held_out, num_taken = NUM_HELD_OUT[options.setting], 0
 
     def is_there(row: Row) -> bool:
@@ -221,7 +223,7 @@ def run_all(rows: list[Row], path: Path, device: torch.device, options: argparse
                 with row.claimed():
                     if is_there(row):  # another process has trained it meanwhile
                         continue
-                    run = train(row, (text, held_out), num_held_out, deadline, tell, options.eager)
+                    run = train(row, data, num_held_out, deadline, tell, options.eager)
                     append(path, run)
                     row.saved.unlink(missing_ok=True)
             except OutOfTime as reason:
@@ -249,13 +251,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     parser.add_argument("--out", type=Path, default=Path("convergence"), help="folder of the CSV file")
     parser.add_argument("--minutes", type=float, default=1e6, help="longest time to run")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cpu for small, cuda for real")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="by default cuda for real, cpu for others")
     parser.add_argument("--eager", action="store_true", help="do not use a CUDA graph")
-    for field in dataclasses.fields(Setting):
-        choices = list(OPTIMIZERS) if field.name == "optimizer" else None
-        parser.add_argument(
-            f"--{field.name}", type=field.type, choices=choices, help="by default the setting's own"
-        )
+    for name, kind in CHANGEABLE.items():
+        choices = list(OPTIMIZERS) if name == "optimizer" else None
+        parser.add_argument(f"--{name}", type=kind, choices=choices, help="by default the setting's own")
     parser.add_argument("--table", type=Path, metavar="CSV", help="print a table of the rows in a file")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw the rows of a file")
     parser.add_argument(

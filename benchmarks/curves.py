@@ -76,7 +76,7 @@ def draw(runs: Sequence[Run], link: str) -> str:
     is_log = {name: i > 0 for i, name in enumerate(axes)}
     width = LEFT + len(axes) * (PANEL + GAP)
     height = TOP + HEIGHT + 64 + 18 * math.ceil(len(recipes) / KEYS_PER_LINE)
-    title = f"Held-out loss, nats a byte: {runs[0].num_parameters / 1e6:.1f} M parameters, {setting}"
+    title = f"Held-out loss, {setting.unit}: {runs[0].num_parameters / 1e6:.1f} M parameters, {setting}"
     panels = [
         _panel(recipes, name, x_of, is_log[name], LEFT + i * (PANEL + GAP))
         for i, (name, x_of) in enumerate(axes.items())

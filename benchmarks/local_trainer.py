@@ -1,4 +1,4 @@
-"""Language models, one for each of several workers in this process, averaged by local SGD."""
+"""Models, one for each of several workers in this process, averaged by local SGD."""
 
 import copy
 import sys
@@ -27,9 +27,9 @@ from gradwire.training.turns import make_turns
 from local_rows import parse
 from optimizers import OPTIMIZERS
 from runs import Setting
+from tasks import Data, loss_of, model_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from lm import LM, pieces, starts
 from train_lm import learning_rate
 
 
@@ -110,30 +110,29 @@ class LocalTrainer:
     saves_on_the_way = False
     """A checkpoint has a model and an optimizer for each worker, too much to write at each evaluation."""
 
-    def __init__(
-        self, setting: Setting, name: str, seed: int, texts: tuple[Tensor, Tensor], eager: bool
-    ) -> None:
-        self.text, self.held_out = texts
+    def __init__(self, setting: Setting, name: str, seed: int, data: tuple[Data, Data], eager: bool) -> None:
+        self.data, self.held_out = data
         self.setting = setting
         row = parse(name)
         assert row is not None
         self._peak = row.inner_lr or setting.lr
         self._ends_apart = streaming_of(row.outer).streams or setting.steps % row.period > 0
         torch.manual_seed(seed)
-        first = LM(setting.width, setting.layers, setting.length).to(self.text.device)
+        device = self.data.device
+        first = model_of(setting).to(device)
         models = [first, *(copy.deepcopy(first) for _ in range(setting.workers - 1))]
         self.model = copy.deepcopy(first)
         """The mean of the workers' parameters, for evaluations."""
         self.workers = [Worker(model, setting, name, rank) for rank, model in enumerate(models)]
         shape = (setting.steps, setting.workers, setting.batch)
-        self.starts = starts(self.text, shape, setting.length, seed)
-        self._backward = self._graphed() if self.text.is_cuda and not eager else self._backward_all
+        self.places = self.data.draw(shape, seed)
+        self._backward = self._graphed() if device.type == "cuda" and not eager else self._backward_all
         self.num_steps = 0
         self._sent = [0] * setting.workers
 
     def step(self) -> None:
         lr = learning_rate(self.num_steps, self.setting.steps, self._peak)
-        self._backward(self.starts[self.num_steps])
+        self._backward(self.places[self.num_steps])
         for worker in self.workers:
             worker.inner_step(lr)
         self.num_steps += 1
@@ -149,14 +148,14 @@ class LocalTrainer:
             for worker in self.workers:
                 worker.loop.end_all()
 
-    def evaluate(self, num_pieces: int) -> float:
-        places = starts(self.held_out, (num_pieces,), self.setting.length, 0)
+    def evaluate(self, num_places: int) -> float:
+        places = self.held_out.draw((num_places,), 0)
         with torch.no_grad():
             for mean, *own in zip(
                 self.model.parameters(), *(worker.model.parameters() for worker in self.workers), strict=True
             ):
                 mean.copy_(torch.stack(own).mean(0))
-            losses = [self._loss(self.model, self.held_out, part) for part in places.split(64)]
+            losses = [loss_of(self.model, self.held_out, part) for part in places.split(64)]
         return float(torch.stack(losses).mean())
 
     @property
@@ -185,14 +184,9 @@ class LocalTrainer:
         )
         self._sent = [total + own.bytes_sent for total, own in zip(self._sent, sent, strict=True)]
 
-    def _loss(self, model: nn.Module, text: Tensor, places: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=text.is_cuda, cache_enabled=False):
-            loss: Tensor = model(*pieces(text, places, self.setting.length))
-        return loss
-
     def _backward_of(self, worker: Worker, places: Tensor) -> None:
         torch._foreach_zero_(worker.gradients)
-        self._loss(worker.model, self.text, places).backward()
+        loss_of(worker.model, self.data, places).backward()
 
     def _backward_all(self, places: Tensor) -> None:
         for worker, own in zip(self.workers, places, strict=True):
@@ -203,7 +197,7 @@ class LocalTrainer:
 
         A model has 600 small kernels, none of which fills the GPU: branches run side by side.
         """
-        places, main = self.starts[0].clone(), torch.cuda.current_stream()
+        places, main = self.places[0].clone(), torch.cuda.current_stream()
         branches = [torch.cuda.Stream() for _ in self.workers]
 
         def run_branches(main: torch.cuda.Stream, num_times: int) -> None:

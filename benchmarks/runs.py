@@ -18,9 +18,10 @@ class Setting:
     layers: int
     length: int
     batch: int
-    """Pieces of text, each of `length` bytes, per worker and step."""
+    """Pieces of text, each of `length` bytes, or images of `length` by `length`, per worker and step."""
     lr: float
     optimizer: str = "adamw"
+    data: str = "text"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -29,9 +30,17 @@ class Setting:
                 raise ValueError(f"{field.name} must be at least 1, not {value}")
 
     def __str__(self) -> str:
-        size = f"{self.layers} layers of width {self.width}"
+        taken, size = f"{self.batch} x {self.length} bytes", f"{self.layers} layers of width {self.width}"
+        if self.data == "images":
+            taken = f"{self.batch} images of {self.length} x {self.length}"
+            size = f"3 x {self.layers} residual blocks of width {self.width} to {4 * self.width}"
         by = "" if self.optimizer == "adamw" else f"{self.optimizer.upper()} with lr {self.lr:g}, "
-        return f"{self.workers} workers x {self.batch} x {self.length} bytes, {self.steps} steps, {by}{size}"
+        return f"{self.workers} workers x {taken}, {self.steps} steps, {by}{size}"
+
+    @property
+    def unit(self) -> str:
+        """The unit of losses."""
+        return "nats an image" if self.data == "images" else "nats a byte"
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Run:
     """Bytes that the busiest worker sends."""
     seconds: float
     curve: dict[int, float]
-    """Held-out loss, in nats per byte, by number of steps."""
+    """Held-out loss, by number of steps."""
     machine: str
     versions: str
 
@@ -85,9 +94,9 @@ def append(path: Path, run: Run) -> None:
         writer = csv.DictWriter(file, columns or list(row))
         if columns is None:
             writer.writeheader()
-        elif "optimizer" not in columns and run.setting.optimizer == "adamw":
-            del row["optimizer"]  # the file is older than the column
-        writer.writerow(row)
+        # A file may be older than a column; its rows then have the default, as this one must.
+        defaults = {field.name: field.default for field in dataclasses.fields(Setting)}
+        writer.writerow({k: v for k, v in row.items() if k in writer.fieldnames or v != defaults.get(k)})
 
 
 def read(path: Path) -> list[Run]:
@@ -110,7 +119,7 @@ def _run(row: dict[str, str]) -> Run:
     return Run(
         recipe=row["recipe"],
         seed=int(row["seed"]),
-        # Files without a column for the optimizer used the default.
+        # Files without a column used the default.
         setting=Setting(**{name: kind(row[name]) for name, kind in kinds.items() if name in row}),  # type: ignore[operator]
         num_parameters=int(row["num_parameters"]),
         bytes_per_step=float(row["bytes_per_step"]),

@@ -1,4 +1,4 @@
-"""One language model, trained by several virtual workers with a recipe between them."""
+"""One model, trained by several virtual workers with a recipe between them."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from gradwire.testing import VirtualRanks
 from optimizers import OPTIMIZERS
 from runs import Setting
+from tasks import Data, loss_of, model_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from lm import LM, pieces, starts
 from train_lm import learning_rate
 
 BUCKET_MB = 64.0
@@ -25,13 +25,13 @@ class Trainer:
     saves_on_the_way = True
 
     def __init__(
-        self, setting: Setting, recipe: str, seed: int, texts: tuple[Tensor, Tensor], eager: bool
+        self, setting: Setting, recipe: str, seed: int, data: tuple[Data, Data], eager: bool
     ) -> None:
-        self.text, self.held_out = texts
-        self.device = self.text.device
+        self.data, self.held_out = data
+        self.device = self.data.device
         self.setting = setting
         torch.manual_seed(seed)
-        self.model = LM(setting.width, setting.layers, setting.length).to(self.device)
+        self.model = model_of(setting).to(self.device)
         # A CUDA graph hides the order in which gradients arrive. Give it, so that buckets are the same.
         arrival = [name for name, _ in self.model.named_parameters()][::-1]
         self.ranks = VirtualRanks(
@@ -41,22 +41,17 @@ class Trainer:
         self._sent_before = 0
         shape = (setting.steps, setting.workers, setting.batch)
         # Draw all places at once, since each transfer waits for the device.
-        self.starts = starts(self.text, shape, setting.length, seed)
-        self.backward = self.graphed() if self.text.is_cuda and not eager else self.backward_of
-
-    def loss(self, text: Tensor, places: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=text.is_cuda, cache_enabled=False):
-            loss: Tensor = self.model(*pieces(text, places, self.setting.length))
-        return loss
+        self.places = self.data.draw(shape, seed)
+        self.backward = self.graphed() if self.device.type == "cuda" and not eager else self.backward_of
 
     def backward_of(self, places: Tensor) -> None:
-        self.loss(self.text, places).backward()
+        loss_of(self.model, self.data, places).backward()
 
     def graphed(self) -> Callable[[Tensor], None]:
         """Record `backward_of` as a CUDA graph: its 600 small kernels take longer to launch than to run."""
         parameters = list(self.model.parameters())
         gradients = [torch.zeros_like(p) for p in parameters]
-        places = self.starts[0, 0].clone()
+        places = self.places[0, 0].clone()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         side = torch.cuda.Stream()
@@ -85,17 +80,17 @@ class Trainer:
         step = self.num_steps
         for rank in range(self.setting.workers):
             with self.ranks.backward_of(rank):
-                self.backward(self.starts[step, rank])
+                self.backward(self.places[step, rank])
         self.ranks.average()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.setting.steps, self.setting.lr)
         self.optimizer.step()
 
-    def evaluate(self, num_pieces: int) -> float:
-        places = starts(self.held_out, (num_pieces,), self.setting.length, 0)
+    def evaluate(self, num_places: int) -> float:
+        places = self.held_out.draw((num_places,), 0)
         with torch.no_grad():
-            losses = [self.loss(self.held_out, part) for part in places.split(64)]
+            losses = [loss_of(self.model, self.held_out, part) for part in places.split(64)]
         return float(torch.stack(losses).mean())
 
     @property

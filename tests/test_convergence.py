@@ -131,6 +131,20 @@ def test_a_row_that_is_there_is_not_run_again_and_one_that_is_not_is_added(bench
     assert rows[0]["curve"].split()[0] == rows[1]["curve"].split()[0], "both start with the same weights"
 
 
+def test_a_convolutional_network_learns_from_images_that_are_made(benchmark, tmp_path, capsys):
+    shape = ["--steps", 8, "--width", 8, "--layers", 1, "--length", 12, "--batch", 16, "--workers", 2]
+    options = ["--setting", "vision", *shape, "--out", tmp_path, "--seeds", 0]
+    assert benchmark(*options, "--recipes", "fp32", "powersgd:rank=1", "LocalSGD:period=4") == 0
+    fp32, low_rank, local = csv.DictReader((tmp_path / "vision.csv").open())
+    assert fp32["data"] == "images"
+    for row in (fp32, low_rank, local):
+        assert float(row["held_out_loss"]) < float(row["curve"].split()[0].partition("=")[2])
+    assert float(low_rank["bytes_per_step"]) < 0.7 * float(fp32["bytes_per_step"])
+    capsys.readouterr()
+    assert benchmark("--table", tmp_path / "vision.csv") == 0
+    assert "2 workers x 16 images of 12 x 12, 8 steps" in capsys.readouterr().out
+
+
 def test_workers_of_local_sgd_start_alike_and_average_every_period(benchmark, tmp_path):
     two = [*TINY[:-1], 2]
     assert benchmark(*two, "--out", tmp_path, "--seeds", 0, "--recipes", "fp32", "LocalSGD:period=3") == 0

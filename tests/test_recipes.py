@@ -118,12 +118,13 @@ def test_what_is_no_recipe_is_refused_with_the_way_to_one(given, message):
 def test_low_rank_has_as_many_directions_as_rank_4_in_fp32_has_bytes_for_unless_told_a_rank(name):
     def chosen(options):
         exchange = gradwire.recipe(f"{name}:{options}").exchange
-        return exchange.rank, exchange.factors and exchange.factors.kind
+        return exchange.rank, exchange.factors and exchange.factors.wire_bytes(1024) * 8 // 1024
 
-    assert chosen("") == chosen("rank=32,factors=int4") == (32, "int4")
-    assert chosen("factors=int8") == (16, "int8")
+    assert chosen("") == chosen("rank=32,factors=int4") == (32, 4)
+    assert chosen("factors=int8") == (16, 8)
+    assert chosen("factors=int2") == (64, 2)
     assert chosen("factors=fp32") == chosen("rank=4") == (4, None)
-    assert chosen("rank=7,factors=int8") == (7, "int8")
+    assert chosen("rank=7,factors=int8") == (7, 8)
 
 
 def test_a_reduction_that_there_is_not_is_refused():

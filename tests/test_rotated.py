@@ -63,11 +63,14 @@ def same_rows(form, a, b, n):
     n=SIZES,
     seed=st.integers(0, 2**16),
     poison=st.sampled_from([None, None, math.inf, math.nan]),
-    magnitude=st.sampled_from([1.0, 1e-30, 1e30]),
+    # Kernels scale blocks whose largest magnitude is outside of 2^-31 to 2^34.
+    magnitude=st.sampled_from([1.0, 1e-6, 2.0**-32, 2.0**-31, 2.0**33, 2.0**34, 1e-30, 1e30]),
+    spread=st.sampled_from([2.0, 10.0]),
     worker_bits=st.sampled_from([1, 2, 3]),
 )
-def test_the_kernels_equal_the_reference_bit_for_bit(form, n, seed, poison, magnitude, worker_bits):
-    values = draw(n, seed) * magnitude
+def test_the_kernels_equal_the_reference_bit_for_bit(form, n, seed, poison, magnitude, spread, worker_bits):
+    values = draw(n, seed, spread)
+    values *= magnitude / values.abs().max().clamp(min=1)
     if poison is not None:
         values[n // 2] = poison
     compare(form, RotatedFormat(worker_bits, form.block, worker_bits == 1), cpu, values, magnitude, seed)
@@ -191,6 +194,25 @@ def mean_of(codec, gradients, seed):
     own, row = gradients[0].clone(), torch.zeros(codec.wire_bytes(n), dtype=torch.uint8)
     codec.reduce(Chunk(own, row, None, first.of_rank(0)), rows, 0, 1 / num_ranks, first)
     return own
+
+
+@pytest.mark.parametrize("codec", [Rotated(2, 128), Rotated.of(1, 2, 256), Rotated.of(1, 1)], ids=str)
+def test_what_a_row_leaves_out_is_in_the_residual(codec):
+    n, first = 1500, Seed.of(3)
+    rows = torch.zeros(2, -(-codec.to_owner.wire_bytes(n) // 64) * 64, dtype=torch.uint8)
+    values, before = draw(n, 1), draw(n, 2)
+    sent, residual, own_residual = torch.empty(n), before.clone(), before.clone()
+    codec.to_owner.encode(Chunk(values, rows[1], residual, first.of_rank(1)))
+    codec.to_owner.decode(rows[1], sent, first.of_rank(1))
+    assert torch.allclose(sent + residual, values + before, rtol=0, atol=1e-5 * float(values.abs().max()))
+    assert residual.norm() > 0.2 * sent.norm()
+    own, row = values.clone(), new_row(codec.format, n)
+    codec.reduce(Chunk(own, row, own_residual, first.of_rank(0)), rows, 0, 0.25, first)
+    exact = 0.25 * (values + before + sent)
+    assert torch.allclose(own + 0.25 * own_residual, exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+    decoded = torch.empty(n)
+    codec.decode(row, decoded, first.of_rank(0))
+    assert torch.equal(decoded, own)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

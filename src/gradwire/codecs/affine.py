@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
-from gradwire.codecs.decoded_sums import sum_decoded
+from gradwire.codecs.decoded import sum_decoded
 from gradwire.ops import affine
 
 _RANGE_BYTES = 8  # a step and the code of zero, in fp32

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
-from gradwire.codecs.decoded_sums import sum_decoded
+from gradwire.codecs.decoded import encode_decoded, reduce_decoded, sum_decoded
 from gradwire.ops import Chunk, RotatedFormat, RotatedRows
 
 
@@ -41,7 +41,7 @@ class Rotated:
     in_place = False
     works_in = torch.float32
     widens_on_cuda = False
-    keeps_residual = False
+    keeps_residual = True
     stochastic = True
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"rotated"})
 
@@ -81,7 +81,10 @@ class Rotated:
         return self.format.row_bytes(numel)
 
     def encode(self, chunk: Chunk) -> None:
-        ops.encode_rotated(self.format, chunk)
+        if chunk.residual is None:
+            ops.encode_rotated(self.format, chunk)
+        else:
+            encode_decoded(self, chunk.values + chunk.residual, chunk)
 
     def decode(self, row: Tensor, values: Tensor, seed: ops.Seed = ops.NO_SEED) -> None:
         ops.decode_rotated(self.format, row, values, seed)
@@ -89,8 +92,11 @@ class Rotated:
     def reduce(
         self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
-        terms = RotatedRows(self.to_owner.format, rows, seed)
-        ops.reduce_rotated(self.format, chunk, terms, rank, scale)
+        if chunk.residual is None:
+            terms = RotatedRows(self.to_owner.format, rows, seed)
+            ops.reduce_rotated(self.format, chunk, terms, rank, scale)
+        else:
+            reduce_decoded(self, chunk, rows, rank, scale, seed)
 
     def sum(
         self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
-from gradwire.codecs.decoded_sums import sum_decoded
+from gradwire.codecs.decoded import encode_decoded, reduce_decoded, sum_decoded
 from gradwire.ops import Chunk, top
 
 
@@ -52,7 +52,10 @@ class Top:
         return self.format.row_bytes(numel)
 
     def encode(self, chunk: Chunk) -> None:
-        self._encode(_with_residual(chunk), chunk)
+        if chunk.residual is None:
+            top.encode(self.format, chunk.values, chunk.row)
+        else:
+            encode_decoded(self, chunk.values + chunk.residual, chunk)
 
     def decode(self, row: Tensor, values: Tensor, seed: ops.Seed = ops.NO_SEED) -> None:
         top.decode(self.format, row, values)
@@ -60,28 +63,9 @@ class Top:
     def reduce(
         self, chunk: Chunk, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
-        total = _with_residual(chunk)
-        self.sum(total, rows, rank, scale)
-        inverse = 1 / torch.as_tensor(scale, dtype=torch.float64, device=total.device)
-        chunk.values.copy_(self._encode(total, chunk, inverse.to(torch.float32)))
+        reduce_decoded(self, chunk, rows, rank, scale, seed)
 
     def sum(
         self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
         sum_decoded(values, rows, rank, scale, lambda r, term: self.decode(rows[r], term))
-
-    def _encode(self, x: Tensor, chunk: Chunk, factor: Tensor | float = 1.0) -> Tensor:
-        """Encode ``x`` to the chunk's row, keep what it leaves out times ``factor``, return what it sends."""
-        top.encode(self.format, x, chunk.row)
-        sent = torch.empty_like(x)
-        self.decode(chunk.row, sent)
-        residual = chunk.residual
-        if residual is not None:
-            left_out = (x - sent) * factor
-            # What is not finite leaves the residual unchanged.
-            residual.copy_(torch.where(left_out.isfinite(), left_out, residual.to(x.dtype)))
-        return sent
-
-
-def _with_residual(chunk: Chunk) -> Tensor:
-    return chunk.values if chunk.residual is None else chunk.values + chunk.residual

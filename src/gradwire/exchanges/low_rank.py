@@ -20,7 +20,7 @@ from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
 from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Round, Rounds
 from gradwire.exchanges.scatter import Sum
-from gradwire.exchanges.two_phase import shared_two_shot_bytes
+from gradwire.exchanges.two_phase import seeds_of, shared_two_shot_bytes
 from gradwire.exchanges.two_shot import PLAIN
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
 from gradwire.ops import OTHER, Side
@@ -89,8 +89,6 @@ class LowRank:
             raise ValueError(
                 "one round needs the factors of the step before: leave warm_start on, or use two rounds"
             )
-        if self.factors is not None and self.factors.stochastic:
-            raise ValueError(f"factors must be rounded to nearest, but {self.factors} rounds stochastically")
 
     def plan(self, layout: BucketLayout) -> MatrixPlan:
         """Return which values of a bucket are compressed, in which matrices."""
@@ -269,7 +267,8 @@ class _LowRankStep:
         left_out = None if own is None else self._scratch("left out", factor.numel()).zero_()
         rest = message[factor.numel() :]
         # With a codec, even one that changes nothing, they travel with the factor.
-        yield Sum(factor, self._codec, left_out), Sum(rest, Raw(rest.dtype))
+        seeds = seeds_of(self._codec, self._options.seed, self._context)
+        yield Sum(factor, self._codec, left_out, seeds), Sum(rest, Raw(rest.dtype))
         if own is not None and left_out is not None:
             own.sub_(left_out)
 

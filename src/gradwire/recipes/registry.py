@@ -19,7 +19,7 @@ from gradwire.recipes.tuning import DEFAULT_BUDGET, Encoding, Tuning, between
 Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
 Rounding = Literal["nearest", "stochastic"]
-Factors = Literal["fp32", "int8", "int4"]
+Factors = Literal["fp32", "int8", "int4", "int2"]
 Within = Literal["fp32", "same"]
 Tables = Literal["same", "fp32", "bf16", "int8", "int4"]
 Bits = Literal["1+1", "1+2", "2+2", "3+3"]
@@ -29,6 +29,7 @@ _FACTORS: dict[str, tuple[int, Codec | None]] = {
     "fp32": (4, None),
     "int8": (16, Blocks("int8", 128)),
     "int4": (32, Blocks("int4", 128)),
+    "int2": (64, Rotated(2, 128)),
 }
 _RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -46,8 +46,17 @@ def kernel(signature: Any, reorders_sums: bool = False) -> Callable[[Callable[..
 
 
 def helper(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function into each kernel that calls it; it cannot be called from Python."""
-    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": True}
+    """Compile a function into each place of a kernel that calls it; it cannot be called from Python."""
+    return _part(function, forceinline=True)
+
+
+def subroutine(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function once for each kernel: for large functions that are called in several places."""
+    return _part(function, forceinline=False)
+
+
+def _part(function: Callable[..., Any], forceinline: bool) -> Callable[..., Any]:
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "forceinline": forceinline}
     return numba.njit(nogil=True, error_model="numpy", **options)(function)  # type: ignore[no-any-return]
 
 

@@ -69,6 +69,20 @@ def store_mask(typing_context: Any, codes: Any, index: Any, mask: Any) -> Any:
 
 
 @intrinsic
+def count_both(typing_context: Any, codes: Any, index: Any, other: Any) -> Any:
+    """Return the number of bits that are set both in the eight bytes from ``index`` on and from ``other``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        codes, *indices = args
+        places = [address(context, builder, signature.args[0], codes, index) for index in indices]
+        kind = ir.IntType(64).as_pointer()
+        words = [builder.load(builder.bitcast(place, kind), align=1) for place in places]
+        return builder.ctpop(builder.and_(*words))
+
+    return I8(codes, I8, I8), generate
+
+
+@intrinsic
 def choose(typing_context: Any, mask: Any, if_set: Any, if_not: Any) -> Any:
     """Return a line of ``if_set`` where the mask is set, of ``if_not`` elsewhere; both may be numbers."""
 

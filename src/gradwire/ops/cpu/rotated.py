@@ -15,21 +15,18 @@ from numba import types
 from torch import Tensor
 
 from gradwire.ops.cpu.compiling import helper, kernel
-from gradwire.ops.cpu.levels import Target, decode_block, quantise
-from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, largest_of, load, point, spread, store
-from gradwire.ops.cpu.rotation import Signs, rotate
-from gradwire.ops.cpu.scalars import INFINITY, bf16_to_f32, f32_to_bf16, from_bits, larger
-from gradwire.ops.cpu.vectors import copy, fence, prefetch, span, streams_to
-from gradwire.ops.formats import MIN_SCALE, PART, RANK_STEP, RotatedFormat, Seed
+from gradwire.ops.cpu.levels import Target, finish, finish_and_unpack, unpack
+from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, load, point, store
+from gradwire.ops.cpu.rotated_blocks import encode_block
+from gradwire.ops.cpu.rotation import Signs
+from gradwire.ops.cpu.scalars import bf16_to_f32, f32_to_bf16
+from gradwire.ops.cpu.vectors import copy, fence, span, streams_to
+from gradwire.ops.formats import RANK_STEP, RotatedFormat, Seed
 from gradwire.ops.operands import Chunk, RotatedRows, Scale
 
 # Values are prefetched this far ahead of those in use: 4 KiB.
 _AHEAD = 1024
-_INFINITY = np.int32(INFINITY)
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_NAN = np.float32(np.nan)
-_MIN_SCALE = np.float32(MIN_SCALE)
-_UNIT, _UNITS = np.float32(PART), np.float32(1 / PART)
 _RANK_STEP = np.int64(RANK_STEP - (1 << 32))
 
 
@@ -106,37 +103,6 @@ def _num_words(block: Any) -> Any:
     return (block // 1024 + 1) * 32
 
 
-@helper
-def _encode(
-    form: Any, source: Any, ahead: Any, size: Any, signs: Any, x: Any, squares: Any, codes: Any
-) -> Any:
-    """Encode a block, padded in ``source`` to ``size`` values, and return its scale.
-
-    ``x`` is overwritten, and may be ``source``.
-    """
-    bits_of_largest = spread(np.int32(0))
-    for i in range(0, size, LINE):
-        prefetch(ahead, i)
-        bits_of_largest = larger(bits_of_largest, load(source, i))
-    largest = largest_of(bits_of_largest)
-    # By a power of two, so that neither sums nor squares overflow or vanish.
-    exponent = min(max(largest >> 23, 1), 253)
-    up, down = from_bits(np.int32((254 - exponent) << 23)), from_bits(np.int32(exponent << 23))
-    deviation = np.sqrt(rotate(source, up, signs, x, size, squares))
-    unit = _UNITS / deviation if deviation > 0 else _ZERO
-    product, norm = quantise(form.bits, x, size, unit, codes)
-    if form.unbiased:
-        scale = deviation / product * _UNITS
-    else:
-        scale = product / norm * deviation * (_UNIT / np.float32(size))
-    scale = max(scale * down, _MIN_SCALE)
-    if largest == 0:  # a block of zeros has no signs
-        scale = _ZERO
-        for j in range(size // 8):
-            codes[j] = 0
-    return scale if largest < _INFINITY else _NAN
-
-
 @kernel((_FORMAT, _TERMS, _OWN, _ROW, F4[::1]))
 def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
     form, terms, own, row = _Format(*form), _Terms(*terms), _Own(*own), _Row(*row)
@@ -163,18 +129,35 @@ def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
                     codes = point(terms.codes, r * terms.stride + start * terms.bits // 8)
                     signs = Signs(start, terms.low, np.int32(terms.high + r * _RANK_STEP), words)
                     target = Target(total, False, True, r == 0, own.scale)
-                    decode_block(terms.bits, codes, size, scale, signs, x, target)
+                    unpack(terms.bits, codes, size, x)
+                    finish(size, scale, signs, x, target)
             _pad(total, m, size)
             source = total
         signs, codes = Signs(start, row.low, row.high, words), point(row.codes, start * form.bits // 8)
         ahead = point(values, max(block, _AHEAD))
-        scale = _encode(form, source, ahead, size, signs, x, squares, codes)
+        scale = encode_block(form, source, ahead, size, signs, x, squares, codes)
         row.scales[b] = f32_to_bf16(scale)
         if own.is_written:
             target = Target(padded if m < size else values, False, False, False, _ONE)
-            decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x, target)
+            unpack(form.bits, codes, size, x)
+            finish(size, bf16_to_f32(row.scales[b]), signs, x, target)
             if m < size:
                 copy(padded, values, m)
+
+
+@helper
+def _decode_1024(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> Any:
+    """Decode all whole blocks of 1024 values, each while the next one is unpacked; return their number."""
+    words, num_blocks = point(scratch, 3 * 1024), values.size // 1024
+    for b in range(num_blocks):
+        x, next_x = point(scratch, b % 2 * 1024), point(scratch, (b + 1) % 2 * 1024)
+        if b == 0:
+            unpack(form.bits, point(row.codes, 0), 1024, x)
+        signs = Signs(b * 1024, row.low, row.high, words)
+        target = Target(point(values, b * 1024), streams, False, False, _ONE)
+        next_codes = point(row.codes, min(b + 1, num_blocks - 1) * 128 * form.bits)
+        finish_and_unpack(form.bits, bf16_to_f32(row.scales[b]), signs, x, target, next_codes, next_x)
+    return num_blocks
 
 
 @kernel((_FORMAT, _ROW, F4[::1], numba.boolean, F4[::1]))
@@ -182,14 +165,16 @@ def _decode(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> Non
     form, row = _Format(*form), _Row(*row)
     block = form.block
     x, padded, words = point(scratch, 0), point(scratch, 2 * block), point(scratch, 3 * block)
-    for b in range(row.scales.size):
+    first = _decode_1024(form, row, values, streams, scratch) if block == 1024 else 0
+    for b in range(first, row.scales.size):
         start = b * block
         m = min(block, values.size - start)
         size = block if m == block else form.tail
         codes, signs = point(row.codes, start * form.bits // 8), Signs(start, row.low, row.high, words)
         to = point(values, start)
         target = Target(padded if m < size else to, streams and m == size, False, False, _ONE)
-        decode_block(form.bits, codes, size, bf16_to_f32(row.scales[b]), signs, x, target)
+        unpack(form.bits, codes, size, x)
+        finish(size, bf16_to_f32(row.scales[b]), signs, x, target)
         if m < size:
             copy(padded, to, m)
     fence()

@@ -15,10 +15,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from gradwire.ops.cpu.compiling import helper
-from gradwire.ops.cpu.lines import F4, LINE, Line, counting, load, store
+from gradwire.ops.cpu.lines import F4, LINE, Line, counting, largest_of, load, spread, store
 from gradwire.ops.cpu.masks import sum_as_integers
 from gradwire.ops.cpu.scalars import bits as bits_of
-from gradwire.ops.cpu.scalars import flipped, from_bits, random_word
+from gradwire.ops.cpu.scalars import flipped, from_bits, larger, random_word, shifted
+from gradwire.ops.cpu.vectors import hidden, prefetch
 from gradwire.ops.formats import SQUARE_UNITS
 
 _SQUARE_UNITS, _SQUARE_UNIT = np.float32(SQUARE_UNITS), np.float32(1 / SQUARE_UNITS)
@@ -137,13 +138,37 @@ def _flipped(value: Any, signs: Any, i: Any) -> Any:
 
 @helper
 def flip_lines(v: Any, signs: Any, i: Any, step: Any) -> Any:
+    """Return lines that begin at value ``i`` of a block, ``step`` values apart, with their random signs."""
     a, b, c, d, e, f, g, h = v
+    if step == 128:
+        # The block is one group of words, and a line's bit is four places above that of the line before it.
+        words = shifted(bits_of(load(signs.words, i & LINE)), np.int32(3 - (i >> 5)))
+        return (
+            flipped(a, words, np.int32(3)), flipped(b, words, np.int32(7)),
+            flipped(c, words, np.int32(11)), flipped(d, words, np.int32(15)),
+            flipped(e, words, np.int32(19)), flipped(f, words, np.int32(23)),
+            flipped(g, words, np.int32(27)), flipped(h, words, np.int32(31)),
+        )  # fmt: skip
     return (
         _flipped(a, signs, i), _flipped(b, signs, i + step),
         _flipped(c, signs, i + 2 * step), _flipped(d, signs, i + 3 * step),
         _flipped(e, signs, i + 4 * step), _flipped(f, signs, i + 5 * step),
         _flipped(g, signs, i + 6 * step), _flipped(h, signs, i + 7 * step),
     )  # fmt: skip
+
+
+@helper
+def _larger(largest: Any, v: Any) -> Any:
+    for line in v:
+        largest = larger(largest, line)
+    return largest
+
+
+@helper
+def prefetch_part(ahead: Any, i: Any) -> None:
+    """Prefetch half as many values as a pass has in registers, from ``i`` on."""
+    for k in range(0, GROUP // 2, LINE):
+        prefetch(ahead, i + k)
 
 
 @helper
@@ -155,15 +180,19 @@ def scaled(v: Any, factor: Any) -> Any:
 
 
 @helper
-def rotate(source: Any, factor: Any, signs: Any, x: Any, size: Any, squares: Any) -> Any:
-    """Write ``source * factor`` to ``x``, with random signs, mixed except within groups of 128 values.
+def rotate(source: Any, ahead: Any, signs: Any, x: Any, size: Any, squares: Any) -> Any:
+    """Write ``source`` to ``x``, with random signs, mixed except within groups of 128 values.
 
-    Returns the sum of squares. ``squares`` is memory for an eighth of the block.
+    Returns the bits of the largest magnitude. ``squares``, memory for an eighth of the block, receives the
+    sums of the squares of every 32nd value. What lies ``ahead`` is prefetched, half a block of it.
     """
     draw(signs, size)
     step = size // 8
-    for j in range(0, step, LINE):
-        v = flip_lines(scaled(load_lines(source, j, step), factor), signs, j, step)
+    largest = spread(np.int32(0))
+    for j in range(0, hidden(step), LINE):
+        prefetch_part(ahead, 4 * j)
+        v = flip_lines(load_lines(source, j, step), signs, j, step)
+        largest = _larger(largest, v)
         a, b, c, d, e, f, g, h = v
         even, odd = (a * a + e * e) + (c * c + g * g), (b * b + f * f) + (d * d + h * h)
         if step > LINE:
@@ -181,5 +210,12 @@ def rotate(source: Any, factor: Any, signs: Any, x: Any, size: Any, squares: Any
     while stride >= GROUP:
         mix_between(x, size, stride)
         stride //= 2
-    first, second = load(squares, 0) * _SQUARE_UNITS, load(squares, LINE) * _SQUARE_UNITS
+    return largest_of(largest)
+
+
+@helper
+def sum_of_squares(squares: Any, factor: Any) -> Any:
+    """Return the sum of the squares that `rotate` leaves, of values times ``factor``, a power of two."""
+    first, second = load(squares, 0) * factor * factor, load(squares, LINE) * factor * factor
+    first, second = first * _SQUARE_UNITS, second * _SQUARE_UNITS
     return np.float32(sum_as_integers(first) + sum_as_integers(second)) * _SQUARE_UNIT

@@ -120,6 +120,12 @@ def add_sign(builder: Any, word: Any, value: Any, place: Any) -> Any:
     return builder.or_(word, builder.shl(sign, place))
 
 
+@elementwise(I4, I4, I4)
+def shifted(builder: Any, word: Any, num_places: Any) -> Any:
+    """Return the word, shifted to the left."""
+    return builder.shl(word, num_places)
+
+
 @elementwise(F4, F4, I4, I4)
 def flipped(builder: Any, value: Any, word: Any, place: Any) -> Any:
     """Return ``value``, negated if bit ``place`` of the word is set."""
