@@ -1,7 +1,9 @@
 """Members that come and go: local SGD goes on with another group, and no process starts again."""
 
+import gc
 import os
 import signal
+import weakref
 
 import pytest
 import torch
@@ -39,6 +41,8 @@ def noted(num_steps, num_averages, num_begun, *under_way):
         ([noted(9, 1, 2), noted(5, 2, 2)], 1, [1], False),
         # One has the mean of an averaging, the other has given it up; a third has not begun it.
         ([noted(8, 1, 2), noted(8, 1, 2, 0), noted(6, 1, 1)], 1, [0, 1], False),
+        # One has the mean of an averaging, the other has begun another one before it gave up both.
+        ([noted(6, 0, 2), noted(5, 0, 1, 1)], 1, [0, 1], False),
         # An averaging that all have given up is that of no one.
         ([noted(6, 1, 1), noted(8, 1, 2)], 1, [0, 1], True),
         ([MIXED, noted(3, 0, 0)], 1, [1], False),
@@ -49,6 +53,14 @@ def test_the_newest_state_has_the_most_averages(notes, source, current, is_every
     assert {each.source for each in found} == {source}
     assert [site for site, each in enumerate(found) if each.is_current] == current
     assert {each.is_everywhere for each in found} == {is_everywhere}
+
+
+def test_in_a_warm_up_those_with_fewer_steps_are_behind():
+    for steps, current in (([3, 4, 4], [1, 2]), ([3, 7, 6], [1, 2]), ([7, 5, 8], [0, 1, 2])):
+        notes = [noted(num_steps, 0, 0) for num_steps in steps]
+        found = [newest(notes, site, warmup_steps=5) for site in range(3)]
+        assert [site for site, each in enumerate(found) if each.is_current] == current
+        assert {each.is_everywhere for each in found} == {current == [0, 1, 2]}
 
 
 def test_nobody_has_a_state_or_none_is_whole():
@@ -75,6 +87,24 @@ def test_a_group_over_a_store_needs_no_world():
     assert values.tolist() == [1.0, 2.0]
     with pytest.raises(RuntimeError, match="an Averager needs a process group"):
         gradwire.Averager("int8")
+
+
+def test_groups_of_the_past_are_freed():
+    groups = [gradwire.make_group(dist.HashStore(), 0, 1) for _ in range(3)]
+    past = [weakref.ref(group) for group in groups[:2]]
+    model, optimizer, local = make(0.0, groups[0], recipe="fp32", period=1, outer=None)
+    with local:
+        for group in groups[1:]:
+            train(model, optimizer, local, 0, range(2))
+            local.regroup(group)
+        groups[:2] = []
+        del group
+        gc.collect()
+        assert [each() for each in past] == [None, None]
+        with pytest.raises(TypeError, match="a plain model needs the ranks"):
+            local.regroup(None)
+        train(model, optimizer, local, 0, range(1))
+        assert local.num_averages == 5
 
 
 # --- a state of its own on each, after all have started again ---
@@ -209,22 +239,27 @@ def test_members_leave_and_join_in_the_middle_of_a_delay(four_ranks):
 
 def check_lost_member(rank):
     """Rank 2 ends without a word: the others learn of it in a step, and go on without it."""
-    model, optimizer, local = make(0.0, group_of("with all", [0, 1, 2], rank)) if rank < 3 else [None] * 3
+    if rank < 3:
+        group = group_of("with all", [0, 1, 2], rank)
+        model, optimizer, local = make(0.0, group, recipe="powersgd:rank=1")
+        assert train(model, optimizer, local, rank, range(8)) == [5, 8]
+        assert local.state_dict()["averaging"]["entries"]
     if rank == 2:
-        train(model, optimizer, local, rank, range(2))
-        local.detach()  # its third step would begin an averaging
+        local.detach()  # its ninth step would begin an averaging
     if rank < 2:
         with pytest.raises(gradwire.WireError):
-            train(model, optimizer, local, rank, range(9))
+            train(model, optimizer, local, rank, range(8, 15))
         before, num_steps = flat(model), local.num_steps
-        assert 3 <= num_steps <= 5
+        assert 9 <= num_steps <= 11
+        assert not local.state_dict()["averaging"]["entries"], "steps to average again are in no residual"
         group = group_of("without one", [0, 1], rank)
         assert not local.regroup(group)
         assert torch.equal(flat(model), before)
-        assert num_steps <= local.num_steps <= 5
-        assert local.num_averages == 0
+        assert num_steps <= local.num_steps <= 11
+        assert local.num_averages == 2
         assert_same_outer_state(local, group)
-        assert train(model, optimizer, local, rank, range(local.num_steps, 12)) == [8, 11]
+        assert not local.state_dict()["averaging"]["entries"]
+        assert train(model, optimizer, local, rank, range(local.num_steps, 18)) == [14, 17]
         local.average()
         assert_same_model(model, group)
         local.detach()

@@ -113,6 +113,11 @@ def test_gathers_stay_within_nodes_that_hold_a_replica():
     # torch's ring has seven of eight shards on each link, gradwire sends each of a node's to three others.
     few = step("fsdp", weights="int8").gathered_bytes
     assert few == pytest.approx(whole.gathered_bytes / 4 * 6 / 7, rel=0.03)
+    # If a replica has two nodes, a node's two shards go to both ranks of the other node.
+    wide = predict_sharded(
+        "int8", SHAPES, 0.1, Cluster(4, 2), SPEEDS, ShardedPlan(Sharding("hsdp", 4), "fp32")
+    )
+    assert wide.gathered_bytes == pytest.approx(2 * 4 * 10e6, rel=0.01)
     # A node of two workers sends two shards' averages: together, those of the whole model between replicas.
     assert step("hsdp", "fp32").bytes_per_step == pytest.approx(2 * 4 * 10e6 * 3 / 4, rel=0.01)
 

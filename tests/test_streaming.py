@@ -210,6 +210,7 @@ def job_a_rank_dies(rank):
     assert 3 <= local.num_steps <= 5, "training goes on until the failure is known, or the delay is over"
     after = local.state_dict()
     assert not after["mean"]
+    assert not after["averaging"]["entries"], "steps to average again are in no residual"
     assert all(torch.equal(tensor, before["start"][name]) for name, tensor in after["start"].items())
     moved = flat(model)
     with pytest.raises(gradwire.WireError, match="Furthest behind is rank 2"):

@@ -99,7 +99,7 @@ def sharded_traffic(recipe: str, model: Model, cluster: Cluster, plan: ShardedPl
     left = iter(averages.buckets)
     found = [
         UnitTraffic(
-            _gather(unit, plan, replica),
+            _gather(unit, plan, replica, by_nodes=is_fsdp),
             unit.num_gathers,
             next(left, None) if unit.trained else None,
             None
@@ -152,10 +152,11 @@ def _units(model: Model, reshards: bool) -> list[_Unit]:
     ]
 
 
-def _gather(unit: _Unit, plan: ShardedPlan, replica: Cluster) -> BucketTraffic:
+def _gather(unit: _Unit, plan: ShardedPlan, replica: Cluster, *, by_nodes: bool) -> BucketTraffic:
     """Return the traffic of an all-gather over the ranks of a replica: torch's in a ring, or gradwire's.
 
-    gradwire's has a round between nodes and one for each node within them, and one to compare what ranks do.
+    gradwire's has a round to compare what ranks do. Then ``by_nodes`` it has one between nodes and one for
+    each node within them, otherwise one in all.
     """
     num_nodes, num_local, num_peers = replica.num_nodes, replica.workers_per_node, replica.num_workers - 1
     shapes = [torch.Size(shard_shape(whole, 0, replica.num_workers)) for whole in unit.shapes.values()]
@@ -164,8 +165,10 @@ def _gather(unit: _Unit, plan: ShardedPlan, replica: Cluster) -> BucketTraffic:
     if plan.weights is None:
         leaving, num_rounds, num_messages = num_peers * row if num_nodes > 1 else 0, num_peers, num_peers
     else:
-        leaving, num_messages = num_local * (num_nodes - 1) * row, 2 * num_peers
-        num_rounds = 1 + (num_nodes > 1) + (num_nodes if num_local > 1 else 0) if num_peers else 0
+        num_rounds, num_messages = 2 if num_peers else 0, 2 * num_peers
+        leaving = num_local * (num_nodes - 1) * (1 if by_nodes else num_local) * row
+        if by_nodes and num_nodes > 1 and num_local > 1:
+            num_rounds += num_nodes
     # Receives are posted with each round, as in a ring.
     trips = RING_TRIPS * num_rounds
     return BucketTraffic(unit.numel, num_peers * row, leaving, num_rounds, num_messages, trips)

@@ -42,12 +42,11 @@ class Newest:
     """True if all sites have all of it."""
 
 
-def newest(notes: Sequence[str], site: int) -> Newest | None:
+def newest(notes: Sequence[str], site: int, warmup_steps: int = 0) -> Newest | None:
     """Return the newest state; ``notes`` has every site's `Position.note`, or "" if it has no state.
 
     A state is newer if it has more averages, applied or under way; of those with as many, if it has more
-    steps. A site whose ranks
-    have different states has none. Raises ValueError if there is no other.
+    steps. A site whose ranks have different states has none. Raises ValueError if there is no other.
     """
     found: dict[int, Position] = {}
     for each, note in enumerate(notes):
@@ -63,7 +62,7 @@ def newest(notes: Sequence[str], site: int) -> Newest | None:
         return None
     source = max(found, key=lambda each: (*_age(found[each]), -each))
     newest = found[source]
-    current = {each: own for each, own in found.items() if _is_current(own.turn, newest.turn)}
+    current = {each: own for each, own in found.items() if _is_current(own, newest, warmup_steps)}
     keeps_means = all(own.turn.under_way.keys() == newest.turn.under_way.keys() for own in current.values())
     return Newest(newest, source, site in current, len(current) == len(notes) and keeps_means)
 
@@ -73,10 +72,15 @@ def _age(position: Position) -> tuple[int, ...]:
     return turn.num_averages, len(turn.under_way), turn.num_begun, position.num_steps
 
 
-def _is_current(own: Turn, newest: Turn) -> bool:
-    """Return True if a state has the newest averages, and has begun those whose means are under way."""
-    has_begun = not newest.under_way or own.num_begun == newest.num_begun
-    return own.num_averages == newest.num_averages and has_begun
+def _is_current(own: Position, newest: Position, warmup_steps: int) -> bool:
+    """Return True if a state has the newest averages, and has begun those whose means are under way.
+
+    During warm-up each step is an average, so a state needs as many steps.
+    """
+    if own.num_steps < warmup_steps:
+        return own.num_steps == newest.num_steps
+    has_begun = not newest.turn.under_way or own.turn.num_begun >= newest.turn.num_begun
+    return own.turn.num_averages == newest.turn.num_averages and has_begun
 
 
 def share_state(

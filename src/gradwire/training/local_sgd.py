@@ -39,7 +39,7 @@ from gradwire.training.outer import Outer
 from gradwire.training.outer_loop import OuterLoop
 from gradwire.training.parameter_buckets import averaged_parameters
 from gradwire.training.sites import find_site
-from gradwire.training.turns import make_turns
+from gradwire.training.turns import Turns, make_turns
 
 
 class LocalSGD:
@@ -170,7 +170,8 @@ class LocalSGD:
         """
         site = self._site
         turn, tensors = (Turn(), tensors_of([])) if self._loop is None else self._loop.save()
-        memory = self._state.memory.state_dict()
+        has_failed = self._loop is not None and self._loop.has_failed  # see `regroup`
+        memory = {} if has_failed else self._state.memory.state_dict()
         averaging = checkpoint.write(str(self.recipe), self._position, (), memory, site.rank, site.grid)
         if gather:
             for group in site.state_groups:
@@ -241,7 +242,7 @@ class LocalSGD:
                 memory = read_own_residuals(state, site)
                 note = Position(num_steps, Turn() if loop is None else loop.turn).note()
             claim = site.claim(fingerprint.of_recipe(self.recipe))
-            found = newest(call.agree(claim, note), site.group.rank())
+            found = newest(call.agree(claim, note), site.group.rank(), self.warmup_steps)
         if found is None or self._gradients.is_disabled:
             return False
         self._settle()
@@ -274,8 +275,9 @@ class LocalSGD:
                 local.regroup(next_group())  # of the members that are left
         """
         site = self._site.regrouped(sites)
-        if self._loop is not None:
-            self._loop.settle()
+        if self._loop is not None and self._loop.settle():
+            # Residuals may hold the steps of the averaging that failed, which the next one has too.
+            self._state = RunState(timeline=Timeline(None))
         self.detach()
         self._site = site
         return self._join()
@@ -305,7 +307,8 @@ class LocalSGD:
             self.recipe = agree_on_nodes(chosen, call, options.claim(site, chosen))
         with site.call(timeout, "gradwire.LocalSGD") as positions:
             own = Position(self._num_steps, Turn() if self._loop is None else self._loop.turn)
-            found = newest(positions.agree({}, own.note() if self._num_steps else ""), site.group.rank())
+            notes = positions.agree({}, own.note() if self._num_steps else "")
+            found = newest(notes, site.group.rank(), self.warmup_steps)
         num_steps = 0 if found is None else found.position.num_steps
         with contextlib.ExitStack() as undo:
             self._gradients = GradientWire(site, for_gradients, self.warmup_steps, timeout, num_steps)
@@ -332,18 +335,18 @@ class LocalSGD:
             self._state.memory.load_state_dict({}, site.device)
             loop = self._make_loop() if found.position.num_steps >= self.warmup_steps else None
         if loop is not None:
-            loop.engine, loop.ranks = self._engine, site.ranks
+            loop.engine, loop.ranks, loop.turns = self._engine, site.ranks, self._make_turns()
             loop.go_on(replace(found.position.turn, work=loop.turn.work))
-        if not found.is_everywhere:
+        if not found.is_everywhere or found.position.turn.num_given_up:
             self._state.memory.keep_only("residual")  # low-rank factors must be the same on all ranks
+        if not found.is_everywhere:
             share_state(site.module, loop, site.group, found, site.device)
         self._num_steps, self._loop = found.position.num_steps, loop
 
     @property
     def _position(self) -> int:
         """The step at which all ranks are; with a period in seconds, the number of averagings begun."""
-        is_timed = self._is_timed and self._loop is not None
-        return self._loop.num_begun if is_timed and self._loop is not None else self._num_steps
+        return self._num_steps if self._loop is None or not self._is_timed else self._loop.num_begun
 
     def _settle(self) -> None:
         """Wait for the averagings under way: the lane still changes residuals."""
@@ -370,16 +373,18 @@ class LocalSGD:
             return float(optimizer.param_groups[param_group].get("lr", 1.0))
 
         def check() -> None:
-            require_same_parameters(fragments, averaged_parameters(site.module, optimizer))
+            require_same_parameters(fragments, averaged_parameters(module, optimizer))
 
-        site, optimizer, streaming = self._site, self._optimizer, streaming_of(self.outer)
+        # A loop may outlive its site, whose group is to be freed: so functions do not refer to the site.
+        site, module, optimizer = self._site, self._site.module, self._optimizer
         site.prepare()
-        parameters = averaged_parameters(site.module, optimizer)
+        parameters = averaged_parameters(module, optimizer)
         fragments = make_fragments(parameters, site.layouts, self.outer, self._offload)
-        turns = make_turns(self.period, streaming.num_fragments, site.ranks.any_of)
-        return OuterLoop(
-            self._engine, fragments, turns, streaming, site.ranks, lr_of, check, self._options.weigh
-        )
+        turns, streaming, weigh = self._make_turns(), streaming_of(self.outer), self._options.weigh
+        return OuterLoop(self._engine, fragments, turns, streaming, site.ranks, lr_of, check, weigh)
+
+    def _make_turns(self) -> Turns:
+        return make_turns(self.period, streaming_of(self.outer).num_fragments, self._site.ranks.any_of)
 
     def _read(self, state: dict[str, Any]) -> tuple[int, OuterLoop | None]:
         """Return the step and the outer loop of a state; ValueError or TypeError if it does not fit."""

@@ -24,6 +24,11 @@ class Turn:
     under_way: dict[int, int] = field(default_factory=dict)
     """The steps left to each averaging under way, by the number of its fragment."""
 
+    @property
+    def num_given_up(self) -> int:
+        """Averagings that have begun and failed."""
+        return self.num_begun - self.num_averages - len(self.under_way)
+
     @classmethod
     def read(cls, saved: object) -> Turn:
         """Return what `save` returned; ValueError or TypeError if this is something else."""

@@ -118,12 +118,17 @@ class OuterLoop:
         tensors = tensors_of(self.fragments, has_means=not has_failed)
         return replace(turn, under_way={}) if has_failed else turn, tensors
 
-    def settle(self) -> None:
-        """Wait for the averagings under way; forget them if one has failed on any rank of this site."""
+    def settle(self) -> bool:
+        """Wait for the averagings under way; forget them if one has failed on any rank of this site.
+
+        Returns True if one has.
+        """
         for fragment in self.fragments:
             fragment.wait()
-        if self.ranks.failure(self.engine.failure, may_ask=True) is not None:
+        has_failed = self.ranks.failure(self.engine.failure, may_ask=True) is not None
+        if has_failed:
             self._give_up()
+        return has_failed
 
     @property
     def has_failed(self) -> bool:

@@ -227,7 +227,8 @@ class PlainSite(Site):
     def __init__(self, module: nn.Module, sites: object) -> None:
         """Take the model, and the ranks to average with; TypeError or ValueError if unfit."""
         found = group_of(sites, "sites")
-        assert found is not None
+        if found is None:
+            raise TypeError("a plain model needs the ranks to average with: a process group, not None")
         self.module, self.group = module, found
         self.ranks = OneRank(found.rank())
         self.layouts = Layouts(module)
