@@ -22,7 +22,7 @@ from gradwire.peers.store_connections import STORE_IS_SILENT
 # once. A rank that was killed posts nothing; the others give up looking for its text after this long.
 _PATIENCE_S = 0.5
 # Ranks that see a connection closed say that they are there. Those that have not, after this long, are not.
-_ROLL_CALL_S = 1.0
+_ROLL_CALL_S = 5.0
 # Longer than the others need to look for the text; a rank that was killed never knows.
 _KNOWN_S = 2.0
 # In the errors of Gloo, of torch's sockets and of the store when another rank cannot be reached.

@@ -26,7 +26,9 @@ def make_group(store: Store, rank: int, size: int, timeout: timedelta | None = N
 
     Raises RuntimeError if a rank does not come in time, and before torch 2.6.
 
-    >>> gradwire.make_group(torch.distributed.HashStore(), rank=0, size=1).size()
+    >>> import gradwire
+    >>> from torch.distributed import HashStore
+    >>> gradwire.make_group(HashStore(), rank=0, size=1).size()
     1
     """
     return gloo_group(store, rank, size, timeout or dist.default_pg_timeout)
