@@ -68,17 +68,6 @@ def group_of(name, members, rank):
     return gradwire.make_group(store, members.index(rank), len(members))
 
 
-def test_a_group_over_a_store_needs_no_world():
-    assert not dist.is_initialized()
-    group = gradwire.make_group(dist.HashStore(), 0, 1)
-    values = torch.tensor([1.0, 2.0])
-    with gradwire.Averager("int8", group) as averager:
-        averager.average_([values])
-    assert values.tolist() == [1.0, 2.0]
-    with pytest.raises(RuntimeError, match="an Averager needs a process group"):
-        gradwire.Averager("int8")
-
-
 def check_error_of_torch(rank):
     """torch cannot name such a group in its log; the error is that of the connection all the same."""
     group = group_of("broken", [0, 1], rank) if rank < 2 else None
@@ -98,6 +87,17 @@ def check_error_of_torch(rank):
 
 def test_a_member_that_is_lost_is_an_error_of_the_connection(four_ranks):
     four_ranks.run(check_error_of_torch)
+
+
+def test_a_group_over_a_store_needs_no_world():
+    assert not dist.is_initialized()
+    group = gradwire.make_group(dist.HashStore(), 0, 1)
+    values = torch.tensor([1.0, 2.0])
+    with gradwire.Averager("int8", group) as averager:
+        averager.average_([values])
+    assert values.tolist() == [1.0, 2.0]
+    with pytest.raises(RuntimeError, match="an Averager needs a process group"):
+        gradwire.Averager("int8")
 
 
 # --- a state of its own on each, after all have started again ---
