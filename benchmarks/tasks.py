@@ -1,4 +1,4 @@
-"""What `convergence.py` trains: a language model on text, or a convolutional network on images."""
+"""The tasks of `convergence.py`: a language model on text, or a convolutional network on images."""
 
 import sys
 from pathlib import Path

@@ -61,7 +61,7 @@ def test_every_page_with_python_is_run_here():
 @pytest.mark.parametrize("page", PAGES_ON_RANKS)
 def test_the_example_of_a_page_runs_and_leaves_ranks_the_same(page):
     example = example_of(page)
-    assert run_ranks(job_example, 2, args=(example, "cuda" in example)) == [[True, True]] * 2
+    assert run_ranks(job_example, 2, 240, args=(example, "cuda" in example)) == [[True, True]] * 2
 
 
 def job_sharded(rank, example):
@@ -79,7 +79,7 @@ def job_sharded(rank, example):
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_example_of_sharded_models_runs_and_leaves_replicas_the_same(num_ranks):
-    assert run_ranks(job_sharded, num_ranks, args=(example_of("sharded"),)) == [True] * num_ranks
+    assert run_ranks(job_sharded, num_ranks, 240, args=(example_of("sharded"),)) == [True] * num_ranks
 
 
 @pytest.mark.full

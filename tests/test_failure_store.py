@@ -5,6 +5,7 @@ import signal
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -38,9 +39,14 @@ def hosted_store():
     reader, writer = os.pipe()
     host = os.fork()
     if host == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writer, str(store.port).encode())
-        signal.pause()
+        try:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(writer, str(store.port).encode())
+            while True:
+                signal.pause()
+        finally:
+            os._exit(1)  # whatever happens, this process does not go on with the tests
+    os.close(writer)  # if the host fails, nothing is read
     try:
         connected = TCPStore("127.0.0.1", int(os.read(reader, 16)), is_master=False)
         yield host, PrefixStore("group", connected)
@@ -48,7 +54,6 @@ def hosted_store():
         os.kill(host, signal.SIGKILL)
         os.waitpid(host, 0)
         os.close(reader)
-        os.close(writer)
 
 
 def test_a_text_is_there_for_whoever_asks():
@@ -75,6 +80,15 @@ def test_a_host_that_is_gone_keeps_nobody_waiting(fate, monkeypatch):
         asking.start()
         asking.join(timeout=120)
         assert asked == [(None, False)]
+
+
+def test_a_program_that_ends_asks_no_more(monkeypatch):
+    with hosted_store() as (_, store):
+        failures = FailureStore(Group(store), "wire")
+        # Python 3.12 and later start no threads in functions that run at exit.
+        monkeypatch.setattr(failure_store, "start_thread", Mock(side_effect=RuntimeError("shutdown")))
+        failures.post_failure("rank 0: broken")
+        assert failures.failure() is None
 
 
 def test_a_hook_says_that_the_store_is_gone():

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.peers import all_gather_bytes, close_connections
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
 from gradwire.torch_private import PrefixStore, default_store
+from gradwire.training.fragments import broadcast
 from gradwire.training.joining import Position, newest
 from gradwire.training.local_state import Turn
 from gradwire.training.site_call import MIXED
@@ -76,6 +78,27 @@ def group_of(name, members, rank):
     """Return a group of some ranks of the world, whatever the others do."""
     store = PrefixStore(name, default_store())
     return gradwire.make_group(store, members.index(rank), len(members))
+
+
+def check_error_of_torch(rank):
+    """torch cannot name such a group in its log; the error is that of the connection all the same."""
+    group = group_of("broken", [0, 1], rank) if rank < 2 else None
+    dist.barrier()  # both have connected
+    if rank == 1:
+        close_connections(group)
+    if rank > 0:
+        return
+    calls = (
+        lambda: all_gather_bytes(b"mine", group),
+        lambda: broadcast(torch.zeros(3), group, 1, torch.device("cpu")),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match="(?i)gloo|connection"):
+            call()
+
+
+def test_a_member_that_is_lost_is_an_error_of_the_connection(four_ranks):
+    four_ranks.run(check_error_of_torch)
 
 
 def test_a_group_over_a_store_needs_no_world():

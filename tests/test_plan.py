@@ -346,7 +346,7 @@ def bytes_of_wires(rank, names):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_plan_of_a_model_has_the_bytes_that_a_wire_of_it_counts(world_size):
-    ranks = run_ranks(bytes_of_wires, world_size, args=(NAMES,))
+    ranks = run_ranks(bytes_of_wires, world_size, 240, args=(NAMES,))
     for name in NAMES:
         counted = max(rank[name] for rank in ranks)
         # DDP's buckets after its first step may have other parameters. Blocks of topk are never cut short.

@@ -139,7 +139,7 @@ def held_back(state):
 
 
 def check_other_numbers(rank, grid):
-    """What two sites of two ranks save together goes on with other numbers of sites and of shards."""
+    """Two sites of two ranks save together, and other numbers of sites and of shards go on with that."""
     model, optimizer, local = make(**ENDLESS)
     with local:
         train(model, optimizer, local, rank, range(5))

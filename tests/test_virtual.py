@@ -67,7 +67,7 @@ def job_averages(rank, specs):
 def test_virtual_ranks_end_with_the_bits_bytes_and_residuals_of_real_ones(world_size, one_thread):
     rows = [row for row in ROWS if row.exchange.communicates and world_size in row.world_sizes]
     specs = [row.spec for row in rows] + MORE_SPECS
-    real = run_ranks(job_averages, world_size, args=(specs,))
+    real = run_ranks(job_averages, world_size, 240, args=(specs,))
     virtual = run_virtual_ranks(lambda group: averages(group, specs), world_size)
     for rank in range(world_size):
         for spec in specs:

@@ -103,7 +103,7 @@ def _claim_of(what: str, numel: int, dtype: torch.dtype) -> SealedClaim:
 def scatter_plainly(flat: Tensor, group: dist.ProcessGroup, *, is_sum: bool) -> Tensor:
     """Reduce-scatter by torch's own all_reduce, for when gradwire is disabled."""
     total = flat.clone()
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, dist.ReduceOp.SUM, group)  # see Note [Groups by position]
     own = chunk_of(total, group).clone()
     return own if is_sum else own.div_(group.size())
 
@@ -112,5 +112,5 @@ def gather_plainly(full: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather by torch's own all_reduce, for when gradwire is disabled."""
     alone = torch.zeros_like(full)
     chunk_of(alone, group).copy_(chunk_of(full, group))
-    dist.all_reduce(alone, group=group)
+    dist.all_reduce(alone, dist.ReduceOp.SUM, group)
     return alone

@@ -17,12 +17,12 @@ def start_plain_mean(
     total = torch.tensor(float(group.size()), dtype=torch.float64, device=flat.device)
     if weight is not None:
         total.fill_(weight)
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total, dist.ReduceOp.SUM, group)  # see Note [Groups by position]
         if weight == 0:
             flat.zero_()
         else:
             flat.mul_(weight)
-    work = dist.all_reduce(as_real(flat), group=group, async_op=True)
+    work = dist.all_reduce(as_real(flat), dist.ReduceOp.SUM, group, async_op=True)
 
     def divide(done: Future[list[Tensor]]) -> Tensor:
         done.wait()

@@ -119,7 +119,6 @@ class FailureStore:
             return None
         answers: queue.SimpleQueue[T] = queue.SimpleQueue()
         failed = threading.Event()
-        opening = self._opening = self._opening or self._open()
 
         def ask() -> None:
             try:
@@ -130,7 +129,11 @@ class FailureStore:
                 failed.set()
                 answers.put(None)  # type: ignore[arg-type]
 
-        start_thread(ask)
+        try:
+            opening = self._opening = self._opening or self._open()
+            start_thread(ask)
+        except RuntimeError:  # from Python 3.12 on, if the interpreter is ending
+            return None
         with contextlib.suppress(queue.Empty):
             answer = answers.get(timeout=_PATIENCE_S)
             self.is_reachable = not failed.is_set()

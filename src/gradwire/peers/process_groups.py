@@ -73,7 +73,10 @@ def bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
+# Note [Groups by position]
+# When a collective fails, torch looks up the group that was given as ``group=``, to log it. It does not find
+# one of `make_group`, and raises ValueError in place of the error. So such groups are given by position.
 def _all_gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     everyone = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(everyone, own, group=group)
+    dist.all_gather(everyone, own, group)
     return everyone

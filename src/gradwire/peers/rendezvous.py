@@ -73,7 +73,8 @@ def next_rendezvous(group: dist.ProcessGroup) -> str:
 
     The name is new to the group, and the same on all ranks if all have called this equally often. The
     calls are counted in the store, so the name is also new to a group that was destroyed and made again.
-    Everything else uses `join_rendezvous`. Raises RuntimeError if the store does not answer.
+    Everything else uses `join_rendezvous`. Raises RuntimeError if the store's host has died; waits for one
+    that is stopped.
     """
     try:
         number = store_of(group).add(f"gradwire/rendezvous/{group.rank()}", 1)

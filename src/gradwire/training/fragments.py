@@ -120,7 +120,7 @@ def require_same_parameters(fragments: Iterable[Fragment], parameters: Iterable[
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
     """Replace ``tensor`` by that of rank ``source`` of the group, by way of ``device``; collective."""
     there = tensor.to(device)
-    dist.broadcast(there, group=group, group_src=source)
+    dist.broadcast(there, None, group, group_src=source)  # see Note [Groups by position]
     if there is not tensor:
         tensor.copy_(there)
 
