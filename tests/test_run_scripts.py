@@ -25,7 +25,7 @@ for step in range(3):
     optimizer.zero_grad()
     loss.square().mean().backward()
     optimizer.step()
-print("finite", all(p.isfinite().all() for p in model.parameters()))
+print("finite " + str(all(p.isfinite().all() for p in model.parameters())))
 """
 SHARDED = """
 from torch.distributed.fsdp import fully_shard
@@ -52,7 +52,7 @@ logging.getLogger("gradwire").warning("a warning")
 SPAWNING = """
 import torch.multiprocessing
 def work(index):
-    print("worker", index)
+    print(f"worker {index}")
 if __name__ == "__main__":
     torch.multiprocessing.spawn(work, nprocs=2)
 """
@@ -74,7 +74,7 @@ TRAINED = """
 model = DistributedDataParallel(torch.nn.Linear(40, 5))
 for step in range(3):
     model(torch.ones(2, 40)).square().mean().backward()
-print("attached", bool(model._get_ddp_logging_data().get("comm_hook")), flush=True)
+print("attached " + str(bool(model._get_ddp_logging_data().get("comm_hook"))) + "\\n", end="", flush=True)
 dist.barrier()
 """
 SPAWNED = """
@@ -84,14 +84,14 @@ def work(rank):
     model = DistributedDataParallel(torch.nn.Linear(40, 5))
     for step in range(3):
         model(torch.ones(2, 40)).square().mean().backward()
-    print("attached", bool(model._get_ddp_logging_data().get("comm_hook")), flush=True)
+    print("attached " + str(bool(model._get_ddp_logging_data().get("comm_hook"))) + "\\n", end="", flush=True)
     dist.barrier()
 if __name__ == "__main__":
     torch.multiprocessing.start_processes(work, nprocs=2, start_method="METHOD")
 """
 ENDLESS = """
 import time
-print("pid", os.getpid(), flush=True)
+print(f"pid {os.getpid()}", flush=True)
 time.sleep(1000)
 """
 

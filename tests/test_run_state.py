@@ -72,6 +72,7 @@ def train(rank, folder, steps, weights=None, *, loads_late=False, breaks_off=Fal
 
 def copied(rank, folder, name):
     """Copy a folder, so that a run leaves the files of the first as they are."""
+    dist.barrier()  # the other rank may still write
     if rank == 0:
         shutil.copytree(folder, folder.with_name(name))
     dist.barrier()
