@@ -32,6 +32,8 @@ from gradwire.torch_private import (
 _CLOSING_TAG = 0
 _WATCHING_TAG = 1
 _NUM_ROUNDS = 1 << 15
+# A store answers in milliseconds, unless its host is gone or very busy.
+_STORE_TIMEOUT = timedelta(seconds=15)
 # In the errors of Gloo and the store for a timeout; those for a closed connection do not have it.
 TIMED_OUT = re.compile("timed ?out", re.IGNORECASE)
 
@@ -43,7 +45,7 @@ def open_gloo(group: dist.ProcessGroup, prefix: str, *, late: bool = False) -> G
     """
     store, timeout = store_of(group), timeout_of(group)
     if late and has_tcp_store(store):
-        store = connect(group, timeout)
+        store = connect(group, max(timeout, _STORE_TIMEOUT))
     return GlooGroup(store, prefix, group.rank(), group.size(), timeout, late=late)
 
 
