@@ -95,11 +95,14 @@ def share_state(
     A site without the newest state goes on from the last average. Others keep what ranks have of their own:
     parameters and buffers. After an error, no means are under way: those of this site may not have come.
     """
+    fragments = [] if loop is None else loop.fragments
+    averaged = {id(p) for bucket in buckets_of(fragments) for p in bucket.parameters}
+    others = [*(p for p in module.parameters() if id(p) not in averaged), *module.buffers()]
     try:
-        _share_outer_state([] if loop is None else loop.fragments, group, found, device)
-        _share_others(module, loop, group, found, device)
+        _share_outer_state(fragments, group, found, device)
+        _share_others(others, group, found, device)
     except Exception:
-        for fragment in [] if loop is None else loop.fragments:
+        for fragment in fragments:
             fragment.give_up()
         raise
 
@@ -121,15 +124,10 @@ def _share_outer_state(
 
 @torch.no_grad()
 def _share_others(
-    module: nn.Module,
-    loop: OuterLoop | None,
-    group: dist.ProcessGroup,
-    found: Newest,
-    device: torch.device,
+    others: Sequence[Tensor], group: dist.ProcessGroup, found: Newest, device: torch.device
 ) -> None:
     """Take the buffers, and the parameters that are not averaged."""
-    averaged = {id(p) for bucket in buckets_of(loop.fragments if loop else []) for p in bucket.parameters}
-    for tensor in [*(p for p in module.parameters() if id(p) not in averaged), *module.buffers()]:
+    for tensor in others:
         own = local_values(tensor)
         copy = own.clone()
         broadcast(copy, group, found.source, device)
