@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import weakref
 from datetime import timedelta
 
@@ -13,7 +12,15 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, open_engine
+from gradwire.averaging import (
+    Engine,
+    LayoutCheck,
+    RunState,
+    Timeline,
+    disabling_claim,
+    is_disabled,
+    open_engine,
+)
 from gradwire.buckets import Layouts
 from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.bridge import Bridge
@@ -87,7 +94,6 @@ def attach(
     """
     ddp = unwrap(model)
     group = ddp.process_group
-    is_disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     limit = timeout if isinstance(timeout, timedelta) else timeout_of(group)
     with CollectiveCall(group, limit, "gradwire.attach") as call:
         if not isinstance(timeout, timedelta | None):
@@ -97,12 +103,12 @@ def attach(
         choice = choose(ddp, recipe, state)
         options.check(choice.recipe_or_hook, device, is_nccl=uses_nccl(group, device))
         slot = free_slot(ddp)
-        if not is_disabled:
+        if not is_disabled():
             options.check_file(group.rank())
             if choice.recipe is not None:
                 warm_up(device, kernels_of(choice.recipe, group))
         claim = {
-            "GRADWIRE_DISABLE": "set" if is_disabled else "not set",
+            **disabling_claim(),
             **options.claim(),
             **claim_of(ddp, choice.fingerprint),
         }
@@ -111,7 +117,7 @@ def attach(
         else:
             call.agree(claim)
     layouts = Layouts(ddp.module)
-    if is_disabled:
+    if is_disabled():
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and DDP averages as usual", choice.name)
         bridge = Bridge(Engine(noop(), None), layouts, group.rank())
         return Wire(Attachment(slot, bridge, choice, layouts, limit, is_disabled=True))

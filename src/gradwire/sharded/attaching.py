@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,7 +11,15 @@ from typing import Any
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, open_engine
+from gradwire.averaging import (
+    Engine,
+    LayoutCheck,
+    RunState,
+    Timeline,
+    disabling_claim,
+    is_disabled,
+    open_engine,
+)
 from gradwire.codecs import Codec
 from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
 from gradwire.ddp import attach as attach_to_ddp
@@ -111,7 +118,6 @@ def attach(
         )
     sharded = ShardedModel(root, replicas)
     limit = timeout if isinstance(timeout, timedelta) else timeout_of(sharded.group)
-    is_disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
     # Replicas of one shard meet, and each rank's shards: so an error of any rank reaches all.
     with contextlib.ExitStack() as calls:
         around: CollectiveCall | None = None
@@ -125,14 +131,14 @@ def attach(
             encoding = None if weights is None else parse_recipe(weights)
             check(sharded, options, chosen, has_weights=encoding is not None)
             codec = None if encoding is None else weights_codec(encoding)
-            if not is_disabled:
+            if not is_disabled():
                 options.check_file(sharded.rank)
                 warm_up(
                     sharded.device, kernels_of(chosen, sharded.group) | getattr(codec, "kernels", frozenset())
                 )
             choice = Choice(chosen)
             claim = {
-                "GRADWIRE_DISABLE": "set" if is_disabled else "not set",
+                **disabling_claim(),
                 "weights": str(encoding),
                 **options.claim(),
                 **sharded.claim(choice.fingerprint),
@@ -147,7 +153,7 @@ def attach(
     gathering = None
     if codec is not None:
         gathering = _Gathering(str(encoding), codec, f"{(around or call).rendezvous}/weights", node_size)
-    return Wire(_open(sharded, choice, options, limit, call.rendezvous, gathering, is_disabled=is_disabled))
+    return Wire(_open(sharded, choice, options, limit, call.rendezvous, gathering))
 
 
 @dataclass(frozen=True)
@@ -168,12 +174,10 @@ def _open(
     timeout: timedelta,
     rendezvous: str,
     gathering: _Gathering | None,
-    *,
-    is_disabled: bool,
 ) -> ShardedAttachment:
     """Open what averages the model's gradients, and put it in place of torch's; undo all if it fails."""
     assert choice.recipe is not None
-    if is_disabled:
+    if is_disabled():
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
         backward = Backward(Engine(noop(), None), sharded.rank, sharded.device)
         undo = contextlib.ExitStack()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.averaging import Grid, checkpoint
+from gradwire.averaging import Grid, checkpoint, is_disabled
 from gradwire.buckets import Layouts, canonical_name
 from gradwire.ddp import (
     Wire,
@@ -238,7 +237,7 @@ class PlainSite(Site):
         return next(iter(self._trained().values())).device
 
     def resolve(self, recipe: Recipe) -> Recipe:
-        if os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0"):
+        if is_disabled():
             log.warning("GRADWIRE_DISABLE is set: fp32 averages parameters instead of %s", recipe)
             recipe = fp32()
         return resolve_for_module(recipe, self.module, self._trained(), self.group.size())
