@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.buckets import Slot, canonical_name
+from gradwire.buckets import Slot, canonical_name, row_by_row
 from gradwire.torch_private import fsdp
 
 
@@ -51,7 +51,7 @@ class ShardedParameter:
     def slot(self, num_shards: int = 1) -> Slot:
         """Return the slot of one shard, or of ``num_shards`` one after the other."""
         shape = torch.Size([num_shards * self.padded_shape[0], *self.padded_shape[1:]])
-        return Slot(self.name, 0, shape, torch.empty(shape, device="meta").stride(), self.shape)
+        return Slot(self.name, 0, shape, row_by_row(shape), self.shape)
 
 
 @dataclass(frozen=True)
