@@ -7,6 +7,7 @@ from gradwire.ddp.attach_to_all import AfterAttach, AttachedModel, Attachments, 
 from gradwire.ddp.attached import Attached
 from gradwire.ddp.attaching import attach
 from gradwire.ddp.bridge import Bridge, queue_after_ddp
+from gradwire.ddp.bucket_assignment import DDPBuckets
 from gradwire.ddp.bucket_order import BucketOrder, BucketPosition
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.ddp_bucket import DDPBucket
@@ -46,6 +47,7 @@ __all__ = [
     "BucketPosition",
     "Choice",
     "DDPBucket",
+    "DDPBuckets",
     "Hook",
     "HookInfo",
     "HookRunner",

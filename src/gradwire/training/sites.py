@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.averaging import Grid, checkpoint, is_disabled
-from gradwire.buckets import Layouts, canonical_name
+from gradwire.buckets import Layouts, canonical_name, trainable_parameters
 from gradwire.ddp import (
     Wire,
     attachment_of,
@@ -258,8 +258,7 @@ class PlainSite(Site):
         return PlainSite(self.module, sites)
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        named = self.module.named_parameters()
-        found = {canonical_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        found = trainable_parameters(self.module)
         if not found:
             raise ValueError("no parameter of this model requires a gradient: there is nothing to average")
         return found
