@@ -48,7 +48,7 @@ from gradwire.loops.handle import AveragingHandle
 from gradwire.loops.packing import Packing, Packings
 from gradwire.loops.plain import start_plain_mean
 from gradwire.loops.tensors import Tensors, named_tensors
-from gradwire.peers import CollectiveCall, backend_name, timeout_of
+from gradwire.peers import CollectiveCall, backend_name, limit_of, require_timeout
 from gradwire.recipes import Recipe, WirePlan, fingerprint, gathered, make_plan, noop, scattered
 from gradwire.telemetry import WireStats
 from gradwire.tuning import Decision
@@ -88,11 +88,10 @@ class Averager:
         timeout: timedelta | None = None,
     ) -> None:
         self._group = choose_group(group)
-        self._timeout = timeout if isinstance(timeout, timedelta) else timeout_of(self._group)
+        self._timeout = limit_of(timeout, self._group)
         self._is_disabled = is_disabled()
         with CollectiveCall(self._group, self._timeout, "gradwire.Averager") as call:
-            if not isinstance(timeout, timedelta | None):
-                raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+            require_timeout(timeout)
             self._device = choose_device(self._group, device)
             self._recipe = agree_on_recipe(recipe, self._device, call, disabling_claim())
         self._num_calls = self._first_call = 0

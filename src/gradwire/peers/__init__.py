@@ -25,7 +25,9 @@ from gradwire.peers.process_groups import (
     all_gather_bytes,
     backend_name,
     bytes_tensor,
+    limit_of,
     make_group,
+    require_timeout,
     timeout_of,
     uses_nccl,
 )
@@ -60,10 +62,12 @@ __all__ = [
     "is_far",
     "is_unreachable",
     "join_rendezvous",
+    "limit_of",
     "make_group",
     "next_rendezvous",
     "open_gloo",
     "require_same",
+    "require_timeout",
     "timeout_of",
     "uses_nccl",
 ]

@@ -25,7 +25,7 @@ from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
 from gradwire.ddp import attach as attach_to_ddp
 from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, timeout_of, uses_nccl
+from gradwire.peers import CollectiveCall, limit_of, require_timeout, uses_nccl
 from gradwire.recipes import Recipe, agree_on_nodes, common_node_size, detect_node_size, kernels_of, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.sharded.attachment import ShardedAttachment
@@ -78,10 +78,10 @@ def attach(
             every rank, as torch does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
             optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
             ``backward()`` on every rank; on CUDA from the next one.
-        verify_every: compare the averaged gradients over the ranks, bit for bit, every so many steps; 0, the
-            default, compares never. If they differ, ``backward()`` raises `WireError` on every rank, with the
-            step, the ranks and the first parameter. On CUDA such a step waits for the device. Not done
-            inside ``join()`` of a model with ``find_unused_parameters``, nor without replicas.
+        verify_every: compare averaged gradients and parameters over the ranks, bit for bit, every so many
+            steps; 0, the default, compares never. If they differ, ``backward()`` raises `WireError` on every
+            rank, with the step, the ranks and the first parameter; on CUDA the next one. Not done inside
+            ``join()`` of a model with ``find_unused_parameters``; refused for shards without replicas.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one. Residuals are in
             units of the scaled loss, and follow each change of its scale.
         telemetry: what to record, see `Telemetry`; None, the default, records nothing.
@@ -117,15 +117,14 @@ def attach(
             telemetry=telemetry,
         )
     sharded = ShardedModel(root, replicas)
-    limit = timeout if isinstance(timeout, timedelta) else timeout_of(sharded.group)
+    limit = limit_of(timeout, sharded.group)
     # Replicas of one shard meet, and each rank's shards: so an error of any rank reaches all.
     with contextlib.ExitStack() as calls:
         around: CollectiveCall | None = None
         if sharded.has_replicas:
             around = calls.enter_context(CollectiveCall(sharded.shards, limit, "gradwire.attach"))
         with CollectiveCall(sharded.group, limit, "gradwire.attach") as call:
-            if not isinstance(timeout, timedelta | None):
-                raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+            require_timeout(timeout)
             options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
             chosen = sharded.resolve(_parse(recipe, state))
             encoding = None if weights is None else parse_recipe(weights)

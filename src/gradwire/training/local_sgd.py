@@ -19,7 +19,7 @@ from gradwire.averaging import (
     gather_states,
     open_engine,
 )
-from gradwire.peers import timeout_of
+from gradwire.peers import limit_of
 from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, noop
 from gradwire.sharded import whole_tensor
 from gradwire.telemetry import WireStats
@@ -97,11 +97,11 @@ class LocalSGD:
         timeout: timedelta | None = None,
     ) -> None:
         self._site = find_site(model, sites)
-        self._options = LocalOptions(period, warmup_steps, recipe, gradient_recipe, outer, weigh)
+        self._options = LocalOptions(period, warmup_steps, recipe, gradient_recipe, outer, weigh, timeout)
         self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
         self._optimizer = optimizer
         self._offload = offload
-        self._timeout = timeout or timeout_of(self._site.group)
+        self._timeout = limit_of(timeout, self._site.group)
         self._is_timed = isinstance(period, timedelta)
         self._num_steps = 0
         self._loop: OuterLoop | None = None
