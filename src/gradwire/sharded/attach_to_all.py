@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradwire.ddp import AfterAttach, AttachedModel, Attachments, Wire
+from gradwire.ddp import AfterAttach, Attachments
 from gradwire.ddp import attach_to_all as attach_to_all_ddp
 from gradwire.recipes import Recipe
 from gradwire.sharded.attaching import attach
 from gradwire.sharded.checks import is_attached
 from gradwire.sharded.units import find_units
-
-log = logging.getLogger("gradwire")
 
 
 @contextlib.contextmanager
@@ -36,7 +33,7 @@ def attach_to_all(
     with attach_to_all_ddp(recipe, after_attach, **options) as attachments:
 
         def attach_to_shards(model: nn.Module) -> None:
-            wire = _attach(model, attachments, options)
+            wire = attachments.add(attach, model, options, "torch")
             if wire is not None:
                 after_attach(model, wire)
 
@@ -79,15 +76,3 @@ def _at_first_forward(module: nn.Module, attach_to: Callable[[nn.Module], None])
 
     # Before torch's own hook, which gathers parameters.
     remove = module.register_forward_pre_hook(attach_once, prepend=True).remove
-
-
-def _attach(model: nn.Module, attachments: Attachments, options: dict[str, Any]) -> Wire | None:
-    try:
-        wire = attach(model, attachments.recipe, **options)
-    except ValueError as error:
-        attachments.num_refused += 1
-        log.warning("%s is not attached, and torch averages as usual: %s", attachments.recipe, error)
-        return None
-    group = wire.group
-    attachments.made.append(AttachedModel(wire, group.rank(), group.size()))
-    return wire
