@@ -370,3 +370,25 @@ def check_a_part_that_a_wrapper_renames(rank):
 
 def test_what_auto_would_send_does_not_depend_on_wrappers_in_the_model(two_ranks):
     two_ranks.run(check_a_part_that_a_wrapper_renames)
+
+
+class Rotation(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+
+    def forward(self, values):
+        return (values.to(self.weight.dtype) @ self.weight).abs()
+
+
+def check_complex_parameters(rank):
+    model = DistributedDataParallel(Rotation())
+    with gradwire.attach(model, "noop") as wire:
+        model(torch.randn(8, 64)).square().mean().backward()
+        proposed = propose_encodings(wire, model.process_group, 0.1)
+    assert 0.002 < proposed.error < 0.1
+    assert [number for _, number in proposed.counts] == [1]
+
+
+def test_auto_would_send_complex_parameters_too(two_ranks):
+    two_ranks.run(check_complex_parameters)
