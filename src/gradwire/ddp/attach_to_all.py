@@ -49,11 +49,11 @@ class Attachments:
     """The number of models that could not be attached to."""
 
     def add(
-        self, attach: Callable[..., Wire], model: nn.Module, options: dict[str, Any], otherwise: str
+        self, attach: Callable[..., Wire | None], model: nn.Module, options: dict[str, Any], otherwise: str
     ) -> Wire | None:
-        """Attach the recipe to a model, and return the wire.
+        """Attach the recipe to a model by ``attach``, and return the wire, if there is one.
 
-        Returns None if the model is refused, and logs that ``otherwise`` averages it.
+        If the model is refused, log that ``otherwise`` averages it.
         """
         try:
             wire = attach(model, self.recipe, **options)
@@ -61,7 +61,8 @@ class Attachments:
             self.num_refused += 1
             log.warning("%s is not attached, and %s averages as usual: %s", self.recipe, otherwise, error)
             return None
-        self.made.append(AttachedModel(wire, wire.group.rank(), wire.group.size()))
+        if wire is not None:
+            self.made.append(AttachedModel(wire, wire.group.rank(), wire.group.size()))
         return wire
 
 

@@ -6,11 +6,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from gradwire.ddp import AfterAttach, Attachments
+from gradwire.ddp import AfterAttach, Attachments, Wire
 from gradwire.ddp import attach_to_all as attach_to_all_ddp
 from gradwire.recipes import Recipe
 from gradwire.sharded.attaching import attach
@@ -33,7 +35,7 @@ def attach_to_all(
     with attach_to_all_ddp(recipe, after_attach, **options) as attachments:
 
         def attach_to_shards(model: nn.Module) -> None:
-            wire = attachments.add(attach, model, options, "torch")
+            wire = attachments.add(_attach_unless_attached, model, options, "torch")
             if wire is not None:
                 after_attach(model, wire)
 
@@ -50,11 +52,21 @@ def _watching_shards(attach_to: Callable[[nn.Module], None]) -> Iterator[None]:
         yield
         return
 
+    watched: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attach_once(root: nn.Module, _: Any) -> None:
+        for module in root.modules():  # the parts come after the whole
+            if handle := watched.pop(module, None):
+                handle.remove()
+        attach_to(root)
+
     @functools.wraps(original)
     def shard_and_watch(module: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = original(module, *args, **kwargs)
         for each in [module] if isinstance(module, nn.Module) else module:
-            _at_first_forward(each, attach_to)
+            # Before torch's own hook, which gathers parameters.
+            watched[each] = each.register_forward_pre_hook(attach_once, prepend=True)
         return sharded
 
     setattr(torch_fsdp, "fully_shard", shard_and_watch)  # noqa: B010  # the stubs know a function there
@@ -64,15 +76,9 @@ def _watching_shards(attach_to: Callable[[nn.Module], None]) -> Iterator[None]:
         setattr(torch_fsdp, "fully_shard", original)  # noqa: B010
 
 
-def _at_first_forward(module: nn.Module, attach_to: Callable[[nn.Module], None]) -> None:
-    remove: Callable[[], None]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attach_once(root: nn.Module, _: Any) -> None:
-        remove()
-        units = find_units(root)
-        if units and not any(is_attached(unit) for unit in units):
-            attach_to(root)
-
-    # Before torch's own hook, which gathers parameters.
-    remove = module.register_forward_pre_hook(attach_once, prepend=True).remove
+def _attach_unless_attached(model: nn.Module, recipe: Recipe, **options: Any) -> Wire | None:
+    """Attach to a model, unless the script has done so itself."""
+    units = find_units(model)
+    if not units or any(is_attached(unit) for unit in units):
+        return None
+    return attach(model, recipe, **options)
