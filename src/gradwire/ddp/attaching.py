@@ -37,7 +37,7 @@ from gradwire.ddp.runner import Runner
 from gradwire.ddp.user_hooks import HookRunner
 from gradwire.ddp.wire import Wire
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, NcclGroup, limit_of, require_timeout, uses_nccl
+from gradwire.peers import CollectiveCall, NcclGroup, require_timeout, timeout_or_own, uses_nccl
 from gradwire.recipes import Recipe, agree_on_nodes, kernels_of, noop
 from gradwire.telemetry import Meter, Telemetry
 
@@ -58,7 +58,7 @@ def attach(
     """Average the gradients of a ``DistributedDataParallel`` by ``recipe``; see `gradwire.attach`."""
     ddp = unwrap(model)
     group = ddp.process_group
-    limit = limit_of(timeout, group)
+    limit = timeout_or_own(timeout, group)
     with CollectiveCall(group, limit, "gradwire.attach") as call:
         require_timeout(timeout)
         device = device_of(ddp)

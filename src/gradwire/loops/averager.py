@@ -48,7 +48,7 @@ from gradwire.loops.handle import AveragingHandle
 from gradwire.loops.packing import Packing, Packings
 from gradwire.loops.plain import start_plain_mean
 from gradwire.loops.tensors import Tensors, named_tensors
-from gradwire.peers import CollectiveCall, backend_name, limit_of, require_timeout
+from gradwire.peers import CollectiveCall, backend_name, require_timeout, timeout_or_own
 from gradwire.recipes import Recipe, WirePlan, fingerprint, gathered, make_plan, noop, scattered
 from gradwire.telemetry import WireStats
 from gradwire.tuning import Decision
@@ -88,7 +88,7 @@ class Averager:
         timeout: timedelta | None = None,
     ) -> None:
         self._group = choose_group(group)
-        self._timeout = limit_of(timeout, self._group)
+        self._timeout = timeout_or_own(timeout, self._group)
         self._is_disabled = is_disabled()
         with CollectiveCall(self._group, self._timeout, "gradwire.Averager") as call:
             require_timeout(timeout)

@@ -25,10 +25,10 @@ from gradwire.peers.process_groups import (
     all_gather_bytes,
     backend_name,
     bytes_tensor,
-    limit_of,
     make_group,
     require_timeout,
     timeout_of,
+    timeout_or_own,
     uses_nccl,
 )
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
@@ -62,12 +62,12 @@ __all__ = [
     "is_far",
     "is_unreachable",
     "join_rendezvous",
-    "limit_of",
     "make_group",
     "next_rendezvous",
     "open_gloo",
     "require_same",
     "require_timeout",
     "timeout_of",
+    "timeout_or_own",
     "uses_nccl",
 ]

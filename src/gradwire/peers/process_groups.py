@@ -48,7 +48,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return dist.default_pg_timeout
 
 
-def limit_of(timeout: object, group: dist.ProcessGroup) -> timedelta:
+def timeout_or_own(timeout: object, group: dist.ProcessGroup) -> timedelta:
     """Return the user's timeout, or the group's own if there is none that `require_timeout` accepts.
 
     Ranks meet within it first, so that an invalid one is told to all of them.

@@ -25,7 +25,7 @@ from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
 from gradwire.ddp import attach as attach_to_ddp
 from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, limit_of, require_timeout, uses_nccl
+from gradwire.peers import CollectiveCall, require_timeout, timeout_or_own, uses_nccl
 from gradwire.recipes import Recipe, agree_on_nodes, common_node_size, detect_node_size, kernels_of, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.sharded.attachment import ShardedAttachment
@@ -117,7 +117,7 @@ def attach(
             telemetry=telemetry,
         )
     sharded = ShardedModel(root, replicas)
-    limit = limit_of(timeout, sharded.group)
+    limit = timeout_or_own(timeout, sharded.group)
     # Replicas of one shard meet, and each rank's shards: so an error of any rank reaches all.
     with contextlib.ExitStack() as calls:
         around: CollectiveCall | None = None

@@ -19,7 +19,7 @@ from gradwire.averaging import (
     gather_states,
     open_engine,
 )
-from gradwire.peers import limit_of
+from gradwire.peers import timeout_or_own
 from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, noop
 from gradwire.sharded import whole_tensor
 from gradwire.telemetry import WireStats
@@ -101,7 +101,7 @@ class LocalSGD:
         self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
         self._optimizer = optimizer
         self._offload = offload
-        self._timeout = limit_of(timeout, self._site.group)
+        self._timeout = timeout_or_own(timeout, self._site.group)
         self._is_timed = isinstance(period, timedelta)
         self._num_steps = 0
         self._loop: OuterLoop | None = None
