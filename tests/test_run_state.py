@@ -43,10 +43,11 @@ dist.destroy_process_group()
 RECIPE = "schedule(0=fp32; 2=int4)"
 
 
-def train(rank, folder, steps, weights=None, *, loads_late=False, breaks_off=False):
+def train(rank, folder, steps, weights=None, *, loads_late=False, breaks_off=False, dropped=(), still=()):
     """Train as a script does; return its weights after each step, and its states.
 
-    If it ``breaks_off``, one more step is averaged, and no optimizer takes it.
+    If it ``breaks_off``, one more step is averaged, and no optimizer takes it. The scaler drops the steps
+    ``dropped``, and the learning rate of the steps ``still`` is 0.
     """
     states, saved = ScriptStates(folder, every=2), {}
     torch.manual_seed(0)
@@ -58,11 +59,15 @@ def train(rank, folder, steps, weights=None, *, loads_late=False, breaks_off=Fal
         if weights is not None and loads_late:
             net.load_state_dict(weights)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=bool(dropped))
         for step in steps:
             torch.manual_seed(1000 * rank + step)
             optimizer.zero_grad()
-            model(torch.randn(8, 40)).square().mean().backward()
-            optimizer.step()
+            factor = float("inf") if step in dropped else 1.0
+            scaler.scale(model(torch.randn(8, 40)).square().mean() * factor).backward()
+            optimizer.param_groups[0]["lr"] = 0.0 if step in still else 0.1
+            scaler.step(optimizer)
+            scaler.update(1.0)
             saved[step + 1] = {name: value.clone() for name, value in net.state_dict().items()}
         if breaks_off:
             model(torch.randn(8, 40)).square().mean().backward()
@@ -117,6 +122,25 @@ def check_broken_off(rank, path):
 
 def test_a_step_that_no_optimizer_has_taken_leaves_the_state_before_it(two_ranks, tmp_path):
     two_ranks.run(check_broken_off, str(tmp_path))
+
+
+def check_unmoved(rank, path):
+    folder = Path(path)
+    for name in ("dropped", "still"):
+        own, unmoved = folder / name, {name: (2, 3, 6)}
+        own.mkdir(exist_ok=True)
+        whole, _ = train(rank, own, range(7), **unmoved)
+        assert torch.equal(whole[2]["weight"], whole[4]["weight"])
+        assert not torch.equal(whole[4]["weight"], whole[5]["weight"])
+        for stopped_at in (4, 7):
+            copy, steps = copied(rank, own, f"{name} {stopped_at}"), range(stopped_at, 9)
+            resumed, states = train(rank, copy, steps, whole[stopped_at], **unmoved)
+            assert states.describe(()) == [f"resumed at step {stopped_at} with the state in {copy}"]
+            assert stopped_at == 7 or torch.equal(resumed[7]["weight"], whole[7]["weight"])
+
+
+def test_a_step_that_leaves_the_weights_as_they_are_counts(two_ranks, tmp_path):
+    two_ranks.run(check_unmoved, str(tmp_path))
 
 
 def check_damaged(rank, path):

@@ -7,6 +7,7 @@ state to load is the one whose weights are, bit for bit, those of the model when
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -20,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 from torch.serialization import save
 
 from gradwire.averaging import merge_state_dicts
 from gradwire.ddp import Wire, attached_of, hash_of_parameters, is_ddp, shared_parameters
 from gradwire.peers import CollectiveCall, timeout_of
+from gradwire.scripts.observing import watch_steps
 
 log = logging.getLogger("gradwire")
 
@@ -63,6 +66,7 @@ class ScriptStates:
         self._folder = folder
         self._every = every
         self._keepers: list[tuple[StateKeeper, weakref.ref[Any]]] = []
+        self._watching = contextlib.ExitStack()
 
     @property
     def are_kept(self) -> bool:
@@ -73,6 +77,8 @@ class ScriptStates:
         """Keep the state of another model's wire."""
         if self._folder is None:
             return
+        if not self._keepers:
+            self._watching.enter_context(watch_steps(self._note_step))
         keeper = StateKeeper(self._folder, self._every, len(self._keepers), wire)
         self._keepers.append((keeper, weakref.ref(model)))
         # A compiled model would trace it.
@@ -81,10 +87,18 @@ class ScriptStates:
 
     def end(self) -> None:
         """Save the last states, of all wires that have not failed."""
+        self._watching.close()
         for keeper, ref in self._keepers:
             model = ref()
             if model is not None and keeper.wire.failure is None:
                 keeper.save(model)
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for keeper, ref in self._keepers:
+            model = ref()
+            if model is not None and any(id(parameter) in stepped for parameter in model.parameters()):
+                keeper.taken_step = keeper.num_steps
 
     def describe(self, saved_at: Collection[int]) -> list[str]:
         """Return lines for the summary; the script has saved checkpoints after the steps ``saved_at``."""
@@ -110,6 +124,8 @@ class StateKeeper:
     def __init__(self, folder: Path, every: int, number: int, wire: Wire) -> None:
         self.wire = wire
         self.loaded_step: int | None = None
+        self.taken_step = -1
+        """The last step that an optimizer has taken or a GradScaler has dropped."""
         self._folder = folder
         self._every = every
         self._number = number
@@ -136,16 +152,17 @@ class StateKeeper:
             self.save(model)
 
     def save(self, model: Any) -> None:
-        """Write this rank's state, unless that of this step or of these weights is written.
+        """Write this rank's state, unless that of this step is written or no optimizer has taken this step.
 
-        A script that breaks off may have averaged a step that no optimizer has taken. The state before that
-        step is the one that the weights belong to.
+        A script that breaks off, or accumulates gradients, may have averaged a step that no optimizer has
+        taken. The state before that step is the one that the weights belong to. An optimizer that is not
+        torch's shows in the weights alone.
         """
         step = self.num_steps
         if step == self._saved_step or not step:
             return
         weights = hash_of_parameters(_parameters(model))
-        if weights == self._saved_weights:
+        if weights == self._saved_weights and step != self.taken_step:
             return
         self._saved_step, self._saved_weights = step, weights
         name = f"model{self._number}-step{step}-{weights}-rank{self._rank}of{self._world_size}.pt"
