@@ -1,8 +1,6 @@
 """Members that come and go: local SGD goes on with another group, and no process starts again."""
 
-import contextlib
 import gc
-import logging
 import os
 import signal
 import weakref
@@ -23,6 +21,7 @@ from gradwire.training.local_state import Turn
 from gradwire.training.site_call import MIXED
 from tests.local_runs import flat, net, saved_bytes, train
 from tests.local_runs import make as make_ddp
+from tests.logs import logged
 from tests.site_runs import make as make_sharded
 from tests.site_runs import sharded, whole
 from tests.site_runs import train as train_sharded
@@ -268,18 +267,6 @@ def check_members(rank):
 
 def test_members_leave_and_join_in_the_middle_of_a_delay(four_ranks):
     four_ranks.run(check_members)
-
-
-@contextlib.contextmanager
-def logged():
-    """Collect what gradwire logs."""
-    texts, handler = [], logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("gradwire").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("gradwire").removeHandler(handler)
 
 
 def check_apart(rank):

@@ -1,5 +1,7 @@
 """`gradwire run --state`: a script that resumes as scripts do keeps what its recipe remembers."""
 
+import contextlib
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp import attach_to_all
 from gradwire.scripts import ScriptStates
+from tests.logs import logged
 
 TRAIN = """
 import os, sys, torch
@@ -157,6 +160,39 @@ def check_damaged(rank, path):
 
 def test_a_damaged_file_on_one_rank_is_loaded_by_none(two_ranks, tmp_path):
     two_ranks.run(check_damaged, str(tmp_path))
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Let this process write no more than a kilobyte to a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def check_full_disk(rank, path):
+    folder = Path(path)
+    whole, _ = train(rank, folder, range(4))
+    dist.barrier()
+    before = sorted(folder.iterdir())
+    with full_disk() if rank == 1 else contextlib.nullcontext(), logged() as told:
+        goes_on, _ = train(rank, folder, range(4, 6), whole[4])
+    assert torch.isfinite(goes_on[6]["weight"]).all()
+    assert len(told) == (1 if rank == 1 else 0), told
+    if rank == 1:
+        assert (
+            f"rank 1: the state of step 6 cannot be written to {folder}: [Errno 27] File too large" in told[0]
+        )
+    dist.barrier()
+    after = [file for file in folder.iterdir() if file not in before]
+    assert [file.name.split("-")[-1] for file in after] == ["rank0of2.pt"], "nothing half is left"
+
+
+def test_a_full_disk_on_one_rank_ends_no_training(two_ranks, tmp_path):
+    two_ranks.run(check_full_disk, str(tmp_path))
 
 
 def run(folder, *options, steps, save_at, result):

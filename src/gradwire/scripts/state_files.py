@@ -166,10 +166,22 @@ class StateKeeper:
             return
         self._saved_step, self._saved_weights = step, weights
         name = f"model{self._number}-step{step}-{weights}-rank{self._rank}of{self._world_size}.pt"
-        write_atomically(self.wire.state_dict(), self._folder / name)
-        own = [each for each in self._files() if each.rank == self._rank]
-        for old in sorted(own, key=lambda each: each.path.stat().st_mtime)[:-NUM_KEPT]:
-            old.path.unlink(missing_ok=True)
+        state = self.wire.state_dict()
+        try:
+            write_atomically(state, self._folder / name)
+            own = [each for each in self._files() if each.rank == self._rank]
+            for old in sorted(own, key=lambda each: each.path.stat().st_mtime)[:-NUM_KEPT]:
+                old.path.unlink(missing_ok=True)
+        except OSError as error:
+            # A full disk must not end a run.
+            log.warning(
+                "rank %d: the state of step %d cannot be written to %s: %s. Training goes on; a run that is "
+                "resumed from this step starts with an empty state",
+                self._rank,
+                step,
+                self._folder,
+                error,
+            )
 
     def _files(self) -> list[StateFile]:
         found = filter(None, map(StateFile.parse, self._folder.iterdir()))
@@ -225,7 +237,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def write_atomically(state: Mapping[str, Any], path: Path) -> None:
-    """Write a state so that the file is complete or absent, also after a power cut."""
+    """Write a state so that the file is complete or absent, also after a power cut; may raise OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:
@@ -233,6 +245,10 @@ def write_atomically(state: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's own error does not say that the disk is full
+            raise error.__context__ from None
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
