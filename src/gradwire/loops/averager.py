@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from gradwire.averaging import Bucket, Engine, Grid, RunState, Timeline, Tuned, checkpoint, open_engine
 from gradwire.errors import Place, WireError, locate
-from gradwire.lanes import open_lane
+from gradwire.lanes import Uncopied, open_lane
 from gradwire.loops.choices import (
     check_weight,
     choose_device,
@@ -57,7 +57,7 @@ from gradwire.tuning import Decision
 log = logging.getLogger("gradwire")
 
 
-class Averager:
+class Averager(Uncopied):
     """Average tensors over the ranks of a process group, by a recipe, in a loop of your own.
 
     Args:

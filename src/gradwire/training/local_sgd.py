@@ -10,15 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.averaging import (
-    Engine,
-    LayoutCheck,
-    RunState,
-    Timeline,
-    checkpoint,
-    gather_states,
-    open_engine,
-)
+from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, checkpoint, gather_states, open_engine
+from gradwire.lanes import Uncopied
 from gradwire.peers import timeout_of
 from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, noop
 from gradwire.sharded import whole_tensor
@@ -42,7 +35,7 @@ from gradwire.training.sites import find_site
 from gradwire.training.turns import Turns, make_turns
 
 
-class LocalSGD:
+class LocalSGD(Uncopied):
     """Average gradients for ``warmup_steps`` steps; from then on average parameters every ``period`` steps.
 
     Ranks send how far their parameters have moved since the last averaging. So low-precision recipes encode
