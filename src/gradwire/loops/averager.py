@@ -26,7 +26,7 @@ from gradwire.averaging import (
     open_engine,
 )
 from gradwire.errors import Place, WireError, locate
-from gradwire.lanes import open_lane
+from gradwire.lanes import Uncopied, open_lane
 from gradwire.loops.choices import (
     agree_on_recipe,
     check_weight,
@@ -56,7 +56,7 @@ from gradwire.tuning import Decision
 log = logging.getLogger("gradwire")
 
 
-class Averager:
+class Averager(Uncopied):
     """Average tensors over the ranks of a process group, by a recipe, in a loop of your own.
 
     Args:

@@ -33,6 +33,7 @@ from gradwire.peers.process_groups import (
 )
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.peers.stall_watcher import Progress, StallWatcher
+from gradwire.peers.store_connections import limited_store
 
 __all__ = [
     "Claim",
@@ -62,6 +63,7 @@ __all__ = [
     "is_far",
     "is_unreachable",
     "join_rendezvous",
+    "limited_store",
     "make_group",
     "next_rendezvous",
     "open_gloo",
