@@ -12,7 +12,7 @@ from torch import nn
 from gradwire.buckets import BucketLayout, canonical_name
 from gradwire.exchanges import Route
 from gradwire.recipes import Recipe, fingerprint, require_fixed, route_module_tables, scattered
-from gradwire.sharded.units import ShardedParameter, find_units
+from gradwire.sharded.units import ShardedParameter, find_units, require_alive
 
 
 class ShardedModel:
@@ -50,12 +50,7 @@ class ShardedModel:
 
     @property
     def root(self) -> nn.Module:
-        root = self._root()
-        if root is None:
-            raise RuntimeError(
-                "the model of this wire exists no more; state_dict and stats still work. For all else, keep "
-                "a reference to the model, or attach to the one that you train now"
-            )
+        root: nn.Module = require_alive(self._root())
         return root
 
     @property

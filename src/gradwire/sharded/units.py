@@ -80,12 +80,12 @@ class Unit:
 
     @property
     def module(self) -> Any:
-        return _require(self._module())
+        return require_alive(self._module())
 
     @property
     def group(self) -> Any:
         """The ``FSDPParamGroup`` of torch."""
-        return _require(self._group())
+        return require_alive(self._group())
 
     @property
     def parameters(self) -> list[ShardedParameter]:
@@ -208,7 +208,8 @@ def _name(fsdp_param: Any, module_names: dict[int, str]) -> str:
     return canonical_name(f"{prefix}.{name}" if prefix else name)
 
 
-def _require(found: Any) -> Any:
+def require_alive(found: Any) -> Any:
+    """Return a part of a model; RuntimeError if it is None: nobody holds the model any more."""
     if found is None:
         raise RuntimeError(
             "the model of this wire exists no more; state_dict and stats still work. For all else, keep a "
