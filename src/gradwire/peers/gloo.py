@@ -17,14 +17,13 @@ from torch import Tensor
 
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
 from gradwire.peers.process_groups import timeout_of
-from gradwire.peers.store_connections import connect
+from gradwire.peers.store_connections import LimitedStore, own_store
 from gradwire.torch_private import (
     PrefixStore,
     ProcessGroupGloo,
     Store,
     backend_of,
     device_types,
-    has_tcp_store,
     store_of,
 )
 
@@ -32,8 +31,6 @@ from gradwire.torch_private import (
 _CLOSING_TAG = 0
 _WATCHING_TAG = 1
 _NUM_ROUNDS = 1 << 15
-# A store answers in milliseconds, unless its host is gone or very busy.
-_STORE_TIMEOUT = timedelta(seconds=15)
 # In the errors of Gloo and the store for a timeout; those for a closed connection do not have it.
 TIMED_OUT = re.compile("timed ?out", re.IGNORECASE)
 
@@ -43,9 +40,8 @@ def open_gloo(group: dist.ProcessGroup, prefix: str, *, late: bool = False) -> G
 
     With ``late``, it does not connect before its `GlooGroup.open`, which is then the collective call.
     """
-    store, timeout = store_of(group), timeout_of(group)
-    if late and has_tcp_store(store):
-        store = connect(group, max(timeout, _STORE_TIMEOUT))
+    timeout = timeout_of(group)
+    store = own_store(group, timeout) if late else store_of(group)
     return GlooGroup(store, prefix, group.rank(), group.size(), timeout, late=late)
 
 
@@ -80,8 +76,9 @@ class GlooGroup:
         self._round = 0
         self._connections: tuple[Any, ...] = ()
         self._is_closed, self._closing = False, threading.Lock()
-        self._store, self._prefix, self._timeout = store, prefix, timeout
-        self._connect = functools.partial(_connect, store, prefix, rank, size, timeout)
+        self._store, self._prefix, self._timeout = LimitedStore(store, rank, timeout), prefix, timeout
+        connect = functools.partial(_connect, store, prefix, rank, size, timeout)
+        self._connect = functools.partial(self._store.answer, connect)
         self._is_late = late
         if not late:
             try:

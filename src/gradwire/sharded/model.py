@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwire.buckets import BucketLayout, canonical_name
 from gradwire.exchanges import Route
-from gradwire.recipes import Recipe, fingerprint, require_fixed, route_module_tables, scattered
+from gradwire.recipes import Recipe, fingerprint, require_fixed, require_nodes, route_module_tables, scattered
 from gradwire.sharded.units import ShardedParameter, find_units, require_alive
 
 
@@ -84,10 +84,8 @@ class ShardedModel:
                 )
         trained = self.trained()
         routed = route_module_tables(recipe, self.root, [each.name for each in trained])
-        size = self.group.size()
-        for each in routed.leaves():
-            if self.has_replicas and size % (each.local_size or 1):
-                raise ValueError(f"recipe {each}: {size} replicas cannot be nodes of {each.local_size}")
+        if self.has_replicas:
+            require_nodes(routed, self.group.size())
         if isinstance(routed.exchange, Route):
             routed.exchange.check(each.slot() for each in trained)
         return routed if self.has_replicas else scattered(routed)
