@@ -11,12 +11,14 @@
 
 Rows are measured in the same processes, in turns whose order changes from round to round. A ratio is the
 median of the ratios within each round. A step is zero_grad, forward and backward; times are those of the
-slowest rank. In noop gradients are not averaged, so no recipe is faster. Memory is the most that a rank has
-used beyond what it had before the row: of its resident set, or of CUDA's allocator.
+slowest rank. In noop gradients are not averaged, so no recipe is faster. With --link and --weights, "plain
+sends" are the same bytes by Gloo alone, beside the same compute (`plain_sends.py`). Memory is the most that a
+rank has used beyond what it had before the row: of its resident set, or of CUDA's allocator.
 """
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import statistics
@@ -36,8 +38,9 @@ from gradwire.headroom import ALLREDUCE, Machine, Sharding, Workload
 from gradwire.lab import Lab, parse_rate
 from gradwire.planner import Calibration, Cluster, ShardedPlan, calibrate, predict_sharded
 from gradwire.testing import run_ranks
+from plain_sends import PlainSends
 
-BASE, ALONE, ONCE = "torch", "no exchange", ", gathered once"
+BASE, ALONE, ONCE, PLAIN = "torch", "no exchange", ", gathered once", "plain sends, "
 RECIPES = {
     "scatter": ["fp32", "bf16", "int8", "int4"],
     "step": ["fp32", "bf16", "int8", "int4"],
@@ -149,17 +152,22 @@ class Variant:
         return f"{self.recipe}{weights}{'' if self.reshards else ONCE}"
 
 
-def variants(recipes: list[str], weights: list[str], is_hsdp: bool) -> list[Variant]:
+def variants(recipes: list[str], weights: list[str], reshards: list[bool]) -> list[Variant]:
     """Return torch's own way, and each recipe with parameters gathered by torch and by each encoding."""
-    kept = (True,) if is_hsdp else (True, False)
     ways = [(BASE, None), *((recipe, each) for each in (None, *weights) for recipe in recipes)]
-    return [Variant(*way, reshards) for reshards in kept for way in ways]
+    return [Variant(*way, each) for each in reshards for way in ways]
 
 
 def time_steps(
-    rank: int, ways: list[Variant], rounds: int, device: str, is_hsdp: bool, workload: Workload
+    rank: int,
+    ways: list[Variant],
+    rounds: int,
+    device: str,
+    is_hsdp: bool,
+    workload: Workload,
+    sends_plainly: bool,
 ) -> dict[str, Row]:
-    """Time steps of FSDP2 or of HSDP, and of the model alone."""
+    """Time steps of FSDP2 or of HSDP, and of the model alone; with ``sends_plainly``, bytes by Gloo too."""
     group = prepare(rank, device)
     built = workload.build().to(torch.device(device))
     if is_hsdp:
@@ -174,7 +182,8 @@ def time_steps(
 
         return run
 
-    steps, sent = {}, {}
+    steps: dict[str, Callable[[], None]] = {}
+    sent = {}
     for way in ways:
         torch.manual_seed(0)
         model: nn.Module = workload.model().to(device)
@@ -184,6 +193,10 @@ def time_steps(
         if way.recipe != BASE:
             plan = gradwire.attach(model, way.recipe, weights=way.weights).plan()
             sent[str(way)] = plan.bytes_sent + plan.bytes_gathered
+            if sends_plainly and way.weights is not None:
+                num_gathers = 2 if way.reshards else 1
+                sends = PlainSends(workload.model(), plan.bytes_gathered, plan.bytes_sent, num_gathers)
+                steps[f"{PLAIN}{way}"] = functools.partial(sends.step, built)
         steps[str(way)] = step(model)
     steps[ALONE] = step(workload.model().to(device))
     found = measure(steps, rounds, device)
@@ -191,22 +204,32 @@ def time_steps(
 
 
 def report(what: str, rows: dict[str, Row]) -> None:
-    print(f"\n{what:36} {'median':>8} {'min':>8} {'max':>8}   over torch's   torch's over it   MB at most")
+    print(f"\n{what:44} {'median':>8} {'min':>8} {'max':>8}   over torch's   torch's over it   MB at most")
     for name, row in rows.items():
-        base = rows[f"{BASE}{ONCE}" if name.endswith(ONCE) else BASE]
-        ratio = statistics.median(a / b for a, b in zip(row.ms, base.ms, strict=True))
+        base = rows.get(f"{BASE}{ONCE}" if name.endswith(ONCE) else BASE) or rows[f"{BASE}{ONCE}"]
+        over = ratio(row, base)
         times = f"{statistics.median(row.ms):8.1f} {min(row.ms):8.1f} {max(row.ms):8.1f}"
-        print(f"{name:36} {times} {ratio:14.3f} {1 / ratio:17.2f} {row.memory_mb:12.1f}")
+        print(f"{name:44} {times} {over:14.3f} {1 / over:17.2f} {row.memory_mb:12.1f}")
 
 
 def report_limits(rows: dict[str, Row], link: str) -> None:
-    """Print steps beside the larger of computing alone and a rank's bytes at the link's rate."""
+    """Print steps beside their limits.
+
+    These are the larger of computing alone and a rank's bytes at the link's rate, and plain sends.
+    """
     alone = statistics.median(rows[ALONE].ms)
-    print(f"\n{'limits of a step':36} {'MB sent':>8} {'limit':>8} {'median':>8}   over the limit")
+    print(f"\n{'limits of a step':36} {'MB sent':>8} {'limit':>8} {'median':>8}   over it   over plain sends")
     for name, row in rows.items():
         if row.bytes_sent is not None:
             limit, ms = max(alone, 8e3 * row.bytes_sent / parse_rate(link)), statistics.median(row.ms)
-            print(f"{name:36} {row.bytes_sent / 1e6:8.1f} {limit:8.1f} {ms:8.1f} {ms / limit:14.2f}")
+            plain = rows.get(f"{PLAIN}{name}")
+            over = "" if plain is None else f"{statistics.median(plain.ms):8.1f} {ratio(row, plain):9.2f}"
+            print(f"{name:36} {row.bytes_sent / 1e6:8.1f} {limit:8.1f} {ms:8.1f} {ms / limit:9.2f} {over}")
+
+
+def ratio(row: Row, base: Row) -> float:
+    """Return the median of the ratios within each round."""
+    return statistics.median(a / b for a, b in zip(row.ms, base.ms, strict=True))
 
 
 def report_plan(
@@ -246,6 +269,13 @@ def main() -> None:
         "--weights", nargs="+", default=[], help="encodings: rows with gathers of parameters by these too"
     )
     parser.add_argument(
+        "--gathered",
+        nargs="+",
+        choices=["twice", "once"],
+        default=["twice", "once"],
+        help="with step or memory: the number of times that parameters are gathered in a step",
+    )
+    parser.add_argument(
         "--plan", action="store_true", help="with --link and step or hsdp: predictions beside measurements"
     )
     options = parser.parse_args()
@@ -264,13 +294,15 @@ def main() -> None:
         else:
             workload = replace(CPU, batch=options.batch) if options.device == "cpu" else GPU
             is_hsdp = options.what == "hsdp"
-            ways = variants(names, options.weights, is_hsdp)
-            more = ways, options.rounds, options.device, is_hsdp, workload
+            gathered = ["twice"] if is_hsdp else options.gathered
+            ways = variants(names, options.weights, [each == "twice" for each in gathered])
+            sends_plainly = options.what == "step" and options.link is not None
+            more = ways, options.rounds, options.device, is_hsdp, workload, sends_plainly
             if options.what == "memory":  # without this, malloc keeps what a row before has freed
                 os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
             rows = run_ranks(time_steps, num_ranks, LIMIT_S, args=more, lab=lab)[0]
             report("a step, ms", rows)
-            if options.link and options.what == "step":
+            if sends_plainly:
                 report_limits(rows, options.link)
             if speeds is not None:
                 report_plan(rows, ways, is_hsdp, options.link, speeds)

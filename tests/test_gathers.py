@@ -83,14 +83,19 @@ def test_rows_enter_a_node_once(four_ranks):
 
 
 def events_of(model, monkeypatch):
-    """Return a list of the gathers that will begin, and the blocks that will be computed."""
-    events, start = [], gathers.Gathers.start
+    """Return a list of the gathers that will begin and be used, and the blocks that will be computed."""
+    events, start, use = [], gathers.Gathers.start, gathers.Gathers._use
 
     def noted(self, unit, *args):
         events.append(f"gather {unit.name}")
         return start(self, unit, *args)
 
+    def noted_use(self, unit):
+        events.append(f"use {unit.name}")
+        use(self, unit)
+
     monkeypatch.setattr(gathers.Gathers, "start", noted)
+    monkeypatch.setattr(gathers.Gathers, "_use", noted_use)
     for name, module in model.named_modules():
         if name.startswith("blocks.") and name.count(".") == 1:
             module.up.register_forward_pre_hook(lambda *_, name=name: events.append(f"forward {name}"))
@@ -103,17 +108,19 @@ def check_order(rank):
         events = events_of(model, monkeypatch)
         with gradwire.attach(model, "fp32", weights="fp32"):
             loss_of(model, batch(rank, 0)).backward()
-            learned, backward = events[:5], events[5:]
+            learned, backward = events[:8], events[8:]
             events.clear()
             loss_of(model, batch(rank, 1))
-    in_turn = ["gather ", "gather blocks.0", "forward blocks.0", "gather blocks.1", "forward blocks.1"]
-    ahead = ["gather ", "gather blocks.0", "gather blocks.1", "forward blocks.0", "forward blocks.1"]
-    assert learned == in_turn
-    assert backward == ["gather blocks.1", "gather blocks.0"]
-    assert events == ahead
+    root, *blocks = (
+        [f"gather {name}", f"use {name}", f"forward {name}"] for name in ("", "blocks.0", "blocks.1")
+    )
+    assert learned == [*root[:2], *blocks[0], *blocks[1]]
+    assert backward == ["gather blocks.1", "use blocks.1", "gather blocks.0", "use blocks.0"]
+    (gather_root, use_root, _), (gather_0, *compute_0), (gather_1, *compute_1) = root, *blocks
+    assert events == [gather_root, gather_0, use_root, gather_1, *compute_0, *compute_1]
 
 
-def test_a_unit_is_gathered_while_the_one_before_it_is_computed(two_ranks):
+def test_a_unit_is_gathered_while_those_before_it_are_gathered_and_computed(two_ranks):
     two_ranks.run(check_order)
 
 

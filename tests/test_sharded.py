@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import gradwire
 from gradwire.scripts import Observations, summarize
-from gradwire.sharded import attach_to_all
+from gradwire.sharded import attach_to_all, reduce_scatter
 from tests.sharded_runs import (
     batch,
     exact_gradients,
@@ -89,6 +89,26 @@ def test_four_ranks_reduce(spec, four_ranks):
 @pytest.mark.full
 def test_parameters_may_stay_whole_after_the_forward_pass(two_ranks):
     two_ranks.run(check_recipe, "int8", TOLERANCES["int8"], {"reshard_after_forward": False})
+
+
+def check_late_waits(rank):
+    """A block is computed while two buckets travel; the older one must end before there is a third."""
+    model, events = shard(make(num_blocks=4)), []
+
+    def noted(source, target):
+        events.append("end")
+        target.copy_(source)
+
+    for block in model.blocks:
+        block.register_full_backward_pre_hook(lambda *_: events.append("backward"))
+    with gradwire.attach(model, "fp32"), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(reduce_scatter, "_copy", noted)
+        loss_of(model, batch(rank, 0)).backward()
+    assert events == ["backward"] * 3 + ["end", "backward"] + ["end"] * 4
+
+
+def test_a_block_is_computed_while_two_buckets_travel(two_ranks):
+    two_ranks.run(check_late_waits)
 
 
 def check_mixed_precision(rank, reduce_dtype):

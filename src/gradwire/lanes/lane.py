@@ -60,7 +60,7 @@ def open_lane(
     prefix: str,
     *,
     late: bool = False,
-    num_in_flight: int = NUM_IN_FLIGHT,
+    num_in_flight: int | None = None,
 ) -> Lane:
     """Open a lane for buckets on ``device``; collective over ``group``.
 
@@ -69,7 +69,7 @@ def open_lane(
         device: where the buckets are.
         prefix: a name that all ranks share, and that the group has not used before.
         late: True to connect while tasks queue; for hooks, which must not wait for other ranks.
-        num_in_flight: the number of worker threads.
+        num_in_flight: the number of worker threads; by default `NUM_IN_FLIGHT`.
     """
     if uses_nccl(group, device):
         return StreamLane(NcclGroup(group), Failure(group, prefix), timeout_of(group))
@@ -80,7 +80,7 @@ def open_lane(
     failure, timeout = Failure(group, prefix), timeout_of(group)
     with contextlib.ExitStack() as undo:
         groups = []
-        for number in range(num_in_flight):
+        for number in range(num_in_flight or NUM_IN_FLIGHT):
             groups.append(open_gloo(group, f"{prefix}/{number}", late=late))
             undo.callback(groups[-1].close)
         shares_messages = not late and is_far(group, groups[0])

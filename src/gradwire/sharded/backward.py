@@ -97,7 +97,7 @@ class Backward:
         *,
         num_shards: int = 1,
         factor: float | None = None,
-        num_left: int | None = 0,
+        may_be_late: bool = False,
     ) -> None:
         """Begin to average ``flat``, and call ``end`` when it is done: at the end of the pass, or earlier.
 
@@ -107,7 +107,7 @@ class Backward:
             end: takes the result from ``flat``, in which it is, or the values as they were after an error.
             num_shards: the number of ranks' shards in ``flat``.
             factor: the factor of the sum over ranks; None for a mean.
-            num_left: the largest number of buckets that may be under way when this returns; None for any.
+            may_be_late: True if nothing reads the result before the pass ends; otherwise this waits for it.
         """
         place = self._next_place()
         future: Future[Tensor] | None = None
@@ -125,8 +125,13 @@ class Backward:
             end()
             return
         self._under_way.append(_UnderWay(future, end))
-        if num_left is not None:
-            self._wait(num_left)
+        if not may_be_late:
+            self._wait(0)
+
+    def make_room(self) -> None:
+        """Wait until one bucket at most is under way; each keeps the gradients of a unit in memory."""
+        self._begin_pass()
+        self._wait(1)
 
     def expect(self, unit: HasEnd) -> None:
         """Let ``unit`` check at the end of this pass that it has started all it was to start."""

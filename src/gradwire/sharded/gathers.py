@@ -38,8 +38,8 @@ class Gathers:
         self._rank = rank
         self._encoding = encoding
         self._num_started = 0
-        self._next: dict[tuple[Unit, int], Unit] = {}
-        """The unit that follows a unit, which may be used several times in a pass: at its first use, ..."""
+        self._next: dict[tuple[Unit, int] | None, Unit] = {}
+        """The unit that follows a use of a unit, by the number of that use in a pass; None for the first."""
         self._in_forward = False
         self._last: tuple[Unit, int] | None = None
         self._num_uses: collections.Counter[Unit] = collections.Counter()
@@ -75,6 +75,7 @@ class Gathers:
         self._in_forward, self._last = True, None
         self._num_uses.clear()
         self._unused.clear()
+        self._ask_ahead(None)
 
     def _end_forward(self, *_: Any) -> None:
         """Drop what was asked for and not used: parameters may change before the next pass."""
@@ -96,9 +97,12 @@ class Gathers:
             return
         use = unit, self._num_uses[unit]
         self._num_uses[unit] += 1
-        if self._last is not None:
-            self._next[self._last] = unit
+        self._next[self._last] = unit
         self._last = use
+        self._ask_ahead(use)
+
+    def _ask_ahead(self, use: tuple[Unit, int] | None) -> None:
+        """Ask for the units that followed this use in the pass before."""
         for _ in range(_NUM_AHEAD):
             if use not in self._next:
                 break

@@ -28,6 +28,8 @@ class UnitReduceScatter:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the values that torch hands over, or takes back."""
+        # Not earlier: until torch needs this memory, it computes while two buckets travel.
+        self._backward.make_room()
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -57,8 +59,7 @@ class UnitReduceScatter:
             functools.partial(_copy, own, output_tensor),
             num_shards=group.size(),
             factor=_factor(op, group.size()),
-            # One bucket travels while the next is computed; more would keep more gradients in memory.
-            num_left=1 if may_be_late else 0,
+            may_be_late=may_be_late,
         )
 
     def _reduced(self, numel: int) -> Sequence[HasSlot]:

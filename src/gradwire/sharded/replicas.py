@@ -81,7 +81,7 @@ class UnitReplicas:
             functools.partial(_unpack, flat, shards, sizes) if is_copy else _leave,
             # torch's own HSDP sums over replicas too, if a divisor is given.
             factor=1.0 if self._unit.divides_by_factor else None,
-            num_left=None,  # nothing reads the gradients before the pass ends
+            may_be_late=True,
         )
 
 
