@@ -8,7 +8,13 @@ from gradwire.peers.collective import CollectiveCall
 from gradwire.peers.distance import is_far
 from gradwire.peers.failure import Failure, is_unreachable
 from gradwire.peers.failure_store import RankStatus
-from gradwire.peers.gloo import GlooGroup, close_connections, open_gloo
+from gradwire.peers.gloo import (
+    GlooGroup,
+    close_connections,
+    make_late_gloo,
+    open_gloo,
+    open_gloo_groups,
+)
 from gradwire.peers.groups import (
     Group,
     Messages,
@@ -61,8 +67,10 @@ __all__ = [
     "is_unreachable",
     "join_rendezvous",
     "make_group",
+    "make_late_gloo",
     "next_rendezvous",
     "open_gloo",
+    "open_gloo_groups",
     "require_same",
     "timeout_of",
     "uses_nccl",
