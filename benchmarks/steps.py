@@ -14,10 +14,10 @@ backward, and ends when the last rank has ended it. On CUDA, "host" is the time 
 device goes on by itself. Behind a link, the bytes that left a rank's interface are compared with those that
 recipes announce.
 
-"Limit" is the least that a step could take on CPU: the cores' time for the work of all ranks, the link's time
-for the bytes, or a step of noop and the link's time for the last bucket, which DDP hands over when the
-backward pass is done. "Averaging" times the exchange alone, without a forward or backward pass: for one
-bucket, and for all buckets of the model, which DDP averages two at a time.
+"Limit" is the least that a step could take on CPU: the cores' time for the work of all ranks, or the time at
+which the link has sent all bytes if it sends without a pause what DDP has handed over. "Averaging" times the
+exchange alone, without a forward or backward pass: for one bucket, and for all buckets of the model, which
+DDP averages two at a time.
 """
 
 import argparse
@@ -50,6 +50,7 @@ from gradwire.errors import Place
 from gradwire.headroom import Machine, Workload
 from gradwire.lab import Lab, parse_rate
 from gradwire.testing import run_ranks
+from limits import BucketClock, HandedOver, limit_ms
 
 STEPS_PER_TURN = 3
 BASE = "DDP's fp32 allreduce"
@@ -124,16 +125,8 @@ class Measured:
     """The times until backward() has returned; the device may not be done then."""
     cpu_ms: float
     """The time per step that the threads of a rank have kept cores busy."""
-    last_share: float | None
-    """The share of the announced bytes that belongs to the last bucket."""
-
-    def limit_ms(self, noop: "Measured", world_size: int, bits_per_s: float | None) -> float:
-        """Return the least time that a step could take on this machine's cores and links."""
-        busy_ms = self.cpu_ms * world_size / (os.cpu_count() or 1)
-        if bits_per_s is None or self.sent_bytes is None:
-            return busy_ms
-        link_ms = 8e3 * self.sent_bytes / bits_per_s
-        return max(busy_ms, link_ms, statistics.median(noop.ms) + link_ms * (self.last_share or 0))
+    handed_over: list[list[HandedOver]]
+    """The buckets of each step; empty without a recipe."""
 
 
 def make_models(
@@ -172,14 +165,17 @@ def time_steps(
     host_seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[int]] = {name: [] for name in names}
     announced: dict[str, list[int]] = {name: [] for name in wires}
-    announced_last: dict[str, list[int]] = {name: [] for name in wires}
+    handed_over: dict[str, list[list[HandedOver]]] = {name: [] for name in names}
+    clocks = {name: BucketClock(wire) for name, wire in wires.items()}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warm_up + rounds):
         for name, model in shuffled(models, turn):
             dist.barrier()
+            begins: list[float] = []
             before, cpu_before = interface_bytes(), time.process_time()
             for _ in range(STEPS_PER_TURN):
                 begin = time.perf_counter()
+                begins.append(begin)
                 model.zero_grad()
                 built.step_loss(model).backward()
                 returned = time.perf_counter()
@@ -196,7 +192,7 @@ def time_steps(
             if turn >= warm_up and name in wires:
                 steps = wires[name].stats().steps[-STEPS_PER_TURN:]
                 announced[name].append(sum(b.bytes_sent or 0 for step in steps for b in step.buckets))
-                announced_last[name].append(sum(step.buckets[-1].bytes_sent or 0 for step in steps))
+                handed_over[name] += clocks[name].steps_since(begins)
     return {
         name: Measured(
             slowest(values, STEPS_PER_TURN),
@@ -204,7 +200,7 @@ def time_steps(
             statistics.mean(sent[name]) / STEPS_PER_TURN if sent[name] else None,
             slowest(host_seconds[name], STEPS_PER_TURN),
             1e3 * statistics.mean(cpu_seconds[name]) / STEPS_PER_TURN,
-            sum(announced_last[name]) / max(sum(announced[name]), 1) if name in wires else None,
+            handed_over[name],
         )
         for name, values in seconds.items()
     }
@@ -346,9 +342,12 @@ def main() -> None:
     ratios = ["DDP over it", "torch fp16 over it", "it over noop"]
     header = ["a step, ms", *quantiles, "limit", *ratios, "host, ms", "MB sent", "on the interface"]
     limits = {}
-    if options.device == "cpu" and "noop" in steps:
+    if options.device == "cpu":
         rate = parse_rate(options.link) if options.link else None
-        limits = {n: row.limit_ms(steps["noop"], options.world_size, rate) for n, row in steps.items()}
+        limits = {
+            name: limit_ms(row.cpu_ms, options.world_size, rate, row.sent_bytes, row.handed_over)
+            for name, row in steps.items()
+        }
     print_table(header, [row_of(name, steps, limits, options.device) for name in steps])
 
     if not options.averaging:
