@@ -30,7 +30,6 @@ RECIPES = [
     "int2:bits=3+3,tables=same",
     "powersgd",
     "powersgd:rank=4",
-    "powersgd:rank=64",
     "acp",
 ]
 # Shared memory that a block may have on the smallest of recent GPUs.

@@ -387,3 +387,25 @@ def check_every_model(rank):
 
 def test_models_that_a_script_shards_are_attached_to(two_ranks):
     two_ranks.run(check_every_model)
+
+
+def check_parts_sharded_together(rank):
+    """Parts of a model that one call shards, as Accelerate does with its embeddings and last layers."""
+    import torch.distributed.fsdp
+
+    with attach_to_all("int8") as attachments:
+        model = make()
+        torch.distributed.fsdp.fully_shard([model.blocks[0], model.blocks[1]])
+        torch.distributed.fsdp.fully_shard(model)
+        for step in range(2):
+            model.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            require_within(model, make(), step, TOLERANCES["int8"])
+        assert [each.wire.stats().num_steps for each in attachments.made] == [2]
+        attachments.made[0].wire.detach()
+    with pytest.raises(ValueError, match="outside of it; attach to the model that has both"):
+        gradwire.attach(model.blocks[0], "int8")
+
+
+def test_parts_that_one_call_shards_are_attached_to_with_the_whole(two_ranks):
+    two_ranks.run(check_parts_sharded_together)

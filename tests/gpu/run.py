@@ -215,7 +215,7 @@ def check_cast_kernel():
             for kernels in (reference_casts, cuda_casts):
                 own, encoded = values.clone(), torch.zeros(n, dtype=dtype, device="cuda")
                 kernels.reduce_rows(Terms(own, 1, rows, scales), encoded, 4.0, 0.25)
-                in_place = values.to(dtype)
+                in_place = values.to(dtype, copy=True)
                 kernels.reduce_rows(Terms(in_place, 1, rows, scales), in_place, 1.0, 1.0)
                 results.append(torch.cat([t.view(torch.uint8) for t in (own, encoded, in_place)]))
             assert torch.equal(*results), (dtype, own_dtype, on_device, n)

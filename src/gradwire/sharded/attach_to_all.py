@@ -7,9 +7,11 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.ddp import AfterAttach, AttachedModel, Attachments, Wire
 from gradwire.ddp import attach_to_all as attach_to_all_ddp
@@ -53,11 +55,21 @@ def _watching_shards(attach_to: Callable[[nn.Module], None]) -> Iterator[None]:
         yield
         return
 
+    watched: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attach_once(root: nn.Module, _: Any) -> None:
+        for module in root.modules():  # the parts come after the whole
+            if handle := watched.pop(module, None):
+                handle.remove()
+        attach_to(root)
+
     @functools.wraps(original)
     def shard_and_watch(module: Any, *args: Any, **kwargs: Any) -> Any:
         sharded = original(module, *args, **kwargs)
         for each in [module] if isinstance(module, nn.Module) else module:
-            _at_first_forward(each, attach_to)
+            # Before torch's own hook, which gathers parameters.
+            watched[each] = each.register_forward_pre_hook(attach_once, prepend=True)
         return sharded
 
     setattr(torch_fsdp, "fully_shard", shard_and_watch)  # noqa: B010  # the stubs know a function there
@@ -67,22 +79,11 @@ def _watching_shards(attach_to: Callable[[nn.Module], None]) -> Iterator[None]:
         setattr(torch_fsdp, "fully_shard", original)  # noqa: B010
 
 
-def _at_first_forward(module: nn.Module, attach_to: Callable[[nn.Module], None]) -> None:
-    remove: Callable[[], None]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attach_once(root: nn.Module, _: Any) -> None:
-        remove()
-        units = find_units(root)
-        if units and not any(is_attached(unit) for unit in units):
-            attach_to(root)
-
-    # Before torch's own hook, which gathers parameters.
-    remove = module.register_forward_pre_hook(attach_once, prepend=True).remove
-
-
 def _attach(model: nn.Module, attachments: Attachments, options: dict[str, Any]) -> Wire | None:
     try:
+        units = find_units(model)
+        if not units or any(is_attached(unit) for unit in units):  # by the script itself
+            return None
         wire = attach(model, attachments.recipe, **options)
     except ValueError as error:
         attachments.num_refused += 1

@@ -204,7 +204,12 @@ def _is_unit(module: nn.Module) -> bool:
 
 def _name(fsdp_param: Any, module_names: dict[int, str]) -> str:
     module, name = fsdp.owner_of(fsdp_param)
-    prefix = module_names[id(module)]
+    prefix = module_names.get(id(module))
+    if prefix is None:
+        raise ValueError(
+            f"a part of the model was sharded by one fully_shard call together with a "
+            f"{type(module).__name__} outside of it; attach to the model that has both"
+        )
     return canonical_name(f"{prefix}.{name}" if prefix else name)
 
 
