@@ -339,7 +339,7 @@ def main() -> None:
         args = names, options.rounds, options.device, workload, warm_up
         steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab)[0]
     quantiles = ["median", "p10", "p90"]
-    ratios = ["DDP over it", "torch fp16 over it", "it over noop"]
+    ratios = ["DDP over it", "torch fp16 over it", "over noop"]
     header = ["a step, ms", *quantiles, "limit", *ratios, "host, ms", "MB sent", "on the interface"]
     limits = {}
     if options.device == "cpu":
