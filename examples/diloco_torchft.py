@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
 from torchft import Manager, ProcessGroupGloo
@@ -82,23 +83,30 @@ def main() -> None:
         local.step()
         return float(loss)
 
-    while local is None or local.num_steps < options.steps:
-        manager.start_quorum(allow_heal=False)
-        if quorum.members is not members:
-            members = quorum.members
+    def join(local: gradwire.LocalSGD | None, now: dist.ProcessGroup) -> gradwire.LocalSGD:
+        nonlocal members
+        try:
             if local is None:
                 local = gradwire.LocalSGD(
-                    net, optimizer, period=options.period, recipe="int4", outer=outer, sites=members
+                    net, optimizer, period=options.period, recipe="int4", outer=outer, sites=now
                 )
-            else:
-                local.regroup(members)
+            elif now is not members:
+                local.regroup(now)
+        except RuntimeError as error:  # a worker is lost while they meet
+            raise gradwire.WireError(str(error)) from error
+        members = now
+        return local
+
+    while local is None or local.num_steps < options.steps:
+        manager.start_quorum(allow_heal=False)
         try:
+            local = join(local, quorum.members)
             loss = step(local)
             while local.num_steps % options.period:
                 loss = step(local)
-            print(f"step {local.num_steps}, {members.size()} workers, loss {loss:.3f}", flush=True)
-        except gradwire.WireError as error:
-            print(f"step {local.num_steps}: {error}", flush=True)
+            print(f"step {local.num_steps}, {quorum.members.size()} workers, loss {loss:.3f}", flush=True)
+        except gradwire.WireError as error:  # a worker is lost: go on with the next quorum
+            print(error, flush=True)
             manager.report_error(error)
         manager.should_commit()
     local.detach()

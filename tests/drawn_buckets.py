@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from gradwire.buckets.layout import BucketLayout, Slot
+
 
 class Given(nn.Module):
     """Parameters whose gradients are what `forward` is called with."""
@@ -23,3 +25,10 @@ def draw(seed, *shapes):
 def outer(seed, n, m):
     (u, v) = draw(seed, n, m)
     return torch.outer(u, v)
+
+
+def layout_of(*shapes, stride=None, dtype=torch.float32):
+    strides = [stride or torch.empty(shape, device="meta").stride() for shape in shapes]
+    own = zip(shapes, strides, strict=True)
+    slots = [Slot(f"p{i}", 0, torch.Size(shape), stride) for i, (shape, stride) in enumerate(own)]
+    return BucketLayout.packed(0, dtype, slots)

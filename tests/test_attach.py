@@ -18,7 +18,7 @@ from gradwire.ddp import attachment_of
 from gradwire.ddp.options import Options
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
-from gradwire.peers import connecting, rendezvous
+from gradwire.peers import connecting, rendezvous, timeout_of
 from gradwire.peers.agreement import agree
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.testing import run_ranks
@@ -353,7 +353,7 @@ def test_a_rank_that_comes_too_late_does_not_go_on_alone(what):
 
 def job_rendezvous(rank):
     world = dist.group.WORLD
-    names = [next_rendezvous(world) for _ in range(3)]
+    names = [next_rendezvous(world, timeout_of(world)) for _ in range(3)]
     assert len(set(names)) == 3
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, names)

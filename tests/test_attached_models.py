@@ -170,6 +170,22 @@ def test_a_copy_of_an_attached_model_is_free():
     run_ranks(job_copies, 2)
 
 
+def check_uncopied(rank):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = [lambda: gradwire.attach(model, "bf16"), lambda: gradwire.Averager("bf16")]
+    made.append(lambda: gradwire.LocalSGD(model, optimizer, period=2))
+    for make in made:
+        with make() as owner:
+            for act in (copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match="cannot be copied or pickled: save its state_dict"):
+                    act({"trainer": owner})
+
+
+def test_what_has_threads_says_what_to_save_when_it_is_copied_or_pickled(two_ranks):
+    two_ranks.run(check_uncopied)
+
+
 def job_detach(rank):
     plain, model = small_model(), small_model()
     wire = gradwire.attach(model, "noop")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.peers import gather, open_gloo_groups
+from gradwire.peers.store_connections import LimitedStore
 from gradwire.torch_private import PrefixStore, Store, store_of
 
 TIMEOUT = timedelta(seconds=60)
@@ -41,7 +42,7 @@ def check_requests(rank, num_groups):
     group = gradwire.make_group(inner, rank, dist.get_world_size())
     store = CountingStore(inner)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gradwire.peers.gloo.store_of", lambda group: store)
+        patch.setattr("gradwire.peers.gloo.limited_store", lambda group, timeout: store)
         groups, notes = open_gloo_groups(
             group, [f"group {i}" for i in range(num_groups)], note=f"from {rank}"
         )
@@ -62,9 +63,10 @@ def test_all_addresses_of_all_groups_travel_in_one_exchange(num_groups, three_ra
 def check_missing_rank(rank):
     if rank == 1:
         return
-    store = PrefixStore("one is missing", store_of(dist.group.WORLD))
+    inner = PrefixStore("one is missing", store_of(dist.group.WORLD))
+    limit = timedelta(seconds=0.5)
     with pytest.raises(RuntimeError, match=r"(?i)time"):
-        gradwire.peers.connecting.connect_all(store, ["alone"], rank, 3, timedelta(seconds=0.5))
+        gradwire.peers.connecting.connect_all(LimitedStore(inner, rank, limit), ["alone"], rank, 3, limit)
 
 
 def test_ranks_that_wait_in_vain_for_an_address_raise_after_the_timeout(three_ranks):

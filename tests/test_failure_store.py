@@ -1,18 +1,24 @@
 """The store that holds the texts of failures, when its host is gone or does not answer."""
 
 import os
+import re
 import signal
 import threading
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from gradwire.peers import failure_store, next_rendezvous
+from gradwire.peers import GlooGroup, failure_store, join_rendezvous, next_rendezvous, store_connections
+from gradwire.peers.agreement import agree
 from gradwire.peers.failure_store import FailureStore
-from gradwire.peers.store_connections import connect
+from gradwire.peers.groups import PeerUnreachable
+from gradwire.peers.store_connections import own_store
+
+SHORT = timedelta(seconds=1)
 
 
 class Group:
@@ -86,16 +92,31 @@ def test_a_program_that_ends_asks_no_more(monkeypatch):
     with hosted_store() as (_, store):
         failures = FailureStore(Group(store), "wire")
         # Python 3.12 and later start no threads in functions that run at exit.
-        monkeypatch.setattr(failure_store, "start_thread", Mock(side_effect=RuntimeError("shutdown")))
+        monkeypatch.setattr(failure_store, "begin", Mock(side_effect=RuntimeError("shutdown")))
         failures.post_failure("rank 0: broken")
         assert failures.failure() is None
 
 
-def test_a_hook_says_that_the_store_is_gone():
-    with hosted_store() as (host, store):
-        os.kill(host, signal.SIGKILL)
-        silent = "^rank 0: .*The group's store does not answer.* rank 0 if init"
-        with pytest.raises(RuntimeError, match=silent):
-            next_rendezvous(Group(store))
-        with pytest.raises(RuntimeError, match=silent):
-            connect(Group(store), timedelta(seconds=1))
+# Each asks the store, and would wait for the answer of a host that is stopped.
+ASKING = {
+    "a hook's rendezvous": lambda group: next_rendezvous(group, SHORT),
+    "a hook's connection": lambda group: own_store(group, SHORT),
+    "attach": lambda group: join_rendezvous(group, SHORT, "attach"),
+    "an agreement": lambda group: agree(group, "rendezvous", {}, SHORT, "attach"),
+    "a group": lambda group: GlooGroup(group.get_group_store(), "group", 0, 2, SHORT),
+    "a late group": lambda group: GlooGroup(group.get_group_store(), "group", 0, 2, SHORT, late=True).open(),
+}
+
+
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_call_that_meets_others_in_the_store_says_that_its_host_is_gone(fate, monkeypatch):
+    monkeypatch.setattr(store_connections, "_GRACE", timedelta(seconds=1))
+    with ThreadPoolExecutor(len(ASKING)) as threads, ExitStack() as hosts:
+        hosted = [hosts.enter_context(hosted_store()) for _ in ASKING]  # before any thread starts
+        for host, _ in hosted:
+            os.kill(host, fate)
+        calls = [threads.submit(ask, Group(s)) for (_, s), ask in zip(hosted, ASKING.values(), strict=True)]
+        for name, call in zip(ASKING, calls, strict=True):
+            error = call.exception(timeout=120)
+            assert isinstance(error, RuntimeError | PeerUnreachable), name
+            assert re.search("rank 0: .*The group's store does not answer.* rank 0 if init", str(error)), name

@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
 from rich.console import Console
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import gradwire
@@ -26,12 +26,10 @@ from gradwire.headroom import (
 )
 from gradwire.headroom.benchmark_rank import run_benchmark
 from gradwire.headroom.devices import local_gpu
-from gradwire.headroom.script_rank import _EnoughSteps, _Stopwatch
+from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.timed_models import TimedModel
 from gradwire.planner import Cluster, shapes_of, step_traffic
-from gradwire.scripts import Script
 from gradwire.testing import run_ranks
-from tests.processes import is_alive, wait_until_gone
 from tests.records import record
 
 TINY = ["--width", "32", "--layers", "1", "--sequence", "4", "--steps", "4"]
@@ -96,8 +94,8 @@ def test_a_factory_that_cannot_be_used_is_explained():
         TypeError, match="must return a model, a batch and a loss function, not Bilinear, tuple"
     ):
         ModelFactory(f"{__name__}:no_loss").build()
-    with pytest.raises(ValueError, match="SCRIPT must be a function, not str"):
-        ModelFactory(f"{__name__}:SCRIPT")
+    with pytest.raises(ValueError, match="TINY must be a function, not list"):
+        ModelFactory(f"{__name__}:TINY")
 
 
 # --- the table ---
@@ -310,98 +308,6 @@ def test_version_and_help():
     assert "Exit codes: 0" in helped
 
 
-SCRIPT = """
-import sys, torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("gloo")
-model = DistributedDataParallel(torch.nn.Linear(300, 50))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(int(sys.argv[1])):
-    model(torch.randn(3, 300)).square().mean().backward()
-    optimizer.step()
-print("the script's own end")
-"""
-
-
-@pytest.mark.full
-def test_a_script_that_ends_too_early_is_explained(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    result = run("headroom", "--ranks", "1", "--steps", "8", "--", str(tmp_path / "train.py"), "5")
-    assert result.exit_code == 1
-    assert "ended after 5 optimizer steps with allreduce; 12 are needed" in result.stderr
-    assert "or time fewer steps: --steps 1" in result.stderr
-
-
-def test_a_script_that_leaves_its_process_is_explained(tmp_path):
-    (tmp_path / "leave.py").write_text("import os; os._exit(0)")
-    result = run("headroom", "--ranks", "1", "--", str(tmp_path / "leave.py"))
-    assert result.exit_code == 1
-    assert "the script left its process (os._exit) before it had taken enough steps" in result.stderr
-
-
-def test_a_step_that_calls_several_optimizers_is_one_step():
-    stopwatch, matrices, others = _Stopwatch(num_steps=2), object(), object()
-    for _ in range(2):
-        stopwatch(matrices)
-        stopwatch(others)
-    with pytest.raises(_EnoughSteps):
-        stopwatch(matrices)
-    assert len(stopwatch.ends_s) == 3
-
-
-ENDLESS = """
-import os, subprocess, sys, time
-from pathlib import Path
-here = Path(__file__).with_name("told")
-if os.environ["RANK"] == "1":
-    while not here.exists():
-        time.sleep(0.01)
-child = subprocess.Popen(["sleep", "1000"])
-print("pids", os.getpid(), child.pid, flush=True)
-here.touch()
-if os.environ["RANK"] == "1" and sys.argv[1:] == ["fail"]:
-    sys.exit(3)
-time.sleep(1000)
-"""
-
-
-def pids_in(lines):
-    return [int(pid) for line in lines if line.startswith("pids") for pid in line.split()[1:]]
-
-
-def test_when_a_rank_of_a_script_fails_all_end_with_what_they_have_started(tmp_path, capfd):
-    (tmp_path / "endless.py").write_text(ENDLESS)
-    result = run("headroom", "--", str(tmp_path / "endless.py"), "fail")
-    assert result.exit_code == 1
-    assert "the script ended with exit code 3 on rank 1; its output says why" in result.stderr
-    pids = pids_in(capfd.readouterr().out.splitlines())
-    assert len(pids) == 4
-    wait_until_gone(pids)
-
-
-@pytest.mark.full
-def test_a_script_and_what_it_has_started_end_with_whoever_measures_it(tmp_path):
-    (tmp_path / "endless.py").write_text(ENDLESS)
-    command = [sys.executable, "-m", "gradwire", "headroom", "--", str(tmp_path / "endless.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as measuring:
-        try:
-            pids = pids_in([measuring.stdout.readline(), measuring.stdout.readline()])
-            assert len(pids) == 4
-            assert all(map(is_alive, pids))
-        finally:
-            measuring.kill()
-    wait_until_gone(pids)
-
-
-def test_words_of_a_command_line_name_a_script_or_a_module():
-    assert Script.of(["python3", "-m", "json.tool", "x"], is_module=False) == Script(
-        "json.tool", ("x",), is_module=True
-    )
-    assert Script.of(["-m", "json.tool"], is_module=False).is_module
-    assert Script.of(["python", __file__], is_module=False) == Script(__file__)
-
-
 class Dropout(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -449,55 +355,40 @@ def test_ranks_on_gpus_know_theirs_and_say_so_when_they_share_one(monkeypatch):
     assert (os.environ.pop("NCCL_HOSTID"), os.environ.pop("NCCL_SOCKET_IFNAME")) == ("3", "lo")
 
 
-def torchrun(folder, *arguments):
-    """Return the record that rank 0 of two writes, and the output."""
-    path = folder / "record.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["--recipe", "bf16", "--steps", "8", "--json", str(path)]
-    done = subprocess.run(
-        [*command, "-m", "gradwire", "headroom", *options, *arguments],
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    (measured,) = read_records(path.read_text())
-    return measured, done.stdout
+def check_a_part_that_a_wrapper_renames(rank):
+    proposed = []
+    for wrap in (lambda part: part, checkpoint_wrapper):
+        torch.manual_seed(rank)
+        model = DistributedDataParallel(
+            torch.nn.Sequential(wrap(torch.nn.Linear(64, 64)), torch.nn.Linear(64, 3))
+        )
+        with gradwire.attach(model, "noop") as wire:
+            model(torch.randn(8, 64)).square().mean().backward()
+            proposed.append(propose_encodings(wire, model.process_group, 0.1))
+    assert proposed[0] == proposed[1]
 
 
-@pytest.mark.full
-def test_torchrun_gives_the_ranks_it_has(tmp_path):
-    measured, shown = torchrun(tmp_path, "--width", "32", "--layers", "1", "--sequence", "4")
-    assert shown.count("2 ranks over gloo") == 1
-    assert [row.recipe for row in measured.rows] == ["allreduce", "bf16", "noop"]
-    assert (measured.world_size, measured.one_machine, measured.interleaved) == (2, True, True)
-    assert measured.rows[1].bytes_per_step == pytest.approx(measured.gradient_bytes / 2, rel=0.01)
+def test_what_auto_would_send_does_not_depend_on_wrappers_in_the_model(two_ranks):
+    two_ranks.run(check_a_part_that_a_wrapper_renames)
 
 
-def test_a_script_is_measured_as_it_is_and_ended_at_the_same_step(tmp_path, capfd):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    options = ["--recipe", "noop", "--steps", "2", "--json", "-"]
-    result = run("headroom", *options, "--", str(tmp_path / "train.py"), "100000")
-    assert result.exit_code == 0, result.output
-    (measured,) = read_records(result.stdout)
-    assert "Rows ran one after the other" in result.stderr
-    assert "the script's own end" not in capfd.readouterr().out
-    assert [row.recipe for row in measured.rows] == ["allreduce", "noop"]
-    assert {len(row.samples_ms) for row in measured.rows} == {2}
-    assert [row.bytes_per_step for row in measured.rows] == [4 * 15050, 0]
-    assert (measured.num_parameters, measured.gradient_bytes) == (15050, 4 * 15050)
-    assert (measured.world_size, measured.backend, measured.interleaved) == (2, "gloo", False)
+class Rotation(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+
+    def forward(self, values):
+        return (values.to(self.weight.dtype) @ self.weight).abs()
 
 
-@pytest.mark.full
-def test_a_script_is_measured_under_torchrun(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    measured, shown = torchrun(tmp_path, "--", "train.py", "100000")
-    assert "the script's own end" not in shown
-    assert [row.recipe for row in measured.rows] == ["allreduce", "bf16", "noop"]
-    assert measured.gradient_bytes == 4 * 15050
-    assert [row.bytes_per_step for row in measured.rows] == [4 * 15050, 2 * 15050, 0]
-    assert (measured.world_size, measured.backend, measured.interleaved) == (2, "gloo", False)
+def check_complex_parameters(rank):
+    model = DistributedDataParallel(Rotation())
+    with gradwire.attach(model, "noop") as wire:
+        model(torch.randn(8, 64)).square().mean().backward()
+        proposed = propose_encodings(wire, model.process_group, 0.1)
+    assert 0.002 < proposed.error < 0.1
+    assert [number for _, number in proposed.counts] == [1]
+
+
+def test_auto_would_send_complex_parameters_too(two_ranks):
+    two_ranks.run(check_complex_parameters)

@@ -2,13 +2,16 @@
 
 import importlib
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import gradwire
 from gradwire.adapters.adapted_wire import AdaptedWire
+from gradwire.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -22,6 +25,7 @@ MAX_CHANGELOG_LINES = 60
 FOLDERS = ("benchmarks", "docs", "examples", "src", "tests")
 # benchmarks/convergence.py writes its tables, one run a row.
 HAS_GENERATED_TABLES = {"fidelity.md"}
+COMMANDS = get_command(app).commands
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -100,6 +104,30 @@ def test_methods_of_a_wire_exist(page):
     assert not {
         name for name in methods if not any(hasattr(kind, name) for kind in (gradwire.Wire, AdaptedWire))
     }
+
+
+def unknown_options(text):
+    """The options in a text that the command before them does not have."""
+    for name, rest in re.findall(r"\bgradwire[ .](\w+)((?: +[^\s`#|]+)*)", text.replace("\\\n", " ")):
+        # Words after a script are its own.
+        words = itertools.takewhile(lambda word: word != "--" and not word.endswith(".py"), rest.split())
+        if name in COMMANDS:
+            known = [
+                option for each in COMMANDS[name].params for option in (*each.opts, *each.secondary_opts)
+            ]
+            given = [found[0] for word in words if (found := re.match(r"--?[a-z][a-z-]*", word))]
+            yield from (f"gradwire {name} {option}" for option in given if option not in (*known, "--help"))
+
+
+@each_page
+def test_commands_have_the_options_that_they_are_given(page):
+    assert not list(unknown_options(page.read_text()))
+
+
+def test_an_option_that_a_command_lacks_is_found():
+    assert list(unknown_options("`gradwire run --recipes int4 -- train.py --lr 1`")) == [
+        "gradwire run --recipes"
+    ]
 
 
 @each_page

@@ -21,6 +21,7 @@ from gradwire.training.local_state import Turn
 from gradwire.training.site_call import MIXED
 from tests.local_runs import flat, net, saved_bytes, train
 from tests.local_runs import make as make_ddp
+from tests.logs import logged
 from tests.site_runs import make as make_sharded
 from tests.site_runs import sharded, whole
 from tests.site_runs import train as train_sharded
@@ -31,8 +32,9 @@ ENDLESS = {**OPTIONS, "warmup_steps": 1}
 # --- whose state is the newest ---
 
 
-def noted(num_steps, num_averages, num_begun, *under_way):
-    return Position(num_steps, Turn(num_begun, num_averages, (), dict.fromkeys(under_way, 1))).note()
+def noted(num_steps, num_averages, num_begun, *under_way, history=""):
+    turn = Turn(num_begun, num_averages, (), dict.fromkeys(under_way, 1), history)
+    return Position(num_steps, turn).note()
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,13 @@ def test_the_newest_state_has_the_most_averages(notes, source, current, is_every
     assert {each.source for each in found} == {source}
     assert [site for site, each in enumerate(found) if each.is_current] == current
     assert {each.is_everywhere for each in found} == {is_everywhere}
+
+
+def test_those_that_have_averaged_apart_from_the_newest_are_not_current():
+    notes = [noted(9, 2, 2, history="a" * 16), noted(8, 2, 2, history="b" * 16), noted(7, 1, 1)]
+    found = [newest(notes, site) for site in range(3)]
+    assert [each.is_current for each in found] == [True, False, False]
+    assert [each.is_apart for each in found] == [False, True, False]
 
 
 def test_in_a_warm_up_those_with_fewer_steps_are_behind():
@@ -258,6 +267,32 @@ def check_members(rank):
 
 def test_members_leave_and_join_in_the_middle_of_a_delay(four_ranks):
     four_ranks.run(check_members)
+
+
+def check_apart(rank):
+    """Two groups begin together, train apart for as long, and meet again."""
+    model, optimizer, local = make(0.0, group_of("one", [0, 1, 2, 3], rank))
+    train(model, optimizer, local, rank, range(8))
+    pair = [0, 1] if rank < 2 else [2, 3]
+    assert not local.regroup(group_of(f"pair {pair}", pair, rank))
+    train(model, optimizer, local, rank, range(8, 14))
+    with logged() as told:
+        group = group_of("again", [0, 1, 2, 3], rank)
+        assert local.regroup(group) == (rank >= 2)
+    assert ("the two trained apart" in "".join(told)) == (rank >= 2)
+    assert_same_outer_state(local, group)
+    train(model, optimizer, local, rank, range(14, 18))
+    local.average()
+    assert_same_model(model, group)
+    with logged() as told:  # all have been together since
+        assert not local.regroup(group_of("once more", [0, 1, 2, 3], rank))
+    assert not told
+    local.detach()
+    dist.barrier()
+
+
+def test_groups_that_trained_apart_for_as_long_go_on_from_one_of_them(four_ranks):
+    four_ranks.run(check_apart)
 
 
 def check_lost_member(rank):

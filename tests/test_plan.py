@@ -183,6 +183,14 @@ def test_workers_of_a_node_average_within_it_first():
     assert step_traffic("bf16", [(1000, 1000)], Cluster(1, 8)).buckets[0].num_rounds == 2
 
 
+@pytest.mark.parametrize("bucket_mb", [None, 1, 4])
+def test_shapes_are_cut_into_the_buckets_that_ddp_makes_of_a_model_of_these_shapes(bucket_mb):
+    model = torch.nn.ParameterList(torch.empty(shape, device="meta") for shape in SHAPES)
+    cut, made = (step_traffic("int8", each, Cluster(2), bucket_mb).buckets for each in (SHAPES, model))
+    assert len(cut) > 1
+    assert cut == made
+
+
 def test_a_model_of_a_size_has_as_many_parameters():
     for number in (1, 999, 19_000_000, 7_000_000_000):
         assert sum(map(math.prod, typical_shapes(number))) == number

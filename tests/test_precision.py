@@ -1,6 +1,7 @@
 """Gradients of every size, dtype and layout are averaged, and none is lost on the way."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -10,7 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.testing import run_ranks
+from gradwire.buckets import BucketLayout, Memory, Slot
+from gradwire.exchanges import Context, Scratch, average
+from gradwire.testing import run_ranks, run_virtual_ranks
 from tests.torch_versions import needs_gloo_of_bf16
 
 
@@ -65,6 +68,39 @@ def job_tiny(rank):
 
 def test_tiny_gradients_survive_on_eight_ranks():
     run_ranks(job_tiny, 8)
+
+
+CUTS = (0, 4, 50, 97, 300)
+
+
+def averaged_in_parts(recipe, dtype, cuts, world_size=3):
+    """Return the average of 300 values in buckets that end at ``cuts``."""
+
+    def job(group):
+        values = torch.randn(300, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+        for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            layout = BucketLayout.packed(index, dtype, [Slot("p", 0, torch.Size([end - begin]), (1,))])
+            context = Context(group, Scratch(), 1 / group.size, layout, Memory(), 0)
+            average(values[begin:end], gradwire.recipe(recipe).exchange, context)
+        return values
+
+    return run_virtual_ranks(job, world_size)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_exact_averages_do_not_depend_on_where_buckets_are_cut(dtype):
+    whole, cut = (averaged_in_parts("fp32", dtype, cuts) for cuts in ((0, 300), CUTS))
+    assert whole.any()
+    assert torch.equal(cut, whole)
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_owner_adds_its_own_values_without_rounding_them(recipe, dtype):
+    whole, cut = (averaged_in_parts(recipe, torch.float32, cuts) for cuts in ((0, 300), CUTS))
+    exact = averaged_in_parts("fp32", torch.float32, CUTS)
+    assert not torch.equal(cut, whole), "other ranks own the values"
+    for average_ in (cut, whole):
+        assert (average_ - exact).abs().max() < 3 * torch.finfo(dtype).eps
 
 
 class MixedDtypes(nn.Module):

@@ -1,5 +1,7 @@
 """`gradwire run --state`: a script that resumes as scripts do keeps what its recipe remembers."""
 
+import contextlib
+import resource
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp import attach_to_all
 from gradwire.scripts import ScriptStates
+from tests.logs import logged
 
 TRAIN = """
 import os, sys, torch
@@ -43,10 +46,11 @@ dist.destroy_process_group()
 RECIPE = "schedule(0=fp32; 2=int4)"
 
 
-def train(rank, folder, steps, weights=None, *, loads_late=False, breaks_off=False):
+def train(rank, folder, steps, weights=None, *, loads_late=False, breaks_off=False, dropped=(), still=()):
     """Train as a script does; return its weights after each step, and its states.
 
-    If it ``breaks_off``, one more step is averaged, and no optimizer takes it.
+    If it ``breaks_off``, one more step is averaged, and no optimizer takes it. The scaler drops the steps
+    ``dropped``, and the learning rate of the steps ``still`` is 0.
     """
     states, saved = ScriptStates(folder, every=2), {}
     torch.manual_seed(0)
@@ -58,11 +62,15 @@ def train(rank, folder, steps, weights=None, *, loads_late=False, breaks_off=Fal
         if weights is not None and loads_late:
             net.load_state_dict(weights)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=bool(dropped))
         for step in steps:
             torch.manual_seed(1000 * rank + step)
             optimizer.zero_grad()
-            model(torch.randn(8, 40)).square().mean().backward()
-            optimizer.step()
+            factor = float("inf") if step in dropped else 1.0
+            scaler.scale(model(torch.randn(8, 40)).square().mean() * factor).backward()
+            optimizer.param_groups[0]["lr"] = 0.0 if step in still else 0.1
+            scaler.step(optimizer)
+            scaler.update(1.0)
             saved[step + 1] = {name: value.clone() for name, value in net.state_dict().items()}
         if breaks_off:
             model(torch.randn(8, 40)).square().mean().backward()
@@ -119,6 +127,25 @@ def test_a_step_that_no_optimizer_has_taken_leaves_the_state_before_it(two_ranks
     two_ranks.run(check_broken_off, str(tmp_path))
 
 
+def check_unmoved(rank, path):
+    folder = Path(path)
+    for name in ("dropped", "still"):
+        own, unmoved = folder / name, {name: (2, 3, 6)}
+        own.mkdir(exist_ok=True)
+        whole, _ = train(rank, own, range(7), **unmoved)
+        assert torch.equal(whole[2]["weight"], whole[4]["weight"])
+        assert not torch.equal(whole[4]["weight"], whole[5]["weight"])
+        for stopped_at in (4, 7):
+            copy, steps = copied(rank, own, f"{name} {stopped_at}"), range(stopped_at, 9)
+            resumed, states = train(rank, copy, steps, whole[stopped_at], **unmoved)
+            assert states.describe(()) == [f"resumed at step {stopped_at} with the state in {copy}"]
+            assert stopped_at == 7 or torch.equal(resumed[7]["weight"], whole[7]["weight"])
+
+
+def test_a_step_that_leaves_the_weights_as_they_are_counts(two_ranks, tmp_path):
+    two_ranks.run(check_unmoved, str(tmp_path))
+
+
 def check_damaged(rank, path):
     folder = Path(path)
     whole, _ = train(rank, folder, range(5))
@@ -133,6 +160,39 @@ def check_damaged(rank, path):
 
 def test_a_damaged_file_on_one_rank_is_loaded_by_none(two_ranks, tmp_path):
     two_ranks.run(check_damaged, str(tmp_path))
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Let this process write no more than a kilobyte to a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def check_full_disk(rank, path):
+    folder = Path(path)
+    whole, _ = train(rank, folder, range(4))
+    dist.barrier()
+    before = sorted(folder.iterdir())
+    with full_disk() if rank == 1 else contextlib.nullcontext(), logged() as told:
+        goes_on, _ = train(rank, folder, range(4, 6), whole[4])
+    assert torch.isfinite(goes_on[6]["weight"]).all()
+    assert len(told) == (1 if rank == 1 else 0), told
+    if rank == 1:
+        assert (
+            f"rank 1: the state of step 6 cannot be written to {folder}: [Errno 27] File too large" in told[0]
+        )
+    dist.barrier()
+    after = [file for file in folder.iterdir() if file not in before]
+    assert [file.name.split("-")[-1] for file in after] == ["rank0of2.pt"], "nothing half is left"
+
+
+def test_a_full_disk_on_one_rank_ends_no_training(two_ranks, tmp_path):
+    two_ranks.run(check_full_disk, str(tmp_path))
 
 
 def run(folder, *options, steps, save_at, result):

@@ -90,7 +90,7 @@ def test_ranks_that_meet_in_time_log_nothing(heard):
 
 def test_compiling_kernels_is_announced_when_it_takes_long(heard, monkeypatch):
     monkeypatch.setattr(ops, "_SLOW_S", 0.01)
-    monkeypatch.setattr(ops, "_cpu_casts", lambda: heard.event.wait(120))
+    monkeypatch.setattr(ops, "_kernels", lambda device, family: heard.event.wait(120))
     monkeypatch.delitem(sys.modules, "gradwire.ops.cpu.casts", raising=False)
     ops.warm_up(torch.device("cpu"), ["casts"])
     assert "compiles its CPU kernels (casts)" in heard.texts[0]

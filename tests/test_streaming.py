@@ -341,6 +341,8 @@ def check_refusals(rank):
             gradwire.LocalSGD(model, optimizer, **options)
     with pytest.raises(TypeError, match="a number of steps or a datetime.timedelta"):
         gradwire.LocalSGD(model, optimizer, period=1.5)
+    with pytest.raises(TypeError, match="timeout must be a datetime.timedelta, not 5"):
+        gradwire.LocalSGD(model, optimizer, period=1, timeout=5)
     model = DistributedDataParallel(nn.Linear(3, 2), find_unused_parameters=True)
     with pytest.raises(ValueError, match="make it with find_unused_parameters=False"):
         gradwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), period=second)

@@ -6,4 +6,4 @@ import threading
 def lasting_threads():
     """Return the threads of wires, without those that ask a store and then end by themselves."""
     found = [thread for thread in threading.enumerate() if thread.name.startswith("gradwire")]
-    return [thread for thread in found if thread.name != "gradwire-failure-store"]
+    return [thread for thread in found if thread.name != "gradwire-store"]

@@ -71,6 +71,24 @@ def run_until(command, folder, line):
             kill(process)
 
 
+# A script that runs another, which stands still once it has printed that it has taken a step.
+PAUSING = """
+import builtins, functools, runpy, sys, threading
+
+show = builtins.print
+
+@functools.wraps(show)  # numba looks for it by its name
+def show_and_pause(*words, **options):
+    show(*words, **options)
+    if words == ("step", {step}):
+        threading.Event().wait()
+
+builtins.print = show_and_pause
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def kill(process):
     """Kill a process group, and the ranks that torchrun has put into sessions of their own."""
     children = subprocess.run(

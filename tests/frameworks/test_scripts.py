@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradwire.headroom import read_records
-from tests.frameworks.scripts import TORCHRUN, example, run, run_until, run_well, weights
+from tests.frameworks.scripts import PAUSING, TORCHRUN, example, run, run_until, run_well, weights
 
 RECIPE = "int4"
 RUN = ["-m", "gradwire", "run", "--recipe", RECIPE]
@@ -80,12 +80,12 @@ def test_other_launchers_take_a_script_without_a_change(whole, tmp_path, name, c
 def test_a_script_that_is_killed_and_resumed_ends_as_one_that_was_not(
     whole, tmp_path, name, launcher, checkpoint
 ):
-    command = [*launcher, example(name), "--recipe", RECIPE, "--folder", tmp_path]
-    # The Trainer's learning rate depends on the number of epochs; the others would end before the kill.
-    longer = [] if name == "transformers" else ["--epochs", "1000"]
-    run_until([*command, *longer], tmp_path, line=f"step {STEPS // 2 + 2}")
+    script = [example(name), "--recipe", RECIPE, "--folder", tmp_path]
+    step = STEPS // 2 + 2
+    (tmp_path / "pausing.py").write_text(PAUSING.format(step=step))
+    run_until([*launcher, tmp_path / "pausing.py", *script], tmp_path, line=f"step {step}")
     assert not (tmp_path / "weights.pt").exists()
-    said = run_well([*command, "--resume", tmp_path / checkpoint], tmp_path)
+    said = run_well([*launcher, *script, "--resume", tmp_path / checkpoint], tmp_path)
     assert f"trained {STEPS} steps in all" in said
     assert torch.equal(weights(tmp_path), weights(whole(name)[0]))
 

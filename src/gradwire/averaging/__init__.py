@@ -7,6 +7,7 @@ from gradwire.averaging import checkpoint
 from gradwire.averaging.bucket import Bucket
 from gradwire.averaging.checkpoint import merge_state_dicts
 from gradwire.averaging.coalesce import Coalescer
+from gradwire.averaging.disabling import disabling_claim, is_disabled
 from gradwire.averaging.engine import Engine, open_engine
 from gradwire.averaging.gathering import gather_states
 from gradwire.averaging.grid import Grid
@@ -31,8 +32,10 @@ __all__ = [
     "Timeline",
     "Tuned",
     "checkpoint",
+    "disabling_claim",
     "gather_states",
     "grouping_of",
+    "is_disabled",
     "merge_state_dicts",
     "open_engine",
 ]

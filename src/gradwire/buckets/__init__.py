@@ -12,6 +12,7 @@ from gradwire.buckets.layout import (
     canonical_name,
     row_by_row,
     shard_shape,
+    trainable_parameters,
 )
 from gradwire.buckets.loss_scale import LossScale
 from gradwire.buckets.memory import Memory
@@ -28,4 +29,5 @@ __all__ = [
     "dtype_named",
     "row_by_row",
     "shard_shape",
+    "trainable_parameters",
 ]

@@ -21,6 +21,11 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
+def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients, by name."""
+    return {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
+
+
 def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of values that lie row by row.
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from gradwire.buckets.memory import Memory
+from gradwire.torch_private import loss_scale_of
 
 
 class LossScale:
@@ -23,7 +24,7 @@ class LossScale:
 
     def follow(self, memory: Memory) -> None:
         """Bring residuals to the scale of this step's loss; call it before the step's first exchange."""
-        scale: Tensor | None = self._scaler._scale
+        scale = loss_scale_of(self._scaler)
         if scale is None:  # no loss has been scaled so far
             return
         now = scale.detach().double()  # a copy: the scaler changes its own in place

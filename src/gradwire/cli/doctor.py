@@ -46,7 +46,7 @@ def doctor(
 
         gradwire doctor
 
-        torchrun --nnodes 2 --rdzv-endpoint HOST:29500 -m gradwire doctor
+        torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m gradwire doctor
 
     Exit codes: 0 no problem found; 1 a problem was found; 2 wrong arguments.
     """

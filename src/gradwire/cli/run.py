@@ -62,7 +62,7 @@ def run(
     verify_every: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Compare the averaged gradients over ranks every N steps; 0 is never."
+            min=0, metavar="N", help="Compare gradients and parameters over ranks every N steps; 0 is never."
         ),
     ] = 0,
     telemetry: Annotated[

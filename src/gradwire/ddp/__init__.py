@@ -7,9 +7,11 @@ from gradwire.ddp.attach_to_all import AfterAttach, AttachedModel, Attachments, 
 from gradwire.ddp.attached import Attached
 from gradwire.ddp.attaching import attach
 from gradwire.ddp.bridge import Bridge, queue_after_ddp
+from gradwire.ddp.bucket_assignment import DDPBuckets
 from gradwire.ddp.bucket_order import BucketOrder, BucketPosition
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.ddp_bucket import DDPBucket
+from gradwire.ddp.gradients import local_part
 from gradwire.ddp.hook_info import Hook, HookInfo, hook_name, register_hook_info
 from gradwire.ddp.hook_slot import HookTaken
 from gradwire.ddp.models import (
@@ -46,6 +48,7 @@ __all__ = [
     "BucketPosition",
     "Choice",
     "DDPBucket",
+    "DDPBuckets",
     "Hook",
     "HookInfo",
     "HookRunner",
@@ -68,6 +71,7 @@ __all__ = [
     "hook_name",
     "hook_with_bridge",
     "is_ddp",
+    "local_part",
     "make_ddp",
     "num_bucketed",
     "num_transient",

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,6 +48,23 @@ class Attachments:
     num_refused: int = 0
     """The number of models that could not be attached to."""
 
+    def add(
+        self, attach: Callable[..., Wire | None], model: nn.Module, options: dict[str, Any], otherwise: str
+    ) -> Wire | None:
+        """Attach the recipe to a model by ``attach``, and return the wire, if there is one.
+
+        If the model is refused, log that ``otherwise`` averages it.
+        """
+        try:
+            wire = attach(model, self.recipe, **options)
+        except ValueError as error:
+            self.num_refused += 1
+            log.warning("%s is not attached, and %s averages as usual: %s", self.recipe, otherwise, error)
+            return None
+        if wire is not None:
+            self.made.append(AttachedModel(wire, wire.group.rank(), wire.group.size()))
+        return wire
+
 
 @contextlib.contextmanager
 def attach_to_all(
@@ -69,8 +85,9 @@ def attach_to_all(
     @functools.wraps(make)
     def make_and_attach(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        wire = _attach(self, attachments, options)
+        wire = attachments.add(attach, self, options, "DDP")
         if wire is not None:
+            attachment_of(wire).give_way(functools.partial(_give_way, attachments, wire))
             after_attach(self, wire)
 
     @functools.wraps(register)
@@ -91,19 +108,6 @@ def attach_to_all(
         DistributedDataParallel.register_comm_hook = register  # type: ignore[method-assign]
 
 
-def _attach(model: DistributedDataParallel, attachments: Attachments, options: dict[str, Any]) -> Wire | None:
-    try:
-        wire = attach(model, attachments.recipe, **options)
-    except ValueError as error:
-        attachments.num_refused += 1
-        log.warning("%s is not attached, and DDP averages as usual: %s", attachments.recipe, error)
-        return None
-    group: dist.ProcessGroup = model.process_group
-    attachments.made.append(AttachedModel(wire, group.rank(), group.size()))
-
-    def tell() -> None:
-        attachments.num_given_way += 1
-        log.warning("the script registers its own hook, which is used instead of %s", wire.recipe)
-
-    attachment_of(wire).give_way(tell)
-    return wire
+def _give_way(attachments: Attachments, wire: Wire) -> None:
+    attachments.num_given_way += 1
+    log.warning("the script registers its own hook, which is used instead of %s", wire.recipe)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import weakref
 from datetime import timedelta
 
@@ -13,7 +12,15 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, open_engine
+from gradwire.averaging import (
+    Engine,
+    LayoutCheck,
+    RunState,
+    Timeline,
+    disabling_claim,
+    is_disabled,
+    open_engine,
+)
 from gradwire.buckets import Layouts
 from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.bridge import Bridge
@@ -30,7 +37,7 @@ from gradwire.ddp.runner import Runner
 from gradwire.ddp.user_hooks import HookRunner
 from gradwire.ddp.wire import Wire
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, NcclGroup, timeout_of, uses_nccl
+from gradwire.peers import CollectiveCall, NcclGroup, require_timeout, timeout_or_own, uses_nccl
 from gradwire.recipes import Recipe, agree_on_nodes, kernels_of, noop
 from gradwire.telemetry import Meter, Telemetry
 
@@ -48,61 +55,23 @@ def attach(
     grad_scaler: GradScaler | None = None,
     telemetry: Telemetry | None = None,
 ) -> Wire:
-    """Average the model's gradients by ``recipe`` from the next backward pass on.
-
-    Collective: every rank of the model's process group calls it, with the same recipe.
-
-    Args:
-        model: a ``DistributedDataParallel``, or ``torch.compile`` of one.
-        recipe: a name (``"bf16"``), a name with options (``"fp16:reduction=sum"``), a `Recipe`, or any
-            DDP communication hook: anything that can be called with ``(state, bucket)``.
-        state: the first argument of a hook; not for recipes.
-        timeout: how long to wait for the other ranks; by default the group's own timeout.
-        on_nonfinite: what to do when an averaged gradient is infinite or NaN. ``"propagate"`` passes it to
-            every rank, as DDP does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
-            optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
-            ``backward()`` on every rank; on CUDA from the next one.
-        verify_every: compare averaged gradients and parameters over the ranks, bit for bit, every so many
-            steps; 0, the default, compares never. If they differ, ``backward()`` raises `WireError` on every
-            rank, with the step, the ranks and the first parameter; on CUDA the next one. Not done inside
-            ``join()`` of a model with ``find_unused_parameters``.
-        grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one. Residuals are in
-            units of the scaled loss, and follow each change of its scale.
-        telemetry: what to record, see `Telemetry`; None, the default, records nothing.
-
-    Raises:
-        TypeError: the model is not a ``DistributedDataParallel``, or an argument is of the wrong type.
-        ValueError: there is no such recipe or option, the model is attached already or has another
-            hook, or ranks differ in gradwire's version, the recipe, the options or the parameters. The
-            text names the ranks and the difference.
-        OSError: the file of ``telemetry`` cannot be written.
-        RuntimeError: a rank did not attach in time.
-
-    With the environment variable ``GRADWIRE_DISABLE=1`` the model is left to DDP's own averaging.
-
-    >>> wire = gradwire.attach(model, "bf16")
-    >>> model(inputs).sum().backward()  # train as before
-    >>> wire.stats().num_steps
-    1
-    """
+    """Average the gradients of a ``DistributedDataParallel`` by ``recipe``; see `gradwire.attach`."""
     ddp = unwrap(model)
     group = ddp.process_group
-    is_disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
-    limit = timeout if isinstance(timeout, timedelta) else timeout_of(group)
+    limit = timeout_or_own(timeout, group)
     with CollectiveCall(group, limit, "gradwire.attach") as call:
-        if not isinstance(timeout, timedelta | None):
-            raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+        require_timeout(timeout)
         device = device_of(ddp)
         options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
         choice = choose(ddp, recipe, state)
         options.check(choice.recipe_or_hook, device, is_nccl=uses_nccl(group, device))
         slot = free_slot(ddp)
-        if not is_disabled:
+        if not is_disabled():
             options.check_file(group.rank())
             if choice.recipe is not None:
                 warm_up(device, kernels_of(choice.recipe, group))
         claim = {
-            "GRADWIRE_DISABLE": "set" if is_disabled else "not set",
+            **disabling_claim(),
             **options.claim(),
             **claim_of(ddp, choice.fingerprint),
         }
@@ -111,7 +80,7 @@ def attach(
         else:
             call.agree(claim)
     layouts = Layouts(ddp.module)
-    if is_disabled:
+    if is_disabled():
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and DDP averages as usual", choice.name)
         bridge = Bridge(Engine(noop(), None), layouts, group.rank())
         return Wire(Attachment(slot, bridge, choice, layouts, limit, is_disabled=True))

@@ -16,7 +16,7 @@ from gradwire.averaging import Engine, LayoutCheck, RunState, open_engine
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.hook_info import Hook, HookInfo, register_hook_info
 from gradwire.lanes import Lane, open_lane
-from gradwire.peers import next_rendezvous
+from gradwire.peers import next_rendezvous, timeout_of
 from gradwire.recipes import Recipe
 from gradwire.torch_private import GradBucket
 
@@ -26,7 +26,7 @@ OpenBridge = Callable[[Any, GradBucket], Bridge]
 
 def open_raw_lane(group: dist.ProcessGroup, bucket: GradBucket) -> Lane:
     """Open a lane for a raw hook; it connects while buckets queue."""
-    return open_lane(group, bucket.buffer().device, next_rendezvous(group), late=True)
+    return open_lane(group, bucket.buffer().device, next_rendezvous(group, timeout_of(group)), late=True)
 
 
 def open_raw_engine(
@@ -43,7 +43,7 @@ def open_raw_engine(
         recipe,
         group,
         bucket.buffer().device,
-        next_rendezvous(group),
+        next_rendezvous(group, timeout_of(group)),
         state,
         late=True,
         layout_check=layout_check,

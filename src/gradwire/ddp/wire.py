@@ -15,7 +15,7 @@ from gradwire.ddp.attached import Attached
 from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.hook_info import Hook
 from gradwire.errors import WireError
-from gradwire.lanes import open_lane
+from gradwire.lanes import Uncopied, open_lane
 from gradwire.ops import warm_up
 from gradwire.recipes import Recipe, WirePlan, agree_on_nodes, kernels_of, require_averaging
 from gradwire.recipes import recipe as parse_recipe
@@ -23,7 +23,7 @@ from gradwire.telemetry import WireStats
 from gradwire.tuning import Decision
 
 
-class Wire:
+class Wire(Uncopied):
     """The attachment of a recipe or hook to a model: read it with `stats`, end it with `detach`.
 
     >>> wire = gradwire.attach(model, "int8")

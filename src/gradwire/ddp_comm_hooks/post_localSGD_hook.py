@@ -15,9 +15,9 @@ from torch.futures import Future
 
 from gradwire.ddp_comm_hooks._raw import group_or_world, run_recipe
 from gradwire.lanes import completed
-from gradwire.peers import backend_name, next_rendezvous
+from gradwire.peers import backend_name, limited_store, next_rendezvous, timeout_of
 from gradwire.recipes import fp32
-from gradwire.torch_private import GradBucket, store_of
+from gradwire.torch_private import GradBucket
 
 log = logging.getLogger("gradwire")
 
@@ -70,7 +70,8 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 
 def _group_of_this_machine(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Return the group of the ranks with the same host name; collective over ``group``."""
-    store, rendezvous = store_of(group), next_rendezvous(group)
+    timeout = timeout_of(group)
+    store, rendezvous = limited_store(group, timeout), next_rendezvous(group, timeout)
     store.set(f"{rendezvous}/machine/{group.rank()}", socket.gethostname())
     machines = [store.get(f"{rendezvous}/machine/{rank}") for rank in range(group.size())]
     world_ranks = dist.get_process_group_ranks(group)

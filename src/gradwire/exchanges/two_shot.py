@@ -25,9 +25,10 @@ class TwoShot:
     """Scatter-reduce, then gather, with every message encoded by one codec.
 
     The owner of a chunk sums it in fp32 and in rank order, whatever the encoding. (Uncompressed fp64 buckets
-    are summed in fp64.) So a sum does not depend on which rank owns it. All ranks, the owner included, end
-    with what the owner's row decodes to, so all have the same bits. Over NCCL, uncompressed fp32 and fp64
-    buckets use NCCL's own allreduce, which sums in an order of its own.
+    are summed in fp64.) It adds its own values as they are, so only uncompressed sums do not depend on which
+    rank owns them. All ranks, the owner included, end with what the owner's row decodes to, so all have the
+    same bits. Over NCCL, uncompressed fp32 and fp64 buckets use NCCL's own allreduce, which sums in an order
+    of its own.
 
     Note [One residual for two shots]: with feedback, a rank adds to its gradients what its earlier rows
     have left out (Seide et al., 2014; Karimireddy et al., arXiv:1901.09847). For the chunks of other ranks,

@@ -4,7 +4,7 @@ What a task computes and sends belongs to `exchanges` and `averaging`.
 """
 
 from gradwire.lanes.lane import Lane, open_lane, open_local_lane
-from gradwire.lanes.lifetime import is_exiting, join_threads, register_finalizer
+from gradwire.lanes.lifetime import Uncopied, is_exiting, join_threads, register_finalizer
 from gradwire.lanes.task import (
     CollectiveWork,
     Promise,
@@ -21,6 +21,7 @@ __all__ = [
     "Promise",
     "Run",
     "Task",
+    "Uncopied",
     "collective_task",
     "completed",
     "is_exiting",

@@ -1,4 +1,4 @@
-"""Finalizers of objects that own threads or connections."""
+"""Objects that own threads or connections: their finalizers, and their copies, which are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
+
+
+class Uncopied:
+    """An object with threads and connections of this process, which is neither copied nor pickled."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(
+            f"a {kind} has threads and connections of this process, and cannot be copied or pickled: save "
+            f"its state_dict() instead, and keep the {kind} outside of what you copy"
+        )
 
 
 class _Exit:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -14,14 +13,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.averaging import Bucket, Engine, Grid, RunState, Timeline, Tuned, checkpoint, open_engine
+from gradwire.averaging import (
+    Bucket,
+    Engine,
+    Grid,
+    RunState,
+    Timeline,
+    Tuned,
+    checkpoint,
+    disabling_claim,
+    is_disabled,
+    open_engine,
+)
 from gradwire.errors import Place, WireError, locate
-from gradwire.lanes import open_lane
+from gradwire.lanes import Uncopied, open_lane
 from gradwire.loops.choices import (
+    agree_on_recipe,
     check_weight,
     choose_device,
     choose_group,
-    choose_recipe,
     keeps_state,
     require_nothing_owed,
 )
@@ -38,26 +48,15 @@ from gradwire.loops.handle import AveragingHandle
 from gradwire.loops.packing import Packing, Packings
 from gradwire.loops.plain import start_plain_mean
 from gradwire.loops.tensors import Tensors, named_tensors
-from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, backend_name, timeout_of
-from gradwire.recipes import (
-    Recipe,
-    WirePlan,
-    agree_on_nodes,
-    fingerprint,
-    gathered,
-    kernels_of,
-    make_plan,
-    noop,
-    scattered,
-)
+from gradwire.peers import CollectiveCall, backend_name, require_timeout, timeout_or_own
+from gradwire.recipes import Recipe, WirePlan, fingerprint, gathered, make_plan, noop, scattered
 from gradwire.telemetry import WireStats
 from gradwire.tuning import Decision
 
 log = logging.getLogger("gradwire")
 
 
-class Averager:
+class Averager(Uncopied):
     """Average tensors over the ranks of a process group, by a recipe, in a loop of your own.
 
     Args:
@@ -89,14 +88,12 @@ class Averager:
         timeout: timedelta | None = None,
     ) -> None:
         self._group = choose_group(group)
-        self._timeout = timeout if isinstance(timeout, timedelta) else timeout_of(self._group)
-        self._is_disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
+        self._timeout = timeout_or_own(timeout, self._group)
+        self._is_disabled = is_disabled()
         with CollectiveCall(self._group, self._timeout, "gradwire.Averager") as call:
-            if not isinstance(timeout, timedelta | None):
-                raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+            require_timeout(timeout)
             self._device = choose_device(self._group, device)
-            claim = {"GRADWIRE_DISABLE": "set" if self._is_disabled else "not set"}
-            self._recipe = self._agree_on_recipe(recipe, call, claim)
+            self._recipe = agree_on_recipe(recipe, self._device, call, disabling_claim())
         self._num_calls = self._first_call = 0
         self._packings = Packings()
         self._in_flight: list[AveragingHandle] = []
@@ -293,7 +290,7 @@ class Averager:
         """
         self._require_usable()
         with CollectiveCall(self._group, self._timeout, "Averager.swap") as call:
-            chosen = self._agree_on_recipe(recipe, call, {"the step": str(self._num_calls)})
+            chosen = agree_on_recipe(recipe, self._device, call, {"the step": str(self._num_calls)})
         if not self._is_disabled:
             self._engine.swap(chosen, lambda: open_lane(self._group, self._device, call.rendezvous))
         self._recipe = chosen
@@ -316,13 +313,6 @@ class Averager:
 
     def __repr__(self) -> str:
         return f"<Averager {self._recipe} over {self._group.size()} ranks{', closed' * self._is_closed}>"
-
-    def _agree_on_recipe(self, recipe: str | Recipe, call: CollectiveCall, claim: dict[str, str]) -> Recipe:
-        chosen = choose_recipe(recipe, self._group.size())
-        if not self._is_disabled:
-            warm_up(self._device, kernels_of(chosen, self._group))
-        facts = {"device": self._device.type, **fingerprint.of_version(), **fingerprint.of_recipe(chosen)}
-        return agree_on_nodes(chosen, call, {**claim, **facts})
 
     def _make_tuner(self) -> Tuned | None:
         """Return a tuner for recipe ``auto``, for which each call is a step; None for other recipes."""

@@ -8,10 +8,12 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 
+from gradwire.averaging import is_disabled
 from gradwire.buckets import Memory
 from gradwire.exchanges import LowRank
-from gradwire.peers import backend_name
-from gradwire.recipes import Recipe, require_nodes
+from gradwire.ops import warm_up
+from gradwire.peers import Claim, CollectiveCall, backend_name
+from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, kernels_of, require_nodes
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.torch_private import device_types
 
@@ -42,11 +44,17 @@ def choose_device(group: dist.ProcessGroup, device: torch.device | str | None) -
     return cuda if has_cuda and backend_name(group, cuda) == "nccl" else torch.device("cpu")
 
 
-def choose_recipe(recipe: str | Recipe, world_size: int) -> Recipe:
-    """Return the recipe; ValueError if the ranks cannot be divided into its nodes."""
+def agree_on_recipe(recipe: str | Recipe, device: torch.device, call: CollectiveCall, claim: Claim) -> Recipe:
+    """Agree on a recipe and on ``claim`` with every rank, and return the recipe for these ranks.
+
+    Raises ValueError if there is no such recipe, ranks cannot be divided into its nodes, or ranks differ.
+    """
     chosen = parse_recipe(recipe)
-    require_nodes(chosen, world_size)
-    return chosen
+    require_nodes(chosen, call.group.size())
+    if not is_disabled():
+        warm_up(device, kernels_of(chosen, call.group))
+    facts = {"device": device.type, **fingerprint.of_version(), **fingerprint.of_recipe(chosen)}
+    return agree_on_nodes(chosen, call, {**claim, **facts})
 
 
 def keeps_state(recipe: Recipe) -> bool:

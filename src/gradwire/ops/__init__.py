@@ -96,16 +96,16 @@ def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
 def cast_scaled(values: Tensor, scale: Scale, out: Tensor) -> None:
     """Write ``values * scale`` to ``out``, multiplied in the wider of the two dtypes, at least fp32."""
     if _is_fast(values) and out.dtype in _HALVES:
-        _cpu_casts().encode(values, scale, out)
+        _kernels("cpu", "casts").encode(values, scale, out)
     elif _is_fast(out) and values.dtype in _HALVES:
-        _cpu_casts().decode(values, scale, out)
+        _kernels("cpu", "casts").decode(values, scale, out)
     else:
         reference_casts.cast_scaled(values, scale, out)
 
 
 def absmax(values: Tensor) -> Tensor:
     """Return the largest magnitude as a 0-d fp32 tensor; it is not finite if any value is not."""
-    result: Tensor = (_cpu_casts() if _is_fast(values) else reference_casts).absmax(values)
+    result: Tensor = (_kernels("cpu", "casts") if _is_fast(values) else reference_casts).absmax(values)
     return result
 
 
@@ -166,18 +166,12 @@ def low_rank(values: Tensor, work: Tensor) -> ModuleType:
     `reference.low_rank` says what each of them does.
     """
     if _is_fast(values, work):
-        return _cpu_low_rank()
-    return _cuda_low_rank() if work.is_cuda and _has_triton() else reference_low_rank
+        return _kernels("cpu", "low_rank")
+    return _kernels("cuda", "low_rank") if work.is_cuda and _has_triton() else reference_low_rank
 
 
 def warm_up(device: torch.device, families: Iterable[Family]) -> None:
     """Compile kernels for ``device`` ahead of their first use, or read them from the cache on disk."""
-    load = {
-        "casts": _cpu_casts,
-        "blocks": _cpu_blocks,
-        "rotated": _cpu_rotated,
-        "low_rank": _cpu_low_rank,
-    }
     names = sorted(families) if device.type == "cpu" else []
     if all(f"{__name__}.cpu.{name}" in sys.modules for name in names):
         return
@@ -186,7 +180,7 @@ def warm_up(device: torch.device, families: Iterable[Family]) -> None:
     told.start()
     try:
         for name in names:
-            load[name]()
+            _kernels("cpu", name)
     finally:
         told.cancel()
 
@@ -207,72 +201,27 @@ def _casts(own: Tensor, dtype: torch.dtype) -> ModuleType:
     """Return the kernels for sums of rows of ``dtype``."""
     dtypes = {torch.float32, *_HALVES}
     if _is_fast(own) and dtype in dtypes:
-        return _cpu_casts()
+        return _kernels("cpu", "casts")
     is_for_triton = own.is_cuda and _has_triton() and {dtype, own.dtype} <= dtypes
-    return _cuda_casts() if is_for_triton else reference_casts
+    return _kernels("cuda", "casts") if is_for_triton else reference_casts
 
 
 def _blocks(values: Tensor) -> ModuleType:
     if _is_fast(values):
-        return _cpu_blocks()
-    return _cuda_blocks() if values.is_cuda and _has_triton() else reference_blocks
+        return _kernels("cpu", "blocks")
+    return _kernels("cuda", "blocks") if values.is_cuda and _has_triton() else reference_blocks
 
 
 def _rotated(values: Tensor) -> ModuleType:
     if _is_fast(values):
-        return _cpu_rotated()
-    return _cuda_rotated() if values.is_cuda and _has_triton() else reference_rotated
+        return _kernels("cpu", "rotated")
+    return _kernels("cuda", "rotated") if values.is_cuda and _has_triton() else reference_rotated
 
 
-# Imported on first use: importing numba takes 0.2 s, which a program that never trains need not spend.
-
-
-def _cpu_casts() -> ModuleType:
-    from gradwire.ops.cpu import casts
-
-    return casts
-
-
-def _cpu_blocks() -> ModuleType:
-    from gradwire.ops.cpu import blocks
-
-    return blocks
-
-
-def _cpu_rotated() -> ModuleType:
-    from gradwire.ops.cpu import rotated
-
-    return rotated
-
-
-def _cpu_low_rank() -> ModuleType:
-    from gradwire.ops.cpu import low_rank
-
-    return low_rank
-
-
-def _cuda_low_rank() -> ModuleType:
-    from gradwire.ops.cuda import low_rank
-
-    return low_rank
-
-
-def _cuda_casts() -> ModuleType:
-    from gradwire.ops.cuda import casts
-
-    return casts
-
-
-def _cuda_blocks() -> ModuleType:
-    from gradwire.ops.cuda import blocks
-
-    return blocks
-
-
-def _cuda_rotated() -> ModuleType:
-    from gradwire.ops.cuda import rotated
-
-    return rotated
+@functools.cache
+def _kernels(device: Literal["cpu", "cuda"], family: Family) -> ModuleType:
+    # On first use: importing numba takes 0.2 s, which a program that never trains need not spend.
+    return importlib.import_module(f"{__name__}.{device}.{family}")
 
 
 @functools.cache

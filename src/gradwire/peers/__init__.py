@@ -32,11 +32,14 @@ from gradwire.peers.process_groups import (
     backend_name,
     bytes_tensor,
     make_group,
+    require_timeout,
     timeout_of,
+    timeout_or_own,
     uses_nccl,
 )
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.peers.stall_watcher import Progress, StallWatcher
+from gradwire.peers.store_connections import limited_store
 
 __all__ = [
     "Claim",
@@ -66,12 +69,15 @@ __all__ = [
     "is_far",
     "is_unreachable",
     "join_rendezvous",
+    "limited_store",
     "make_group",
     "make_late_gloo",
     "next_rendezvous",
     "open_gloo",
     "open_gloo_groups",
     "require_same",
+    "require_timeout",
     "timeout_of",
+    "timeout_or_own",
     "uses_nccl",
 ]

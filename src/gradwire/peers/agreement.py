@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from gradwire.peers.groups import Group, gather
 from gradwire.peers.rendezvous import WaitLog, claim_key, missing_ranks_error
-from gradwire.torch_private import Store, store_of
+from gradwire.peers.store_connections import LimitedStore, StoreIsSilent, limited_store
 
 Claim = Mapping[str, str]
 """The fields that must be the same on all ranks before they go on, and this rank's values."""
@@ -67,7 +67,7 @@ def agree(
     Returns every rank's note, in rank order. Raises RuntimeError if a rank makes no claim in time or has
     failed, and ValueError if claims differ. After a peer's ValueError or TypeError, the error is also one.
     """
-    store, rank = store_of(group), group.rank()
+    store, rank = limited_store(group, timeout), group.rank()
     keys = [claim_key(rendezvous, peer) for peer in range(group.size())]
     if isinstance(claim, Exception):
         # A store takes valid UTF-8 only, and file names in an error's text may hold lone surrogates.
@@ -137,7 +137,7 @@ def describe_differences(claims: Sequence[Claim]) -> str:
     return "; ".join(f"{field} is {text}" for field, text in list(shown.items())[:_NUM_SHOWN]) + more
 
 
-def _wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta, slow: WaitLog) -> list[int]:
+def _wait_for_keys(store: LimitedStore, keys: Sequence[str], timeout: timedelta, slow: WaitLog) -> list[int]:
     """Wait until all keys are set or the time is up; return the indices of those that are not set."""
     deadline = time.monotonic() + timeout.total_seconds()
 
@@ -152,10 +152,12 @@ def _wait_for_keys(store: Store, keys: Sequence[str], timeout: timedelta, slow: 
     return []
 
 
-def _are_set(store: Store, keys: Sequence[str], wait_s: float) -> bool:
+def _are_set(store: LimitedStore, keys: Sequence[str], wait_s: float) -> bool:
     """Wait for keys; return False if they are not set in time."""
     try:
-        store.wait(list(keys), timedelta(seconds=max(wait_s, 0.001)))
+        store.wait(keys, timedelta(seconds=max(wait_s, 0.001)))
+    except StoreIsSilent:
+        raise
     except RuntimeError:
         return False
     return True

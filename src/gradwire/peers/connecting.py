@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from gradwire.peers.store_connections import LimitedStore
 from gradwire.torch_private import HashStore, PrefixStore, ProcessGroupGloo, Store
 
 Connections = tuple[Any, Any]
@@ -16,7 +17,7 @@ Connections = tuple[Any, Any]
 
 
 def connect_all(
-    store: Store, prefixes: Sequence[str], rank: int, size: int, timeout: timedelta, note: str = ""
+    store: LimitedStore, prefixes: Sequence[str], rank: int, size: int, timeout: timedelta, note: str = ""
 ) -> tuple[list[Connections], list[str]]:
     """Make the connections of a group for each prefix, and return them with every rank's note; collective.
 
@@ -119,7 +120,7 @@ class _AddressBook(Store):
 
 
 def _trade(
-    book: _AddressBook, note: str, store: Store, prefix: str, rank: int, size: int, timeout: timedelta
+    book: _AddressBook, note: str, store: LimitedStore, prefix: str, rank: int, size: int, timeout: timedelta
 ) -> list[str]:
     """Exchange the addresses of all ranks' groups over ``store``; return every rank's note."""
     own = {key: base64.b64encode(value).decode() for key, value in book.own_entries().items()}

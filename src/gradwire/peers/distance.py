@@ -6,7 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from gradwire.torch_private import Store, store_of
+from gradwire.peers.process_groups import timeout_of
+from gradwire.peers.store_connections import LimitedStore, limited_store
 
 # A bucket takes the time of one and a half round trips, and two buckets are in flight. The rest of a backward
 # pass hides that if trips are short.
@@ -19,11 +20,11 @@ def is_far(group: dist.ProcessGroup) -> bool:
 
     The store's own threads answer, so a busy rank does not seem far.
     """
-    store = store_of(group)
+    store = limited_store(group, timeout_of(group))
     return all(_round_trip_s(store) > _FAR_S for _ in range(_NUM_TRIES))
 
 
-def _round_trip_s(store: Store) -> float:
+def _round_trip_s(store: LimitedStore) -> float:
     begin = time.perf_counter()
     store.check(["gradwire/round trip"])
     return time.perf_counter() - begin

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TimedOut
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from gradwire.peers.store_connections import begin_connection, start_thread
+from gradwire.peers.store_connections import begin, begin_connection
 from gradwire.torch_private import PrefixStore, Store, has_tcp_store, store_of
 
 T = TypeVar("T")
@@ -117,26 +115,19 @@ class FailureStore:
         """Return the store's answer; return None if it does not answer in time, and at once from then on."""
         if not self.is_reachable:
             return None
-        answers: queue.SimpleQueue[T] = queue.SimpleQueue()
-        failed = threading.Event()
 
-        def ask() -> None:
-            try:
-                store = PrefixStore(self._prefix, opening.result())
-                store.set_timeout(timedelta(seconds=_PATIENCE_S))
-                answers.put(request(store))
-            except RuntimeError:
-                failed.set()
-                answers.put(None)  # type: ignore[arg-type]
+        def ask() -> T:
+            store = PrefixStore(self._prefix, opening.result())
+            store.set_timeout(timedelta(seconds=_PATIENCE_S))
+            return request(store)
 
         try:
             opening = self._opening = self._opening or self._open()
-            start_thread(ask)
+            answer = begin(ask)
         except RuntimeError:  # from Python 3.12 on, if the interpreter is ending
             return None
-        with contextlib.suppress(queue.Empty):
-            answer = answers.get(timeout=_PATIENCE_S)
-            self.is_reachable = not failed.is_set()
-            return answer
-        self.is_reachable = False
-        return None
+        try:
+            return answer.result(_PATIENCE_S)
+        except (RuntimeError, TimedOut):
+            self.is_reachable = False
+            return None

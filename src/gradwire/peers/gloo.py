@@ -17,22 +17,17 @@ from torch import Tensor
 from gradwire.peers.connecting import Connections, connect_all
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
 from gradwire.peers.process_groups import timeout_of
-from gradwire.peers.store_connections import connect
+from gradwire.peers.store_connections import LimitedStore, limited_store, own_store
 from gradwire.torch_private import (
     ProcessGroupGloo,
-    Store,
     backend_of,
     device_types,
-    has_tcp_store,
-    store_of,
 )
 
 # Two tags that no message carries: see `GlooGroup.close` and `GlooGroup.watch`.
 _CLOSING_TAG = 0
 _WATCHING_TAG = 1
 _NUM_ROUNDS = 1 << 15
-# A store answers in milliseconds, unless its host is gone or very busy.
-_STORE_TIMEOUT = timedelta(seconds=15)
 # In the errors of Gloo and the store for a timeout; those for a closed connection do not have it.
 TIMED_OUT = re.compile("timed ?out", re.IGNORECASE)
 
@@ -47,7 +42,8 @@ def open_gloo_groups(
     group: dist.ProcessGroup, prefixes: Sequence[str], note: str = ""
 ) -> tuple[list[GlooGroup], list[str]]:
     """Make several groups at once, as `open_gloo` makes one; return them and every rank's note."""
-    store, rank, size, timeout = store_of(group), group.rank(), group.size(), timeout_of(group)
+    rank, size, timeout = group.rank(), group.size(), timeout_of(group)
+    store = limited_store(group, timeout)
     try:
         connections, notes = connect_all(store, prefixes, rank, size, timeout, note)
     except RuntimeError as error:
@@ -60,9 +56,8 @@ def open_gloo_groups(
 
 def make_late_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
     """Make a group that does not connect before its `GlooGroup.open`, which is then the collective call."""
-    store, timeout = store_of(group), timeout_of(group)
-    if has_tcp_store(store):
-        store = connect(group, max(timeout, _STORE_TIMEOUT))
+    timeout = timeout_of(group)
+    store = LimitedStore(own_store(group, timeout), group.rank(), timeout)
     return GlooGroup(store, prefix, group.rank(), group.size(), timeout)
 
 
@@ -83,7 +78,7 @@ class GlooGroup:
 
     def __init__(
         self,
-        store: Store,
+        store: LimitedStore,
         prefix: str,
         rank: int,
         size: int,

@@ -48,6 +48,20 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return dist.default_pg_timeout
 
 
+def timeout_or_own(timeout: object, group: dist.ProcessGroup) -> timedelta:
+    """Return the user's timeout, or the group's own if there is none that `require_timeout` accepts.
+
+    Ranks meet within it first, so that an invalid one is told to all of them.
+    """
+    return timeout if isinstance(timeout, timedelta) else timeout_of(group)
+
+
+def require_timeout(timeout: object) -> None:
+    """Raise TypeError if the user's timeout is neither a ``timedelta`` nor None."""
+    if not isinstance(timeout, timedelta | None):
+        raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+
+
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return True if ``group`` exchanges tensors on ``device`` by NCCL."""
     return device.type == "cuda" and backend_name(group, device) == "nccl"

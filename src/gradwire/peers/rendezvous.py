@@ -14,8 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradwire.peers.store_connections import STORE_IS_SILENT
-from gradwire.torch_private import Store, store_of
+from gradwire.peers.store_connections import LimitedStore, limited_store
 
 _FIRST_KEY = "gradwire/first"
 """The key under which rank 0 writes its process name."""
@@ -70,26 +69,22 @@ class _Session:
 _sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, _Session] = weakref.WeakKeyDictionary()
 
 
-def next_rendezvous(group: dist.ProcessGroup) -> str:
+def next_rendezvous(group: dist.ProcessGroup, timeout: timedelta) -> str:
     """Return a rendezvous name without waiting for other ranks; for hooks, which must not wait.
 
     The name is new to the group, and the same on all ranks if all have called this equally often. The
     calls are counted in the store, so the name is also new to a group that was destroyed and made again.
-    Everything else uses `join_rendezvous`. Raises RuntimeError if the store's host has died; waits for one
-    that is stopped.
+    Everything else uses `join_rendezvous`. Raises RuntimeError if the store does not answer in time.
     """
-    try:
-        number = store_of(group).add(f"gradwire/rendezvous/{group.rank()}", 1)
-    except RuntimeError as error:
-        raise RuntimeError(f"rank {group.rank()}: {error}. {STORE_IS_SILENT}") from error
+    number = limited_store(group, timeout).add(f"gradwire/rendezvous/{group.rank()}", 1)
     return f"gradwire/{number}"
 
 
 def join_rendezvous(group: dist.ProcessGroup, timeout: timedelta, caller: str) -> str:
     """Return a new rendezvous name, shared by one process per rank; collective.
 
-    See Note [Stores that outlive their ranks]. Raises RuntimeError if a rank does not come in time;
-    ``caller`` is the function that the error names.
+    See Note [Stores that outlive their ranks]. Raises RuntimeError if a rank does not come in time, or the
+    store does not answer; ``caller`` is the function that the error names.
     """
     session = _sessions.setdefault(group, _Session())
     session.num_rendezvous += 1
@@ -104,7 +99,7 @@ def missing_ranks_error(
     """Return the error for ranks that did not come, and leave word for them that this rank has gone."""
     rank, size, ranks = group.rank(), group.size(), ", ".join(map(str, missing))
     text = f"error: RuntimeError: it gave up waiting for rank(s) {ranks}"
-    store_of(group).set(claim_key(rendezvous, rank), text)
+    limited_store(group, timeout).set(claim_key(rendezvous, rank), text)
     return RuntimeError(
         f"rank {rank}: {caller} is collective, but rank(s) {ranks} of {size} did not call it within "
         f"{timeout.total_seconds():g} s; every rank of the model's process group must"
@@ -131,7 +126,7 @@ def _meet(group: dist.ProcessGroup, session: _Session, timeout: timedelta, calle
     """Wait until all ranks are there, and return the name of the session."""
     if group.size() == 1:
         return session.process_name
-    store = store_of(group)
+    store = limited_store(group, timeout)
     rank, others, name = group.rank(), range(1, group.size()), ""
 
     def answer_keys() -> list[str]:
@@ -157,7 +152,7 @@ def _meet(group: dist.ProcessGroup, session: _Session, timeout: timedelta, calle
 
     def is_over() -> bool:
         slow.tell(missing)
-        return bool(store.check(answer_keys())) if rank == 0 else is_seen()
+        return store.check(answer_keys()) if rank == 0 else is_seen()
 
     if not _poll(is_over, time.monotonic() + timeout.total_seconds()):
         rendezvous = _rendezvous_name(name, session.num_rendezvous)
@@ -180,7 +175,7 @@ def _seen_key(name: str) -> str:
     return f"gradwire/{name}/seen"
 
 
-def _read(store: Store, key: str) -> str | None:
+def _read(store: LimitedStore, key: str) -> str | None:
     """Return a value, or None if there is none, in one round trip: `check` takes one, and `get` two more."""
     # Nothing is set unless the value is the one that is expected, and then it stays.
     value = store.compare_set(key, _ABSENT, _ABSENT).decode()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 import gradwire
-from gradwire.buckets import canonical_name
+from gradwire.buckets import trainable_parameters
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import Cluster, StepTraffic, predict_step
 from gradwire.planner.predictions import Model, step_traffic
@@ -98,7 +98,7 @@ def _peak(model: Model, fragments: int) -> float:
     """Return the values of the largest fragment over those of a mean one; 1 if layers are not known."""
     if not isinstance(model, nn.Module):
         return 1.0
-    numels = {canonical_name(name): p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    numels = {name: p.numel() for name, p in trainable_parameters(model).items()}
     divided = gradwire.DiLoCo(fragments=fragments).divide(numels)
     return max(sum(numels[name] for name in own) for own in divided) * fragments / sum(numels.values())
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire.buckets import BucketLayout, Slot, row_by_row
+from gradwire.buckets import BucketLayout, Slot, row_by_row, trainable_parameters
+from gradwire.ddp import DDPBuckets
 from gradwire.exchanges import Exchange, LowRank, Route, Scattered
 from gradwire.headroom import ALLREDUCE, NOOP
 from gradwire.planner.calibration import Calibration
@@ -23,7 +24,6 @@ from gradwire.planner.cost import (
     StepTraffic,
     predict_step,
 )
-from gradwire.planner.models import bucket_layouts, trained_parameters
 from gradwire.planner.shapes import Shape, ddp_buckets
 from gradwire.recipes import placed, require_fixed, resolve_for_module
 
@@ -75,15 +75,15 @@ def step_traffic(
     if num_workers == 1:
         return StepTraffic(())
     if isinstance(model, nn.Module):
-        layouts = bucket_layouts(model, bucket_mb)
+        layouts = DDPBuckets(model, bucket_mb).rebuilt()
     else:
-        layouts = [_layout(bucket) for bucket in ddp_buckets(model, bucket_mb, bytes_per_value)]
+        layouts = tuple(_layout(bucket) for bucket in ddp_buckets(model, bucket_mb, bytes_per_value))
     if recipe == ALLREDUCE:
         return StepTraffic(tuple(ring_traffic(layout, cluster) for layout in layouts))
     chosen = gradwire.recipe(recipe)
     require_fixed(chosen, "a plan")
     if isinstance(model, nn.Module):
-        chosen = resolve_for_module(chosen, model, trained_parameters(model), num_workers)
+        chosen = resolve_for_module(chosen, model, trainable_parameters(model), num_workers)
     # As `attach` does, average within a node first if nodes have several workers.
     chosen = placed(chosen, num_local if cluster.num_nodes > 1 else 1, num_workers)
     return layout_traffic(chosen, layouts, cluster)

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire.buckets import BucketLayout, shard_shape
+from gradwire.buckets import BucketLayout, shard_shape, trainable_parameters
 from gradwire.headroom import ALLREDUCE, Sharding
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import RING_TRIPS, BucketTraffic, Cluster, Prediction, StepTraffic
-from gradwire.planner.models import trained_parameters
 from gradwire.planner.predictions import Model, layout_traffic, ring_traffic
 from gradwire.planner.shapes import Shape, layers_of
 from gradwire.planner.sharded_cost import ShardedCosts, ShardedTraffic, UnitTraffic, predict_sharded_step
@@ -129,7 +128,7 @@ def _averages(
         return StepTraffic(tuple(ring_traffic(layout, cluster) for layout in layouts))
     chosen = gradwire.recipe(recipe)
     if isinstance(model, nn.Module):
-        chosen = route_module_tables(chosen, model, trained_parameters(model))
+        chosen = route_module_tables(chosen, model, trainable_parameters(model))
     node_size = cluster.workers_per_node if cluster.num_nodes > 1 else 1
     chosen = scattered(chosen) if is_fsdp else placed(chosen, node_size, cluster.num_workers)
     return layout_traffic(chosen, layouts, cluster)

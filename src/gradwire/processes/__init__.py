@@ -4,7 +4,6 @@ What the children run does not belong here.
 """
 
 from gradwire.processes.children import (
-    ChildFailure,
     describe_exit,
     end_with_parent,
     kill_group,
@@ -15,7 +14,6 @@ from gradwire.processes.children import (
 from gradwire.processes.torchrun import free_port, rank_environment, under_torchrun
 
 __all__ = [
-    "ChildFailure",
     "describe_exit",
     "end_with_parent",
     "free_port",

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from gradwire.scripts.imports import ImportNotice
 
@@ -92,15 +93,36 @@ def observe() -> Iterator[Observations]:
 
 
 @contextlib.contextmanager
+def watch_steps(then: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Call ``then`` with an optimizer after each of its steps, also after those that a GradScaler drops."""
+
+    def note_step(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def noted(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            result = step(scaler, optimizer, *args, **kwargs)
+            then(optimizer)
+            return result
+
+        return noted
+
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: then(optimizer))
+    try:
+        with _replaced(GradScaler, "step", note_step):
+            yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
 def _replaced(
-    module: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
+    owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, change(before))
+    before = getattr(owner, name)
+    setattr(owner, name, change(before))
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(owner, name, before)
 
 
 @contextlib.contextmanager

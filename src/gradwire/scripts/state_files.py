@@ -7,6 +7,7 @@ state to load is the one whose weights are, bit for bit, those of the model when
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -20,11 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 from torch.serialization import save
 
 from gradwire.averaging import merge_state_dicts
 from gradwire.ddp import Wire, attached_of, hash_of_parameters, is_ddp, shared_parameters
 from gradwire.peers import CollectiveCall, timeout_of
+from gradwire.scripts.observing import watch_steps
 
 log = logging.getLogger("gradwire")
 
@@ -63,6 +66,7 @@ class ScriptStates:
         self._folder = folder
         self._every = every
         self._keepers: list[tuple[StateKeeper, weakref.ref[Any]]] = []
+        self._watching = contextlib.ExitStack()
 
     @property
     def are_kept(self) -> bool:
@@ -73,6 +77,8 @@ class ScriptStates:
         """Keep the state of another model's wire."""
         if self._folder is None:
             return
+        if not self._keepers:
+            self._watching.enter_context(watch_steps(self._note_step))
         keeper = StateKeeper(self._folder, self._every, len(self._keepers), wire)
         self._keepers.append((keeper, weakref.ref(model)))
         # A compiled model would trace it.
@@ -81,10 +87,18 @@ class ScriptStates:
 
     def end(self) -> None:
         """Save the last states, of all wires that have not failed."""
+        self._watching.close()
         for keeper, ref in self._keepers:
             model = ref()
             if model is not None and keeper.wire.failure is None:
                 keeper.save(model)
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for keeper, ref in self._keepers:
+            model = ref()
+            if model is not None and any(id(parameter) in stepped for parameter in model.parameters()):
+                keeper.taken_step = keeper.num_steps
 
     def describe(self, saved_at: Collection[int]) -> list[str]:
         """Return lines for the summary; the script has saved checkpoints after the steps ``saved_at``."""
@@ -110,6 +124,8 @@ class StateKeeper:
     def __init__(self, folder: Path, every: int, number: int, wire: Wire) -> None:
         self.wire = wire
         self.loaded_step: int | None = None
+        self.taken_step = -1
+        """The last step that an optimizer has taken or a GradScaler has dropped."""
         self._folder = folder
         self._every = every
         self._number = number
@@ -136,23 +152,36 @@ class StateKeeper:
             self.save(model)
 
     def save(self, model: Any) -> None:
-        """Write this rank's state, unless that of this step or of these weights is written.
+        """Write this rank's state, unless that of this step is written or no optimizer has taken this step.
 
-        A script that breaks off may have averaged a step that no optimizer has taken. The state before that
-        step is the one that the weights belong to.
+        A script that breaks off, or accumulates gradients, may have averaged a step that no optimizer has
+        taken. The state before that step is the one that the weights belong to. An optimizer that is not
+        torch's shows in the weights alone.
         """
         step = self.num_steps
         if step == self._saved_step or not step:
             return
         weights = hash_of_parameters(_parameters(model))
-        if weights == self._saved_weights:
+        if weights == self._saved_weights and step != self.taken_step:
             return
         self._saved_step, self._saved_weights = step, weights
         name = f"model{self._number}-step{step}-{weights}-rank{self._rank}of{self._world_size}.pt"
-        write_atomically(self.wire.state_dict(), self._folder / name)
-        own = [each for each in self._files() if each.rank == self._rank]
-        for old in sorted(own, key=lambda each: each.path.stat().st_mtime)[:-NUM_KEPT]:
-            old.path.unlink(missing_ok=True)
+        state = self.wire.state_dict()
+        try:
+            write_atomically(state, self._folder / name)
+            own = [each for each in self._files() if each.rank == self._rank]
+            for old in sorted(own, key=lambda each: each.path.stat().st_mtime)[:-NUM_KEPT]:
+                old.path.unlink(missing_ok=True)
+        except OSError as error:
+            # A full disk must not end a run.
+            log.warning(
+                "rank %d: the state of step %d cannot be written to %s: %s. Training goes on; a run that is "
+                "resumed from this step starts with an empty state",
+                self._rank,
+                step,
+                self._folder,
+                error,
+            )
 
     def _files(self) -> list[StateFile]:
         found = filter(None, map(StateFile.parse, self._folder.iterdir()))
@@ -208,7 +237,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def write_atomically(state: Mapping[str, Any], path: Path) -> None:
-    """Write a state so that the file is complete or absent, also after a power cut."""
+    """Write a state so that the file is complete or absent, also after a power cut; may raise OSError."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:
@@ -216,6 +245,10 @@ def write_atomically(state: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's own error does not say that the disk is full
+            raise error.__context__ from None
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -5,13 +5,12 @@ The `Wire` belongs to `ddp`, and the averaging itself to `averaging`.
 
 from gradwire.sharded.attach_to_all import attach_to_all
 from gradwire.sharded.attaching import attach
-from gradwire.sharded.blocks import blocks_of, shard_blocks, shard_layout, unit_parameters
+from gradwire.sharded.blocks import shard_blocks, shard_layout, unit_parameters
 from gradwire.sharded.model import ShardedModel, group_of
 from gradwire.sharded.shard_group import sharing
 from gradwire.sharded.shards import (
     ShardLayouts,
     cut_like,
-    is_shard,
     local_values,
     shard_like,
     whole_tensor,
@@ -24,10 +23,8 @@ __all__ = [
     "ShardedModel",
     "attach",
     "attach_to_all",
-    "blocks_of",
     "cut_like",
     "group_of",
-    "is_shard",
     "is_sharded",
     "local_values",
     "row_bytes",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,14 +12,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.ddp import AfterAttach, AttachedModel, Attachments, Wire
+from gradwire.ddp import AfterAttach, Attachments, Wire
 from gradwire.ddp import attach_to_all as attach_to_all_ddp
 from gradwire.recipes import Recipe
 from gradwire.sharded.attaching import attach
 from gradwire.sharded.checks import is_attached
 from gradwire.sharded.units import find_units
-
-log = logging.getLogger("gradwire")
 
 
 @contextlib.contextmanager
@@ -38,7 +35,7 @@ def attach_to_all(
     with attach_to_all_ddp(recipe, after_attach, **options) as attachments:
 
         def attach_to_shards(model: nn.Module) -> None:
-            wire = _attach(model, attachments, options)
+            wire = attachments.add(_attach_unless_attached, model, options, "torch")
             if wire is not None:
                 after_attach(model, wire)
 
@@ -79,16 +76,9 @@ def _watching_shards(attach_to: Callable[[nn.Module], None]) -> Iterator[None]:
         setattr(torch_fsdp, "fully_shard", original)  # noqa: B010
 
 
-def _attach(model: nn.Module, attachments: Attachments, options: dict[str, Any]) -> Wire | None:
-    try:
-        units = find_units(model)
-        if not units or any(is_attached(unit) for unit in units):  # by the script itself
-            return None
-        wire = attach(model, attachments.recipe, **options)
-    except ValueError as error:
-        attachments.num_refused += 1
-        log.warning("%s is not attached, and torch averages as usual: %s", attachments.recipe, error)
+def _attach_unless_attached(model: nn.Module, recipe: Recipe, **options: Any) -> Wire | None:
+    """Attach to a model, unless the script has done so itself."""
+    units = find_units(model)
+    if not units or any(is_attached(unit) for unit in units):
         return None
-    group = wire.group
-    attachments.made.append(AttachedModel(wire, group.rank(), group.size()))
-    return wire
+    return attach(model, recipe, **options)

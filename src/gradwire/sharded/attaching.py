@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,13 +11,21 @@ from typing import Any
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, open_engine
+from gradwire.averaging import (
+    Engine,
+    LayoutCheck,
+    RunState,
+    Timeline,
+    disabling_claim,
+    is_disabled,
+    open_engine,
+)
 from gradwire.codecs import Codec
 from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
 from gradwire.ddp import attach as attach_to_ddp
 from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, timeout_of, uses_nccl
+from gradwire.peers import CollectiveCall, require_timeout, timeout_or_own, uses_nccl
 from gradwire.recipes import Recipe, agree_on_nodes, common_node_size, detect_node_size, kernels_of, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.sharded.attachment import ShardedAttachment
@@ -71,10 +78,10 @@ def attach(
             every rank, as torch does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
             optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
             ``backward()`` on every rank; on CUDA from the next one.
-        verify_every: compare the averaged gradients over the ranks, bit for bit, every so many steps; 0, the
-            default, compares never. If they differ, ``backward()`` raises `WireError` on every rank, with the
-            step, the ranks and the first parameter. On CUDA such a step waits for the device. Not done
-            inside ``join()`` of a model with ``find_unused_parameters``, nor without replicas.
+        verify_every: compare averaged gradients and parameters over the ranks, bit for bit, every so many
+            steps; 0, the default, compares never. If they differ, ``backward()`` raises `WireError` on every
+            rank, with the step, the ranks and the first parameter; on CUDA the next one. Not done inside
+            ``join()`` of a model with ``find_unused_parameters``; refused for shards without replicas.
         grad_scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one. Residuals are in
             units of the scaled loss, and follow each change of its scale.
         telemetry: what to record, see `Telemetry`; None, the default, records nothing.
@@ -110,29 +117,27 @@ def attach(
             telemetry=telemetry,
         )
     sharded = ShardedModel(root, replicas)
-    limit = timeout if isinstance(timeout, timedelta) else timeout_of(sharded.group)
-    is_disabled = os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0")
+    limit = timeout_or_own(timeout, sharded.group)
     # Replicas of one shard meet, and each rank's shards: so an error of any rank reaches all.
     with contextlib.ExitStack() as calls:
         around: CollectiveCall | None = None
         if sharded.has_replicas:
             around = calls.enter_context(CollectiveCall(sharded.shards, limit, "gradwire.attach"))
         with CollectiveCall(sharded.group, limit, "gradwire.attach") as call:
-            if not isinstance(timeout, timedelta | None):
-                raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+            require_timeout(timeout)
             options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
             chosen = sharded.resolve(_parse(recipe, state))
             encoding = None if weights is None else parse_recipe(weights)
             check(sharded, options, chosen, has_weights=encoding is not None)
             codec = None if encoding is None else weights_codec(encoding)
-            if not is_disabled:
+            if not is_disabled():
                 options.check_file(sharded.rank)
                 warm_up(
                     sharded.device, kernels_of(chosen, sharded.group) | getattr(codec, "kernels", frozenset())
                 )
             choice = Choice(chosen)
             claim = {
-                "GRADWIRE_DISABLE": "set" if is_disabled else "not set",
+                **disabling_claim(),
                 "weights": str(encoding),
                 **options.claim(),
                 **sharded.claim(choice.fingerprint),
@@ -147,7 +152,7 @@ def attach(
     gathering = None
     if codec is not None:
         gathering = _Gathering(str(encoding), codec, f"{(around or call).rendezvous}/weights", node_size)
-    return Wire(_open(sharded, choice, options, limit, call.rendezvous, gathering, is_disabled=is_disabled))
+    return Wire(_open(sharded, choice, options, limit, call.rendezvous, gathering))
 
 
 @dataclass(frozen=True)
@@ -168,12 +173,10 @@ def _open(
     timeout: timedelta,
     rendezvous: str,
     gathering: _Gathering | None,
-    *,
-    is_disabled: bool,
 ) -> ShardedAttachment:
     """Open what averages the model's gradients, and put it in place of torch's; undo all if it fails."""
     assert choice.recipe is not None
-    if is_disabled:
+    if is_disabled():
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
         backward = Backward(Engine(noop(), None), sharded.rank, sharded.device)
         undo = contextlib.ExitStack()

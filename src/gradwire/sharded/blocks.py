@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradwire.buckets import BucketLayout, Slot, canonical_name, shard_shape
+from gradwire.buckets import BucketLayout, Slot, canonical_name, row_by_row, shard_shape
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -66,5 +66,5 @@ def shard_layout(
     for name, whole in shapes.items():
         first, *more = shard_shape(whole, 0, num_shards)
         shape = torch.Size([num_parts * first, *more])
-        slots.append(Slot(name, 0, shape, torch.empty(shape, device="meta").stride(), torch.Size(whole)))
+        slots.append(Slot(name, 0, shape, row_by_row(shape), torch.Size(whole)))
     return BucketLayout.packed(index, dtype, slots, num_parts)

@@ -11,8 +11,8 @@ from torch import nn
 
 from gradwire.buckets import BucketLayout, canonical_name
 from gradwire.exchanges import Route
-from gradwire.recipes import Recipe, fingerprint, require_fixed, route_module_tables, scattered
-from gradwire.sharded.units import ShardedParameter, find_units
+from gradwire.recipes import Recipe, fingerprint, require_fixed, require_nodes, route_module_tables, scattered
+from gradwire.sharded.units import ShardedParameter, find_units, require_alive
 
 
 class ShardedModel:
@@ -50,12 +50,7 @@ class ShardedModel:
 
     @property
     def root(self) -> nn.Module:
-        root = self._root()
-        if root is None:
-            raise RuntimeError(
-                "the model of this wire exists no more; state_dict and stats still work. For all else, keep "
-                "a reference to the model, or attach to the one that you train now"
-            )
+        root: nn.Module = require_alive(self._root())
         return root
 
     @property
@@ -89,10 +84,8 @@ class ShardedModel:
                 )
         trained = self.trained()
         routed = route_module_tables(recipe, self.root, [each.name for each in trained])
-        size = self.group.size()
-        for each in routed.leaves():
-            if self.has_replicas and size % (each.local_size or 1):
-                raise ValueError(f"recipe {each}: {size} replicas cannot be nodes of {each.local_size}")
+        if self.has_replicas:
+            require_nodes(routed, self.group.size())
         if isinstance(routed.exchange, Route):
             routed.exchange.check(each.slot() for each in trained)
         return routed if self.has_replicas else scattered(routed)

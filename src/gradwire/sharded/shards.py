@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout
+from gradwire.ddp import local_part
 from gradwire.sharded.model import ShardedModel
 
 
@@ -40,9 +41,7 @@ def is_shard(tensor: Tensor) -> bool:
 
 def local_values(tensor: Tensor) -> Tensor:
     """Return the values of a tensor that this rank holds, to read and to write: all, or its shard's."""
-    own: Any = tensor.detach()
-    values: Tensor = own.to_local() if is_shard(own) else own
-    return values
+    return local_part(tensor.detach())
 
 
 def shard_like(parameter: Any, values: Tensor) -> Tensor:

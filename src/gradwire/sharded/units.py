@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.buckets import Slot, canonical_name
+from gradwire.buckets import Slot, canonical_name, row_by_row
 from gradwire.torch_private import fsdp
 
 
@@ -51,7 +51,7 @@ class ShardedParameter:
     def slot(self, num_shards: int = 1) -> Slot:
         """Return the slot of one shard, or of ``num_shards`` one after the other."""
         shape = torch.Size([num_shards * self.padded_shape[0], *self.padded_shape[1:]])
-        return Slot(self.name, 0, shape, torch.empty(shape, device="meta").stride(), self.shape)
+        return Slot(self.name, 0, shape, row_by_row(shape), self.shape)
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Unit:
 
     @property
     def module(self) -> Any:
-        return _require(self._module())
+        return require_alive(self._module())
 
     @property
     def group(self) -> Any:
         """The ``FSDPParamGroup`` of torch."""
-        return _require(self._group())
+        return require_alive(self._group())
 
     @property
     def parameters(self) -> list[ShardedParameter]:
@@ -213,7 +213,8 @@ def _name(fsdp_param: Any, module_names: dict[int, str]) -> str:
     return canonical_name(f"{prefix}.{name}" if prefix else name)
 
 
-def _require(found: Any) -> Any:
+def require_alive(found: Any) -> Any:
+    """Return a part of the model that is held weakly; RuntimeError if it exists no more."""
     if found is None:
         raise RuntimeError(
             "the model of this wire exists no more; state_dict and stats still work. For all else, keep a "

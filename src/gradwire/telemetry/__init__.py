@@ -3,7 +3,7 @@
 Code that changes what is averaged does not belong here.
 """
 
-from gradwire.telemetry.meter import Meter, ScaleOf
+from gradwire.telemetry.meter import Meter
 from gradwire.telemetry.recorder import HasLayouts, Recorder, Telemetry, combine
 from gradwire.telemetry.stats import BucketStats, ParameterStats, StatsCollector, StepStats, WireStats
 
@@ -13,7 +13,6 @@ __all__ = [
     "Meter",
     "ParameterStats",
     "Recorder",
-    "ScaleOf",
     "StatsCollector",
     "StepStats",
     "Telemetry",

@@ -21,7 +21,8 @@ Example, as a pytest test::
 
 from gradwire.ranks import RanksFailed, run_ranks, send_message
 from gradwire.testing.averagers import AveragerCase, check_averager
-from gradwire.testing.matrix import Case, CaseResult, Report, cases, check_hook
+from gradwire.testing.case_runs import CaseResult, Report
+from gradwire.testing.matrix import Case, cases, check_hook
 from gradwire.testing.sharded import ShardedCase, check_sharded
 from gradwire.testing.virtual import VirtualRanks
 from gradwire.testing.virtual_group import run_virtual_ranks

@@ -16,7 +16,7 @@ from gradwire.loops import Averager
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require
-from gradwire.testing.case_runs import run_cases
+from gradwire.testing.case_runs import Report, changes, require_choice, run_cases
 from gradwire.testing.expectations import expectation_of
 from gradwire.testing.invariants import (
     average_residuals,
@@ -25,7 +25,6 @@ from gradwire.testing.invariants import (
     require_identical,
     residuals_of,
 )
-from gradwire.testing.matrix import Report, require_choice
 
 _SHAPES = {"conv": (8, 3, 3, 3), "weight": (37, 41), "bias": (37,), "gain": (), "empty": (0, 37)}
 _NUM_STEPS = 6
@@ -47,10 +46,7 @@ class AveragerCase:
     """Half of the steps are averaged again, by another averager that has loaded the state."""
 
     def __str__(self) -> str:
-        changed = {
-            name: value for name, value in vars(self).items() if value != getattr(AveragerCase(), name)
-        }
-        return ", ".join(k if v is True else f"{k}={v}" for k, v in changed.items()) or "base"
+        return changes(self)
 
 
 _CASES = (

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
-from gradwire.ranks import RanksFailed, run_ranks, send_message, time_limit
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.testing.accuracy import Bounds
+from gradwire.testing.case_runs import CaseResult, Report, changes, require_choice, run_cases
 from gradwire.testing.expectations import Expect, Expectation, expectation_of
 from gradwire.testing.invariants import Subject, check_invariants
-from gradwire.torch_private import default_store
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,7 @@ class Case:
     """One rank's gradients are infinite in one step."""
 
     def __str__(self) -> str:
-        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return ", ".join(k if v is True else f"{k}={v}" for k, v in changed.items()) or "base"
+        return changes(self)
 
 
 def cases(*, full: bool = False) -> list[Case]:
@@ -75,42 +72,6 @@ def cases(*, full: bool = False) -> list[Case]:
         replace(base, subgroup=True),
         *alone,
     ]
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """The outcome of one case."""
-
-    case: object
-    """The `Case` of a hook, or the `AveragerCase` of an averager."""
-    error: str | None
-    """The errors by rank; None if there were none."""
-    deviation: float | None
-    """The largest error of a parameter's gradient, in the units of ``tolerance``; None if the case failed."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """The outcomes of all cases; ``print`` it."""
-
-    hook: str
-    world_size: int
-    results: tuple[CaseResult, ...]
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.results) and all(result.error is None for result in self.results)
-
-    def __str__(self) -> str:
-        num_ok = sum(result.error is None for result in self.results)
-        lines = [f"{self.hook} on {self.world_size} ranks: {num_ok} of {len(self.results)} cases hold"]
-        for result in self.results:
-            if result.error is None:
-                lines.append(f"  ok      {result.case}  (deviation {result.deviation:.1e})")
-            else:
-                lines.append(f"  BROKEN  {result.case}")
-                lines += [f"          {line}" for line in result.error.splitlines()]
-        return "\n".join(lines)
 
 
 def the_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -194,87 +155,28 @@ def check_hook(
         keeps_size=feedback or isinstance(hook, Recipe),
     )
     subject = Subject(hook, state_factory, expect, via, device, bounds)
-    todo = list(_default_cases() if cases is None else cases)
-    results: list[CaseResult] = []
-    while len(results) < len(todo):
-        rest = todo[len(results) :]
-        results += _run_until_broken(subject, rest, world_size, case_timeout)
-    return Report(subject.name, world_size, tuple(results))
+    todo = _default_cases() if cases is None else cases
+    results = run_cases(_check, todo, world_size, case_timeout, (subject,))
+    return Report(subject.name, world_size, tuple(_with_advice(result, via) for result in results))
+
+
+def _check(rank: int, case: Case, subject: Subject) -> float:
+    return check_invariants(subject, case)
 
 
 _default_cases = cases
 
 
-def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise ValueError unless an argument has one of a few values."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
-
-
-def _run_until_broken(
-    subject: Subject, todo: list[Case], world_size: int, case_timeout: float
-) -> list[CaseResult]:
-    """Run cases on one set of ranks, up to and including the first that breaks."""
-    heard: dict[int, dict[int, str | float]] = {}
-
-    def on_message(rank: int, message: tuple[int, str | float]) -> None:
-        index, outcome = message
-        heard.setdefault(index, {})[rank] = outcome
-
-    crash: RanksFailed | None = None
-    try:
-        run_ranks(
-            _run_cases,
-            world_size,
-            timeout=case_timeout * len(todo),
-            args=(subject, todo, case_timeout),
-            on_message=on_message,
-        )
-    except RanksFailed as error:
-        crash = error
-    results = []
-    for index, case in enumerate(todo):
-        outcomes = heard.get(index, {})
-        errors = {rank: text for rank, text in outcomes.items() if isinstance(text, str)}
-        if errors:
-            text = "\n".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items()))
-            results.append(CaseResult(case, text, None))
-            break
-        if len(outcomes) < world_size:
-            results.append(CaseResult(case, str(crash) + _advice(subject, str(crash)), None))
-            break
-        results.append(CaseResult(case, None, max(float(o) for o in outcomes.values())))
-    return results
-
-
 # What torch says, or how it ends, when a hook does not return a Future of a tensor.
 _UNCLEAR = ("signal SIG", "INTERNAL ASSERT", "Unable to cast")
+_NO_FUTURE = (
+    "DDP itself ends so if a hook returns no Future of a tensor; via='attach' says what the hook returned"
+)
 
 
-def _advice(subject: Subject, crash: str) -> str:
-    """Return advice on a crash that does not give its reason."""
-    if subject.via == "ddp" and any(sign in crash for sign in _UNCLEAR):
-        return (
-            "\nDDP itself ends so if a hook returns no Future of a tensor; via='attach' says what the hook "
-            "returned"
-        )
-    return ""
-
-
-def _run_cases(rank: int, subject: Subject, todo: list[Case], case_timeout: float) -> None:
-    """Run cases inside a rank and report each, until one breaks on any rank."""
-    store = default_store()
-    for index, case in enumerate(todo):
-        outcome: str | float
-        try:
-            with time_limit(case_timeout):
-                outcome = check_invariants(subject, case)
-        except Exception as error:
-            outcome = f"{type(error).__name__}: {error}"
-            outcome += _advice(subject, outcome)
-        send_message((index, outcome))
-        store.set(f"outcome/{index}/{rank}", "broken" if isinstance(outcome, str) else "ok")
-        keys = [f"outcome/{index}/{peer}" for peer in range(dist.get_world_size())]
-        store.wait(keys, timedelta(seconds=case_timeout))
-        if any(store.get(key) != b"ok" for key in keys):
-            return
+def _with_advice(result: CaseResult, via: str) -> CaseResult:
+    """Add advice to an error that does not give its reason."""
+    error = result.error or ""
+    if via != "ddp" or not any(sign in error for sign in _UNCLEAR):
+        return result
+    return replace(result, error=f"{error}\n{_NO_FUTURE}")

@@ -18,10 +18,9 @@ from gradwire.recipes import Recipe, scattered
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.sharded import attach
 from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, require
-from gradwire.testing.case_runs import run_cases
+from gradwire.testing.case_runs import Report, changes, require_choice, run_cases
 from gradwire.testing.expectations import expectation_of
 from gradwire.testing.invariants import device_of_rank, require_identical
-from gradwire.testing.matrix import Report, require_choice
 
 _BLOCKS: tuple[dict[str, tuple[int, ...]], ...] = (
     {"weight": (37, 41), "bias": (37,)},
@@ -49,9 +48,7 @@ class ShardedCase:
     """The last steps are trained again, by another model that has loaded the state."""
 
     def __str__(self) -> str:
-        base = ShardedCase()
-        changed = {name: value for name, value in vars(self).items() if value != getattr(base, name)}
-        return ", ".join(f"{name}={value}" for name, value in changed.items()) or "base"
+        return changes(self)
 
 
 def check_sharded(

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.averaging import Grid, Grouping, Timeline, checkpoint, grouping_of
-from gradwire.buckets import BucketLayout, Memory, canonical_name, dtype_named
-from gradwire.ddp import is_ddp
+from gradwire.buckets import BucketLayout, Memory, dtype_named, trainable_parameters
+from gradwire.ddp import DDPBuckets, is_ddp
 from gradwire.exchanges import Context, Scratch, average
 from gradwire.peers import Group, Traffic
 from gradwire.recipes import Recipe, require_averaging, resolve_for_module
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.testing.ddp_buckets import DDPBuckets
 from gradwire.testing.virtual_group import run_virtual_ranks
 from gradwire.tuning import Decision, Tuner, read_state
 
@@ -70,7 +69,7 @@ class VirtualRanks:
         self.recipe = resolve_for_module(parse_recipe(recipe), model, self._parameters, world_size)
         require_averaging(self.recipe, "virtual ranks, which share one model, do not work with it")
         self._finds_unused = find_unused_parameters
-        self._ddp = DDPBuckets(model, list(self._parameters.values()), bucket_cap_mb)
+        self._ddp = DDPBuckets(model, bucket_cap_mb)
         self._is_fixed = find_unused_parameters or arrival is not None
         if arrival is not None:
             if unknown := [name for name in arrival if name not in self._parameters]:
@@ -250,7 +249,7 @@ def _averaged(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients are averaged, by name. Raises if that cannot be done here."""
     if is_ddp(model):
         raise TypeError("virtual ranks take a model that is not wrapped; give them its .module")
-    found = {canonical_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    found = trainable_parameters(model)
     if not found:
         raise ValueError("the model has no parameter that requires a gradient: nothing to average")
     if len(devices := {str(p.device) for p in found.values()}) > 1:

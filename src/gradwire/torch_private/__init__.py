@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.futures import Future
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -81,6 +82,7 @@ PRIVATE_NAMES = tuple(
         ("torch:Tensor._version", "finds gradients changed after backward()", "no such check"),
         ("torch:_foreach_copy_", "copies many tensors in one call", "a loop of copy_"),
         ("torch:_foreach_norm", "largest magnitudes in one call", "a loop of abs().max()"),
+        ("scaler:_scale", "residuals follow the loss scale", "GradScaler.get_scale, where the host waits"),
         ("torch.utils._pytree:tree_map_only", "moves a batch to a device", "torch.utils.pytree"),
         # Process groups.
         ("group:_get_backend", "the backend for a device", "dist.get_backend_config"),
@@ -155,9 +157,9 @@ def missing_names(**objects: Any) -> list[PrivateName]:
     """Return the private names that the installed torch lacks.
 
     Args:
-        objects: a ``group``, its backend's ``options``, a ``ddp`` model, a ``zero`` optimizer, a
-            ``param_group`` and an ``fsdp_param`` of a sharded model, to look for the names that objects have.
-            Names of objects that are not given are left out.
+        objects: a ``group``, its backend's ``options``, a ``ddp`` model, a ``zero`` optimizer, a ``scaler``,
+            a ``param_group`` and an ``fsdp_param`` of a sharded model, to look for the names that objects
+            have. Names of objects that are not given are left out.
     """
 
     def lacks(private: PrivateName) -> bool:
@@ -208,6 +210,11 @@ def end_range_with(recorded: torch.profiler.record_function, future: Future[Tens
     """End a profiler's range when ``future`` completes; return a future that completes after that."""
     ended: Future[Tensor] = recorded._call_end_callbacks_on_future(future)
     return ended
+
+
+def loss_scale_of(scaler: GradScaler) -> Tensor | None:
+    """Return the scale of the loss, on its device; None before a loss has been scaled."""
+    return scaler._scale
 
 
 def num_writes(tensor: Tensor) -> int:

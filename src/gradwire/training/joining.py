@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,9 @@ from gradwire.sharded import local_values
 from gradwire.training.fragments import Fragment, broadcast, buckets_of
 from gradwire.training.local_state import Turn
 from gradwire.training.outer_loop import OuterLoop
-from gradwire.training.site_call import MIXED
+from gradwire.training.site_call import MIXED, SitesCall
+
+log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,16 @@ class Newest:
     """True if this site has it too: averagings since would have moved it by as much."""
     is_everywhere: bool
     """True if all sites have all of it."""
+    is_apart: bool
+    """True if this site has as many averages, but took part in others."""
+
+
+def meet(call: SitesCall, own: Position, warmup_steps: int) -> tuple[str, Newest | None]:
+    """Return a name for this group, which no other ever has, and the newest state; collective."""
+    answers = call.agree({}, f"{call.site_name} {own.note() if own.num_steps else ''}")
+    notes = [answer if answer == MIXED else answer.partition(" ")[2] for answer in answers]
+    found = newest(notes, call.group.rank(), warmup_steps)
+    return min(answer.partition(" ")[0] for answer in answers if answer != MIXED), found
 
 
 def newest(notes: Sequence[str], site: int, warmup_steps: int = 0) -> Newest | None:
@@ -64,7 +77,13 @@ def newest(notes: Sequence[str], site: int, warmup_steps: int = 0) -> Newest | N
     newest = found[source]
     current = {each: own for each, own in found.items() if _is_current(own, newest, warmup_steps)}
     keeps_means = all(own.turn.under_way.keys() == newest.turn.under_way.keys() for own in current.values())
-    return Newest(newest, source, site in current, len(current) == len(notes) and keeps_means)
+    return Newest(
+        newest,
+        source,
+        is_current=site in current,
+        is_everywhere=len(current) == len(notes) and keeps_means,
+        is_apart=site in found and _is_apart(found[site], newest),
+    )
 
 
 def _age(position: Position) -> tuple[int, ...]:
@@ -77,10 +96,17 @@ def _is_current(own: Position, newest: Position, warmup_steps: int) -> bool:
 
     During warm-up each step is an average, so a state needs as many steps.
     """
+    if _is_apart(own, newest):
+        return False
     if own.num_steps < warmup_steps:
         return own.num_steps == newest.num_steps
     has_begun = not newest.turn.under_way or own.turn.num_begun >= newest.turn.num_begun
     return own.turn.num_averages == newest.turn.num_averages and has_begun
+
+
+def _is_apart(own: Position, newest: Position) -> bool:
+    """Return True if two states have as many averages, which are not the same."""
+    return own.turn.num_averages == newest.turn.num_averages and own.turn.history != newest.turn.history
 
 
 def share_state(
@@ -95,6 +121,13 @@ def share_state(
     A site without the newest state goes on from the last average. Others keep what ranks have of their own:
     parameters and buffers. After an error, no means are under way: those of this site may not have come.
     """
+    if found.is_apart:
+        log.warning(
+            "rank %d: this site has as many averages as that of rank %d, but others: the two trained apart. "
+            "This one takes the parameters of the other. Let one group train at a time",
+            group.rank(),
+            found.source,
+        )
     fragments = [] if loop is None else loop.fragments
     averaged = {id(p) for bucket in buckets_of(fragments) for p in bucket.parameters}
     others = [*(p for p in module.parameters() if id(p) not in averaged), *module.buffers()]

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from gradwire.loops import check_weight
 from gradwire.ops import warm_up
+from gradwire.peers import require_timeout
 from gradwire.recipes import Recipe, fingerprint, kernels_of, require_fixed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.training.fragments import divided
@@ -28,9 +29,11 @@ class LocalOptions:
     gradient_recipe: str | Recipe | None
     outer: Outer | None
     weigh: bool
+    timeout: timedelta | None
 
     def choose(self, site: Site, optimizer: Optimizer) -> tuple[Recipe, Recipe]:
         """Return the recipes for parameters and for gradients; ValueError or TypeError for what is unfit."""
+        require_timeout(self.timeout)
         streaming = streaming_of(self.outer)
         check_period(self.period, self.warmup_steps, streaming.delay)
         if isinstance(self.period, timedelta):

@@ -10,16 +10,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.averaging import (
-    Engine,
-    LayoutCheck,
-    RunState,
-    Timeline,
-    checkpoint,
-    gather_states,
-    open_engine,
-)
-from gradwire.peers import timeout_of
+from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, checkpoint, gather_states, open_engine
+from gradwire.lanes import Uncopied
+from gradwire.peers import timeout_or_own
 from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, noop
 from gradwire.sharded import whole_tensor
 from gradwire.telemetry import WireStats
@@ -32,7 +25,7 @@ from gradwire.training.fragments import (
     tensors_of,
 )
 from gradwire.training.gradient_wire import GradientWire
-from gradwire.training.joining import Newest, Position, newest, share_state
+from gradwire.training.joining import Newest, Position, meet, newest, share_state
 from gradwire.training.local_choices import LocalOptions, streaming_of
 from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
 from gradwire.training.outer import Outer
@@ -42,7 +35,7 @@ from gradwire.training.sites import find_site
 from gradwire.training.turns import Turns, make_turns
 
 
-class LocalSGD:
+class LocalSGD(Uncopied):
     """Average gradients for ``warmup_steps`` steps; from then on average parameters every ``period`` steps.
 
     Ranks send how far their parameters have moved since the last averaging. So low-precision recipes encode
@@ -97,11 +90,11 @@ class LocalSGD:
         timeout: timedelta | None = None,
     ) -> None:
         self._site = find_site(model, sites)
-        self._options = LocalOptions(period, warmup_steps, recipe, gradient_recipe, outer, weigh)
+        self._options = LocalOptions(period, warmup_steps, recipe, gradient_recipe, outer, weigh, timeout)
         self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
         self._optimizer = optimizer
         self._offload = offload
-        self._timeout = timeout or timeout_of(self._site.group)
+        self._timeout = timeout_or_own(timeout, self._site.group)
         self._is_timed = isinstance(period, timedelta)
         self._num_steps = 0
         self._loop: OuterLoop | None = None
@@ -197,7 +190,7 @@ class LocalSGD:
             num_steps, loop = self._read(state)
             memory, of_wire = read_parts(state, self._site)
             turn = Turn() if loop is None else loop.turn
-            claim = {"the saved number of averagings": f"{turn.num_averages} of {turn.num_begun} begun"}
+            claim = turn.claim()
             if not (self._is_timed and loop is not None):
                 claim["the saved step"] = str(num_steps)
                 claim["averagings under way"] = str(turn.under_way)
@@ -307,8 +300,7 @@ class LocalSGD:
             self.recipe = agree_on_nodes(chosen, call, options.claim(site, chosen))
         with site.call(timeout, "gradwire.LocalSGD") as positions:
             own = Position(self._num_steps, Turn() if self._loop is None else self._loop.turn)
-            notes = positions.agree({}, own.note() if self._num_steps else "")
-            found = newest(notes, site.group.rank(), self.warmup_steps)
+            self._group_name, found = meet(positions, own, self.warmup_steps)
         num_steps = 0 if found is None else found.position.num_steps
         with contextlib.ExitStack() as undo:
             self._gradients = GradientWire(site, for_gradients, self.warmup_steps, timeout, num_steps)
@@ -336,6 +328,7 @@ class LocalSGD:
             loop = self._make_loop() if found.position.num_steps >= self.warmup_steps else None
         if loop is not None:
             loop.engine, loop.ranks, loop.turns = self._engine, site.ranks, self._make_turns()
+            loop.group_name = self._group_name
             loop.go_on(replace(found.position.turn, work=loop.turn.work))
         if not found.is_everywhere or found.position.turn.num_given_up:
             self._state.memory.keep_only("residual")  # low-rank factors must be the same on all ranks
@@ -361,6 +354,7 @@ class LocalSGD:
         if self._gradients.is_disabled:
             return
         self._loop = self._make_loop()
+        self._loop.note_group()
         # All ranks must start from the same parameters; averaging keeps them the same from here on.
         for bucket in buckets_of(self._loop.fragments):
             broadcast(bucket.start, self._site.group, 0, self._site.device)
@@ -381,7 +375,8 @@ class LocalSGD:
         parameters = averaged_parameters(module, optimizer)
         fragments = make_fragments(parameters, site.layouts, self.outer, self._offload)
         turns, streaming, weigh = self._make_turns(), streaming_of(self.outer), self._options.weigh
-        return OuterLoop(self._engine, fragments, turns, streaming, site.ranks, lr_of, check, weigh)
+        name = self._group_name
+        return OuterLoop(self._engine, fragments, turns, streaming, site.ranks, lr_of, check, weigh, name)
 
     def _make_turns(self) -> Turns:
         return make_turns(self.period, streaming_of(self.outer).num_fragments, self._site.ranks.any_of)

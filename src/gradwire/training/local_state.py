@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ class Turn:
     """This rank's work since the last averaging of each fragment began."""
     under_way: dict[int, int] = field(default_factory=dict)
     """The steps left to each averaging under way, by the number of its fragment."""
+    history: str = ""
+    """A digest of the groups in which averagings have ended: the same on all ranks that took part in them."""
 
     @property
     def num_given_up(self) -> int:
@@ -37,7 +40,12 @@ class Turn:
         for key in ("num_begun", "num_averages", "work", "under_way"):
             if key not in saved:
                 raise ValueError(f"this is no state of a LocalSGD: its 'turn' has no {key!r}")
+        if unknown := [key for key in saved if key not in cls.__annotations__]:
+            raise ValueError(f"'turn' of this state has {unknown[0]!r}, which is unknown")
         work, under_way = saved["work"], saved["under_way"]
+        history = saved.get("history", "")  # older states have none
+        if not isinstance(history, str) or not re.fullmatch("([0-9a-f]{16})?", history):
+            raise ValueError(f"'history' of this state is 16 hexadecimal digits, not {history!r:.80}")
         if not isinstance(work, list) or not all(
             type(each) is float and 0 <= each < math.inf for each in work
         ):
@@ -53,15 +61,24 @@ class Turn:
             checkpoint.require_count("num_averages", saved["num_averages"]),
             tuple(work),
             dict(counts),
+            history,
         )
 
+    def claim(self) -> dict[str, str]:
+        """Return what must be the same on all ranks that load a state."""
+        return {
+            "the saved number of averagings": f"{self.num_averages} of {self.num_begun} begun",
+            "the history of averagings": self.history,
+        }
+
     def save(self) -> dict[str, Any]:
-        """Return lists and numbers."""
+        """Return lists, numbers and a text."""
         return {
             "num_begun": self.num_begun,
             "num_averages": self.num_averages,
             "work": list(self.work),
             "under_way": [list(pair) for pair in self.under_way.items()],
+            "history": self.history,
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -53,10 +54,14 @@ class OuterLoop:
     check: Callable[[], None]
     """Raises before an averaging if the parameters cannot be averaged any more."""
     weigh: bool = False
+    group_name: str = ""
+    """A name that the ranks share, and no others ever have."""
     num_begun: int = 0
     """Averagings that have begun."""
     num_averages: int = 0
     """Averagings that have ended."""
+    history: str = ""
+    """See `Turn`."""
 
     def begin_due(self, num_local: int, work: float, position: int) -> None:
         """Count a local step, and begin the averaging that is due after it.
@@ -140,7 +145,7 @@ class OuterLoop:
         """The place of this run between its averagings."""
         under_way = {each.number: each.steps_left for each in self.fragments if each.is_under_way}
         work = tuple(float(each.work) for each in self.fragments)
-        return Turn(self.num_begun, self.num_averages, work, under_way)
+        return Turn(self.num_begun, self.num_averages, work, under_way, self.history)
 
     def go_on(self, turn: Turn) -> None:
         """Go on from ``turn``, whose means are to be loaded; ValueError if it has other fragments."""
@@ -156,7 +161,7 @@ class OuterLoop:
         if len(turn.work) == len(self.fragments):
             for fragment, work in zip(self.fragments, turn.work, strict=True):
                 fragment.work = work
-        self.num_begun, self.num_averages = turn.num_begun, turn.num_averages
+        self.num_begun, self.num_averages, self.history = turn.num_begun, turn.num_averages, turn.history
         self.turns.restart(turn.num_begun)
 
     def _end(self, fragments: Sequence[Fragment], alpha: float, *, plainly: bool = False) -> None:
@@ -165,7 +170,13 @@ class OuterLoop:
         self._raise_failure(may_ask=bool(fragments))
         for fragment, mean in zip(fragments, means, strict=True):
             fragment.move(mean, self.lr_of, alpha, plainly)
-        self.num_averages += len(fragments)
+            self.num_averages += 1
+            self.note_group()
+
+    def note_group(self) -> None:
+        """Add the group to the history."""
+        text = f"{self.history} {self.group_name}".encode()
+        self.history = hashlib.blake2b(text, digest_size=8).hexdigest()
 
     def _raise_failure(self, *, may_ask: bool) -> None:
         """Raise the failure of any rank of this site, and forget the averagings under way.

@@ -32,6 +32,11 @@ class SitesCall(CollectiveCall):
             self._within.__enter__()
         return self
 
+    @property
+    def site_name(self) -> str:
+        """A name that the ranks of this site share, and that is new; other sites may have it too."""
+        return self.rendezvous if self._within is None else self._within.rendezvous
+
     def agree(self, claim: Claim, note: str = "") -> list[str]:
         """Wait for every rank's claim; raise on all ranks unless all claims are the same.
 

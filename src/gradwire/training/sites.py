@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwire.averaging import Grid, checkpoint
-from gradwire.buckets import Layouts, canonical_name
+from gradwire.averaging import Grid, checkpoint, is_disabled
+from gradwire.buckets import Layouts, canonical_name, trainable_parameters
 from gradwire.ddp import (
     Wire,
     attachment_of,
@@ -238,7 +237,7 @@ class PlainSite(Site):
         return next(iter(self._trained().values())).device
 
     def resolve(self, recipe: Recipe) -> Recipe:
-        if os.environ.get("GRADWIRE_DISABLE", "0") not in ("", "0"):
+        if is_disabled():
             log.warning("GRADWIRE_DISABLE is set: fp32 averages parameters instead of %s", recipe)
             recipe = fp32()
         return resolve_for_module(recipe, self.module, self._trained(), self.group.size())
@@ -259,8 +258,7 @@ class PlainSite(Site):
         return PlainSite(self.module, sites)
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        named = self.module.named_parameters()
-        found = {canonical_name(name): parameter for name, parameter in named if parameter.requires_grad}
+        found = trainable_parameters(self.module)
         if not found:
             raise ValueError("no parameter of this model requires a gradient: there is nothing to average")
         return found

@@ -3,8 +3,8 @@
 Encodings themselves belong to `codecs`, and the averaging by them to `exchanges`.
 """
 
-from gradwire.tuning.choices import Choosing, EncodingChoice
-from gradwire.tuning.decisions import Decision, decision_cells, decision_table
+from gradwire.tuning.choices import Choosing
+from gradwire.tuning.decisions import Decision, decision_table
 from gradwire.tuning.policy import Policy
 from gradwire.tuning.policy_state import PolicyState, StepReport, combine_reports
 from gradwire.tuning.proposal import propose
@@ -14,13 +14,11 @@ from gradwire.tuning.tuner import Tuner
 __all__ = [
     "Choosing",
     "Decision",
-    "EncodingChoice",
     "Policy",
     "PolicyState",
     "StepReport",
     "Tuner",
     "combine_reports",
-    "decision_cells",
     "decision_table",
     "propose",
     "read_state",

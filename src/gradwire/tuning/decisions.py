@@ -59,7 +59,7 @@ _TITLES = ("step", "ms a step", "exposed", "expected", "got", "error", "bytes", 
 
 def decision_table(decisions: Sequence[Decision]) -> str:
     """Return decisions as a table, a line for each."""
-    rows = [_TITLES, *(decision_cells(each) for each in decisions)]
+    rows = [_TITLES, *(_cells(each) for each in decisions)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
     last = len(_TITLES) - 2  # texts, on the left
     return "\n".join(
@@ -71,7 +71,7 @@ def decision_table(decisions: Sequence[Decision]) -> str:
     )
 
 
-def decision_cells(each: Decision) -> tuple[str, ...]:
+def _cells(each: Decision) -> tuple[str, ...]:
     """Return the texts of a decision, in the order of the table's columns."""
     counts = " ".join(f"{encoding}:{count}" for encoding, count in sorted(each.counts.items()))
     times = (each.step_ms, each.exposed_ms, each.expected_ms, each.got_ms)

@@ -26,7 +26,10 @@ def propose(
         flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         for name, view in layout.views(flat).items():
             if name in gradients:  # others were not used in this step
-                view.copy_(gradients[name])
+                own = gradients[name]
+                # DDP's buckets hold complex gradients as pairs of real values.
+                is_pair = own.is_complex() and not view.is_complex()
+                view.copy_(torch.view_as_real(own) if is_pair else own)
         sample.take(layout.index, flat)
     table = measure_errors(sample.values, sample, choosing.codecs, group, 0)
     return choosing.best(table, choosing.num_encodings)

@@ -1,4 +1,4 @@
-"""The buckets of ``DistributedDataParallel``: which parameters go into which."""
+"""The buckets that ``DistributedDataParallel`` would make of a model: which parameters go into which."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from gradwire.buckets import BucketLayout, Layouts
+from gradwire.buckets import BucketLayout, Layouts, trainable_parameters
 from gradwire.torch_private import FIRST_BUCKET_BYTES, compute_bucket_assignment
 
 _DEFAULT_CAP_MB = 25.0
@@ -19,12 +19,9 @@ class DDPBuckets:
     They come from the function of torch that DDP itself calls.
     """
 
-    def __init__(
-        self, model: nn.Module, parameters: Sequence[nn.Parameter], bucket_cap_mb: float | None
-    ) -> None:
-        """Take ``parameters`` in the order in which the model has them."""
+    def __init__(self, model: nn.Module, bucket_cap_mb: float | None = None) -> None:
         self._model = model
-        self._parameters = parameters
+        self._parameters = list(trainable_parameters(model).values())
         cap = int((_DEFAULT_CAP_MB if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
         # By default the first bucket is small, so that something is sent early.
         self._limits = [FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
@@ -39,10 +36,11 @@ class DDPBuckets:
         found, _ = compute_bucket_assignment(list(self._parameters), self._limits)
         return self._layouts(found[::-1])
 
-    def rebuilt(self, arrived: Iterable[nn.Parameter]) -> tuple[BucketLayout, ...]:
+    def rebuilt(self, arrived: Iterable[nn.Parameter] = ()) -> tuple[BucketLayout, ...]:
         """Return the buckets of later steps, after gradients have arrived in this order.
 
-        Parameters whose gradients have not arrived come last.
+        Parameters whose gradients have not arrived come last, the last parameter first. So without
+        ``arrived``, these are the buckets of a backward pass that runs from the end of the model.
         """
         number = {id(p): i for i, p in enumerate(self._parameters)}
         order = list(dict.fromkeys([*(number[id(p)] for p in arrived), *reversed(number.values())]))
