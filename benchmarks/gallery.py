@@ -28,12 +28,11 @@ LOWEST, HIGHEST = 0.5, 50.0
 
 
 def gains(link: str) -> dict[str, float]:
-    """Return how many times as fast as DDP each row of a table of the performance page is."""
+    """Return how many times as fast as DDP each row of a section's first table of steps is."""
     page = (DOCS / "performance.md").read_text()
     section = page.partition(f"### {link}\n")[2].partition("\n#")[0]
-    rows = [
-        [cell.strip(" `") for cell in line.split("|")[1:-1]] for line in section.splitlines() if "|" in line
-    ]
+    table = section.partition("\n| a step")[2].partition("\n\n")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in f"|{table}".splitlines()]
     column = rows[0].index("DDP over it")
     return {row[0]: float(row[column]) for row in rows[2:] if re.fullmatch(r"[\d.]+", row[column])}
 

@@ -12,8 +12,12 @@ All rows are measured in the same processes, in turns whose order changes from r
 hits all alike. A ratio is the median of the ratios within each round. A step is zero_grad, forward and
 backward, and ends when the last rank has ended it. On CUDA, "host" is the time until backward() returns; the
 device goes on by itself. Behind a link, the bytes that left a rank's interface are compared with those that
-recipes announce. "Averaging" times the exchange alone, without a forward or backward pass: for one bucket,
-and for all buckets of the model, which DDP averages two at a time.
+recipes announce.
+
+"Limit" is the least that a step could take on CPU: the cores' time for the work of all ranks, or the time at
+which the link has sent all bytes if it sends without a pause what DDP has handed over. "Averaging" times the
+exchange alone, without a forward or backward pass: for one bucket, and for all buckets of the model, which
+DDP averages two at a time.
 """
 
 import argparse
@@ -44,8 +48,9 @@ from gradwire.averaging import Bucket, open_engine
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.errors import Place
 from gradwire.headroom import Machine, Workload
-from gradwire.lab import Lab
+from gradwire.lab import Lab, parse_rate
 from gradwire.testing import run_ranks
+from limits import BucketClock, HandedOver, limit_ms
 
 STEPS_PER_TURN = 3
 BASE = "DDP's fp32 allreduce"
@@ -118,6 +123,10 @@ class Measured:
     """Bytes per step that left the interface, headers included."""
     host_ms: list[float]
     """The times until backward() has returned; the device may not be done then."""
+    cpu_ms: float
+    """The time per step that the threads of a rank have kept cores busy."""
+    handed_over: list[list[HandedOver]]
+    """The buckets of each step; empty without a recipe."""
 
 
 def make_models(
@@ -156,12 +165,17 @@ def time_steps(
     host_seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[int]] = {name: [] for name in names}
     announced: dict[str, list[int]] = {name: [] for name in wires}
+    handed_over: dict[str, list[list[HandedOver]]] = {name: [] for name in names}
+    clocks = {name: BucketClock(wire) for name, wire in wires.items()}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warm_up + rounds):
         for name, model in shuffled(models, turn):
             dist.barrier()
-            before = interface_bytes()
+            begins: list[float] = []
+            before, cpu_before = interface_bytes(), time.process_time()
             for _ in range(STEPS_PER_TURN):
                 begin = time.perf_counter()
+                begins.append(begin)
                 model.zero_grad()
                 built.step_loss(model).backward()
                 returned = time.perf_counter()
@@ -170,18 +184,23 @@ def time_steps(
                 if turn >= warm_up:
                     host_seconds[name].append(returned - begin)
                     seconds[name].append(time.perf_counter() - begin)
-            after = interface_bytes()
+            after, cpu_s = interface_bytes(), time.process_time() - cpu_before
+            if turn >= warm_up:
+                cpu_seconds[name].append(cpu_s)
             if turn >= warm_up and before is not None and after is not None:
                 sent[name].append(after - before)
             if turn >= warm_up and name in wires:
                 steps = wires[name].stats().steps[-STEPS_PER_TURN:]
                 announced[name].append(sum(b.bytes_sent or 0 for step in steps for b in step.buckets))
+                handed_over[name] += clocks[name].steps_since(begins)
     return {
         name: Measured(
             slowest(values, STEPS_PER_TURN),
             statistics.mean(announced[name]) / STEPS_PER_TURN if name in wires else None,
             statistics.mean(sent[name]) / STEPS_PER_TURN if sent[name] else None,
             slowest(host_seconds[name], STEPS_PER_TURN),
+            1e3 * statistics.mean(cpu_seconds[name]) / STEPS_PER_TURN,
+            handed_over[name],
         )
         for name, values in seconds.items()
     }
@@ -261,7 +280,7 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     print("", *(f"| {' | '.join(line[i] for i in used)} |" for line in lines), sep="\n")
 
 
-def row_of(name: str, steps: dict[str, Measured], device: str) -> list[str]:
+def row_of(name: str, steps: dict[str, Measured], limits: dict[str, float], device: str) -> list[str]:
     """Return the cells of a row of the table of steps."""
     row = steps[name]
     pairs = [("DDP", name), ("torch fp16", name), (name, "noop")]
@@ -275,6 +294,7 @@ def row_of(name: str, steps: dict[str, Measured], device: str) -> list[str]:
     return [
         name if name in PEERS else f"`{name}`",
         *describe(row.ms),
+        f"{limits[name]:.1f}" if name in limits else "",
         *ratios,
         f"{statistics.median(row.host_ms):.1f}" if device == "cuda" else "",
         "" if row.announced_bytes is None else f"{row.announced_bytes / 1e6:.2f}",
@@ -319,9 +339,16 @@ def main() -> None:
         args = names, options.rounds, options.device, workload, warm_up
         steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab)[0]
     quantiles = ["median", "p10", "p90"]
-    ratios = ["DDP over it", "torch fp16 over it", "it over noop"]
-    header = ["a step, ms", *quantiles, *ratios, "host, ms", "MB sent", "on the interface"]
-    print_table(header, [row_of(name, steps, options.device) for name in steps])
+    ratios = ["DDP over it", "torch fp16 over it", "over noop"]
+    header = ["a step, ms", *quantiles, "limit", *ratios, "host, ms", "MB sent", "on the interface"]
+    limits = {}
+    if options.device == "cpu":
+        rate = parse_rate(options.link) if options.link else None
+        limits = {
+            name: limit_ms(row.cpu_ms, options.world_size, rate, row.sent_bytes, row.handed_over)
+            for name, row in steps.items()
+        }
+    print_table(header, [row_of(name, steps, limits, options.device) for name in steps])
 
     if not options.averaging:
         return

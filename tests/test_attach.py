@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import threading
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -17,13 +18,11 @@ from gradwire.ddp import attachment_of
 from gradwire.ddp.options import Options
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
-from gradwire.lanes import lane as execution
-from gradwire.peers import rendezvous, timeout_of
+from gradwire.peers import connecting, rendezvous, timeout_of
 from gradwire.peers.agreement import agree
-from gradwire.peers.groups import PeerUnreachable, gather
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.testing import run_ranks
-from gradwire.torch_private import store_of
+from gradwire.torch_private import PrefixStore, store_of
 from tests.clocks import WaitingClock
 from tests.models import backward, gradients, small_model
 from tests.threads import lasting_threads
@@ -291,21 +290,20 @@ def test_an_attach_that_fails_leaves_everything_as_it_was(tmp_path):
 
 
 def job_half_open(rank):
-    opened, fails_at = [], 1
-    open_gloo = execution.open_gloo
+    model = small_model()
 
-    def fragile(group, prefix, **options):
-        if len(opened) == fails_at:
+    def fragile(name, store):
+        if name.endswith("1/up"):
             raise RuntimeError("no more sockets")
-        opened.append(open_gloo(group, prefix, **options))
-        return opened[-1]
+        return PrefixStore(name, store)
 
-    execution.open_gloo = fragile
-    with pytest.raises(RuntimeError, match="no more sockets"):
-        gradwire.attach(small_model(), "bf16")
-    (group,) = opened
-    with pytest.raises(PeerUnreachable, match="this rank has closed the group"):
-        gather([torch.zeros(1), torch.zeros(1)], group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "PrefixStore", fragile)
+        with pytest.raises(RuntimeError, match=f"rank {rank}: gradwire could not connect .*no more sockets"):
+            gradwire.attach(model, "bf16")
+    assert not [thread for thread in threading.enumerate() if thread.name == "gradwire-connect"]
+    with gradwire.attach(model, "bf16"):
+        backward(model)
 
 
 def test_a_lane_that_opens_half_way_closes_again():

@@ -15,8 +15,8 @@ from gradwire.ddp import attachment_of, user_hooks
 from gradwire.peers.agreement import describe_differences
 from gradwire.peers.gloo import GlooGroup
 from gradwire.peers.groups import PeerUnreachable, gather
+from gradwire.peers.store_connections import limited_store
 from gradwire.recipes import fingerprint
-from gradwire.torch_private import store_of
 from tests.models import backward
 
 
@@ -124,10 +124,14 @@ def test_ranks_with_different_buckets_are_told_so_before_anything_is_sent(what, 
     three_ranks.run(check_other_buckets, what)
 
 
+LIMIT = timedelta(seconds=8)
+
+
 def check_other_sizes(rank):
     """Exchange messages of different sizes, which would end a process that leaves it to Gloo."""
     dist.barrier()  # the limit is also that for connecting
-    group = GlooGroup(store_of(dist.group.WORLD), "sizes", rank, 3, timedelta(seconds=8))
+    group = GlooGroup(limited_store(dist.group.WORLD, LIMIT), "sizes", rank, 3, LIMIT)
+    group.open()
     rows = [torch.zeros(100 if rank == 1 else 8, dtype=torch.uint8) for _ in range(3)]
     with pytest.raises(PeerUnreachable, match="no message from rank"):
         gather(rows, group)

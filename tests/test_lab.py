@@ -1,6 +1,7 @@
 """The lab: hosts, links with a rate, commands and ranks on them, and nothing left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +62,15 @@ def test_ranks_on_the_hosts_of_a_lab_talk_over_its_links():
     # A ring of three sends 4/3 of 2 MB: 0.43 s at 50 Mbit/s, and nothing gets around the limit.
     assert all(2.6e6 < count < 3.5e6 for count in sent)
     assert duration_s(results) > 0.35
+
+
+@needs_lab
+def test_a_slow_link_takes_a_whole_tcp_segment_with_the_headers_of_its_packets(capfd):
+    with Lab(hosts=1, rate="10mbit") as lab:
+        assert lab.run(["tc", "qdisc", "show", "dev", "eth0"]) == 0
+    (burst,) = re.findall(r"burst (\d+)Kb", capfd.readouterr().out)
+    num_packets = -(-65536 // 1448)
+    assert int(burst) * 1024 >= 65536 + num_packets * 66
 
 
 @needs_lab

@@ -40,7 +40,7 @@ class Noticing(dist.Store):
     def __init__(self, store):
         super().__init__()
         self.answered = threading.Event()
-        self.check, self.get, self._store = store.check, store.get, store
+        self.check, self.compare_set, self._store = store.check, store.compare_set, store
 
     def set(self, key, value):
         self._store.set(key, value)

@@ -7,7 +7,6 @@ an error. The first error is kept in `failure`, and the caller raises it.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Protocol
 
 import torch
@@ -17,7 +16,16 @@ from gradwire.errors import WireError
 from gradwire.lanes.stream import StreamLane
 from gradwire.lanes.task import Task
 from gradwire.lanes.workers import WorkerLane
-from gradwire.peers import Failure, NcclGroup, SingleRankGroup, is_far, open_gloo, timeout_of, uses_nccl
+from gradwire.peers import (
+    Failure,
+    NcclGroup,
+    SingleRankGroup,
+    is_far,
+    make_late_gloo,
+    open_gloo_groups,
+    timeout_of,
+    uses_nccl,
+)
 
 # The number of buckets in flight on a worker lane. Each has its own scratch memory, twice the size of the
 # largest bucket on the wire.
@@ -78,15 +86,13 @@ def open_lane(
             f"gradwire averages gradients on cpu and cuda, not on {device.type}; move the model there"
         )
     failure, timeout = Failure(group, prefix), timeout_of(group)
-    with contextlib.ExitStack() as undo:
-        groups = []
-        for number in range(num_in_flight or NUM_IN_FLIGHT):
-            groups.append(open_gloo(group, f"{prefix}/{number}", late=late))
-            undo.callback(groups[-1].close)
-        shares_messages = not late and is_far(group, groups[0])
-        lane = WorkerLane(groups, failure, timeout, prefix, shares_messages=shares_messages)
-        undo.pop_all()
-    return lane
+    prefixes = [f"{prefix}/{number}" for number in range(num_in_flight or NUM_IN_FLIGHT)]
+    if late:
+        groups, shares_messages = [make_late_gloo(group, each) for each in prefixes], False
+    else:
+        groups, far = open_gloo_groups(group, prefixes, note="far" if is_far(group) else "")
+        shares_messages = any(far)
+    return WorkerLane(groups, failure, timeout, prefix, shares_messages=shares_messages)
 
 
 def open_local_lane(device: torch.device, name: str) -> Lane:

@@ -8,7 +8,13 @@ from gradwire.peers.collective import CollectiveCall
 from gradwire.peers.distance import is_far
 from gradwire.peers.failure import Failure, is_unreachable
 from gradwire.peers.failure_store import RankStatus
-from gradwire.peers.gloo import GlooGroup, close_connections, open_gloo
+from gradwire.peers.gloo import (
+    GlooGroup,
+    close_connections,
+    make_late_gloo,
+    open_gloo,
+    open_gloo_groups,
+)
 from gradwire.peers.groups import (
     Group,
     Messages,
@@ -65,8 +71,10 @@ __all__ = [
     "join_rendezvous",
     "limited_store",
     "make_group",
+    "make_late_gloo",
     "next_rendezvous",
     "open_gloo",
+    "open_gloo_groups",
     "require_same",
     "require_timeout",
     "timeout_of",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import threading
 import time
@@ -15,16 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.peers.connecting import Connections, connect_all
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
 from gradwire.peers.process_groups import timeout_of
-from gradwire.peers.store_connections import LimitedStore, own_store
+from gradwire.peers.store_connections import LimitedStore, limited_store, own_store
 from gradwire.torch_private import (
-    PrefixStore,
     ProcessGroupGloo,
-    Store,
     backend_of,
     device_types,
-    store_of,
 )
 
 # Two tags that no message carries: see `GlooGroup.close` and `GlooGroup.watch`.
@@ -35,14 +32,33 @@ _NUM_ROUNDS = 1 << 15
 TIMED_OUT = re.compile("timed ?out", re.IGNORECASE)
 
 
-def open_gloo(group: dist.ProcessGroup, prefix: str, *, late: bool = False) -> GlooGroup:
-    """Make a Gloo group with the ranks and the timeout of ``group``; collective.
+def open_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
+    """Make a Gloo group with the ranks and the timeout of ``group``; collective."""
+    (opened,), _ = open_gloo_groups(group, [prefix])
+    return opened
 
-    With ``late``, it does not connect before its `GlooGroup.open`, which is then the collective call.
-    """
+
+def open_gloo_groups(
+    group: dist.ProcessGroup, prefixes: Sequence[str], note: str = ""
+) -> tuple[list[GlooGroup], list[str]]:
+    """Make several groups at once, as `open_gloo` makes one; return them and every rank's note."""
+    rank, size, timeout = group.rank(), group.size(), timeout_of(group)
+    store = limited_store(group, timeout)
+    try:
+        connections, notes = connect_all(store, prefixes, rank, size, timeout, note)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank}: gradwire could not connect to the other ranks of the group: {error}"
+        ) from error
+    places = zip(prefixes, connections, strict=True)
+    return [GlooGroup(store, prefix, rank, size, timeout, made) for prefix, made in places], notes
+
+
+def make_late_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
+    """Make a group that does not connect before its `GlooGroup.open`, which is then the collective call."""
     timeout = timeout_of(group)
-    store = own_store(group, timeout) if late else store_of(group)
-    return GlooGroup(store, prefix, group.rank(), group.size(), timeout, late=late)
+    store = LimitedStore(own_store(group, timeout), group.rank(), timeout)
+    return GlooGroup(store, prefix, group.rank(), group.size(), timeout)
 
 
 class GlooGroup:
@@ -61,12 +77,18 @@ class GlooGroup:
     native_scatter = None
 
     def __init__(
-        self, store: Store, prefix: str, rank: int, size: int, timeout: timedelta, *, late: bool = False
+        self,
+        store: LimitedStore,
+        prefix: str,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        connections: Connections | None = None,
     ) -> None:
-        """Connect to the other ranks or, if ``late``, leave that to `open`.
+        """Use ``connections`` or, if there are none so far, leave it to `open` to make them.
 
-        Collective; raises RuntimeError if they cannot be reached. A late group needs a ``store`` with a
-        connection of its own: a thread that waits in a store keeps all others out of it.
+        A group without connections needs a ``store`` with a connection of its own: a thread that waits in a
+        store keeps all others out of it.
         """
         self.rank = rank
         self.size = size
@@ -74,19 +96,10 @@ class GlooGroup:
         self.waits_for: int | None = None
         """The rank whose message this one is waiting for, or None if it is not waiting."""
         self._round = 0
-        self._connections: tuple[Any, ...] = ()
+        self._connections: Connections | None = connections
+        self._is_late = connections is None
         self._is_closed, self._closing = False, threading.Lock()
-        self._store, self._prefix, self._timeout = LimitedStore(store, rank, timeout), prefix, timeout
-        connect = functools.partial(_connect, store, prefix, rank, size, timeout)
-        self._connect = functools.partial(self._store.answer, connect)
-        self._is_late = late
-        if not late:
-            try:
-                self._connections = self._connect()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"rank {rank}: gradwire could not connect to the other ranks of the group: {error}"
-                ) from error
+        self._store, self._prefix, self._timeout = store, prefix, timeout
 
     def open(self) -> None:
         """Connect a late group; also after `close`, since the other ranks wait for this one to connect.
@@ -96,7 +109,9 @@ class GlooGroup:
         if self._is_late:
             try:
                 self._wait_for_all()
-                connections = self._connect()
+                (connections,), _ = connect_all(
+                    self._store, [self._prefix], self.rank, self.size, self._timeout
+                )
             except RuntimeError as error:
                 raise PeerUnreachable(None, _reason(error), connecting=True) from error
             with self._closing:
@@ -135,7 +150,7 @@ class GlooGroup:
 
     def connection(self, sender: int, receiver: int) -> Any:
         """Return the Gloo process group by which ``sender`` sends to ``receiver``."""
-        if not self._connections:
+        if self._connections is None:
             raise PeerUnreachable(self.rank, "this rank has closed the group")
         return self._connections[sender < receiver]
 
@@ -152,8 +167,8 @@ class GlooGroup:
 
     def close(self) -> None:
         with self._closing:
-            connections, self._connections, self._is_closed = self._connections, (), True
-        for connection in connections:
+            connections, self._connections, self._is_closed = self._connections, None, True
+        for connection in connections or ():
             _close(connection, self.rank, self.size)
 
 
@@ -197,17 +212,6 @@ class _GlooMessages:
             work.wait()
         self._owner.waits_for = None
         self._owner.traffic.wait_s += time.perf_counter() - begin
-
-
-def _connect(store: Store, prefix: str, rank: int, size: int, timeout: timedelta) -> tuple[Any, ...]:
-    """Return a process group for sends to lower ranks and one for sends to higher ranks.
-
-    They share one Gloo device, and so one thread.
-    """
-    # Typed as Any: torch's stubs leave out most of this class.
-    down: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/down", store), rank, size, timeout)
-    up: Any = ProcessGroupGloo(PrefixStore(f"{prefix}/up", store), rank, size, down.options)
-    return down, up
 
 
 def close_connections(group: dist.ProcessGroup) -> None:

@@ -14,11 +14,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradwire.peers.store_connections import limited_store
+from gradwire.peers.store_connections import LimitedStore, limited_store
 
 _FIRST_KEY = "gradwire/first"
 """The key under which rank 0 writes its process name."""
 _SLOWEST_POLL_S = 0.05
+_ABSENT = "absent"
+"""A text that no key holds; a store returns it for a key that is not set."""
 SLOW_S = 10.0
 """The wait after which a rank logs whom it is waiting for."""
 
@@ -132,11 +134,12 @@ def _meet(group: dist.ProcessGroup, session: _Session, timeout: timedelta, calle
 
     def is_seen() -> bool:
         nonlocal name
-        if store.check([_FIRST_KEY]) and (first := store.get(_FIRST_KEY).decode()) != name:
+        first = _read(store, _FIRST_KEY)
+        if first is not None and first != name:
             name = first
             store.set(_answer_key(name, rank), session.process_name)
-        seen = _seen_key(name)
-        return bool(name) and store.check([seen]) and session.process_name in json.loads(store.get(seen))
+        seen = _read(store, _seen_key(name)) if name else None
+        return seen is not None and session.process_name in json.loads(seen)
 
     if rank == 0:
         name = session.process_name
@@ -170,6 +173,13 @@ def _answer_key(name: str, rank: int) -> str:
 
 def _seen_key(name: str) -> str:
     return f"gradwire/{name}/seen"
+
+
+def _read(store: LimitedStore, key: str) -> str | None:
+    """Return a value, or None if there is none, in one round trip: `check` takes one, and `get` two more."""
+    # Nothing is set unless the value is the one that is expected, and then it stays.
+    value = store.compare_set(key, _ABSENT, _ABSENT).decode()
+    return None if value == _ABSENT else value
 
 
 def _poll(is_over: Callable[[], bool], deadline: float) -> bool:

@@ -44,6 +44,9 @@ class LimitedStore:
     def check(self, keys: Sequence[str]) -> bool:
         return self.answer(lambda: self._store.check(list(keys)))
 
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.answer(lambda: self._store.compare_set(key, expected, desired))
+
     def get(self, key: str) -> bytes:
         return self.answer(lambda: self._store.get(key))
 

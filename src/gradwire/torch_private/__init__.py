@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import GradBucket as GradBucket
+from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import ProcessGroupGloo as ProcessGroupGloo
 from torch._C._distributed_c10d import Store as Store
@@ -59,6 +60,7 @@ PRIVATE_NAMES = tuple(
         # Names that torch.distributed has too, but not for type checkers.
         (f"{_C10D}:GradBucket", "the bucket that DDP passes to a hook", "torch.distributed.GradBucket"),
         (f"{_C10D}:Store", "where ranks meet", "torch.distributed.Store"),
+        (f"{_C10D}:HashStore", "where a group of one rank meets", "torch.distributed.HashStore"),
         (f"{_C10D}:PrefixStore", "where ranks meet", "torch.distributed.PrefixStore"),
         (f"{_C10D}:TCPStore", "where ranks meet", "torch.distributed.TCPStore"),
         (f"{_C10D}:ProcessGroupGloo", "groups that torch's registry does not know", "dist.new_group"),
