@@ -166,6 +166,8 @@ def job_fault(world_rank, names):
         if how == "stop":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(parents.get("pid")), signal.SIGKILL)
+    if how in ("busy", "raise"):
+        wait_for_all(parents, "told", SIZE)  # rank 0 has the store, which the late one still asks
 
 
 def wait_for_status(rank):
