@@ -124,3 +124,21 @@ def check_interrupted(rank):
 
 def test_no_thread_goes_on_waiting_for_addresses_after_an_interrupt(two_ranks):
     two_ranks.run(check_interrupted)
+
+
+def check_no_address(rank):
+    store = LimitedStore(PrefixStore("no address", store_of(dist.group.WORLD)), rank, TIMEOUT)
+
+    def fragile(name, inner):
+        if rank == 1 and name == "second/up":
+            raise RuntimeError("no more sockets")
+        return PrefixStore(name, inner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "PrefixStore", fragile)
+        with pytest.raises(RuntimeError, match="no more sockets" if rank == 1 else "^rank 1: no more sockets"):
+            connecting.connect_all(store, ["first", "second"], rank, 3, TIMEOUT)
+
+
+def test_all_ranks_are_told_at_once_of_one_that_has_no_address(three_ranks):
+    three_ranks.run(check_no_address)

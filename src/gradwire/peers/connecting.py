@@ -123,12 +123,21 @@ class _AddressBook(Store):
 def _trade(
     book: _AddressBook, note: str, store: LimitedStore, prefix: str, rank: int, size: int, timeout: timedelta
 ) -> list[str]:
-    """Exchange the addresses of all ranks' groups over ``store``; return every rank's note."""
+    """Exchange the addresses of all ranks' groups over ``store``; return every rank's note.
+
+    Raises RuntimeError if a rank has none: the others must not try to reach it.
+    """
     own = {key: base64.b64encode(value).decode() for key, value in book.own_entries().items()}
     keys = [f"{prefix}/{peer}" for peer in range(size)]
-    store.set(keys[rank], json.dumps([note, own]))
+    error = None if book.error is None else str(book.error)
+    store.set(keys[rank], json.dumps([note, own, error]))
+    if book.error is not None:
+        raise book.error
     store.wait(keys, timeout)
-    notes, entries = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+    notes, entries, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+    for peer, text in enumerate(errors):
+        if text is not None:
+            raise RuntimeError(f"rank {peer}: {text}")
     book.complete({key: base64.b64decode(value) for each in entries for key, value in each.items()})
     return list(notes)
 
