@@ -14,9 +14,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from gradwire.peers import GlooGroup, failure_store, join_rendezvous, next_rendezvous, store_connections
 from gradwire.peers.agreement import agree
+from gradwire.peers.connecting import connect_all
 from gradwire.peers.failure_store import FailureStore
 from gradwire.peers.groups import PeerUnreachable
-from gradwire.peers.store_connections import own_store
+from gradwire.peers.store_connections import LimitedStore, own_store
 
 SHORT = timedelta(seconds=1)
 
@@ -97,14 +98,18 @@ def test_a_program_that_ends_asks_no_more(monkeypatch):
         assert failures.failure() is None
 
 
+def limited(group):
+    return LimitedStore(group.get_group_store(), 0, SHORT)
+
+
 # Each asks the store, and would wait for the answer of a host that is stopped.
 ASKING = {
     "a hook's rendezvous": lambda group: next_rendezvous(group, SHORT),
     "a hook's connection": lambda group: own_store(group, SHORT),
     "attach": lambda group: join_rendezvous(group, SHORT, "attach"),
     "an agreement": lambda group: agree(group, "rendezvous", {}, SHORT, "attach"),
-    "a group": lambda group: GlooGroup(group.get_group_store(), "group", 0, 2, SHORT),
-    "a late group": lambda group: GlooGroup(group.get_group_store(), "group", 0, 2, SHORT, late=True).open(),
+    "groups": lambda group: connect_all(limited(group), ["group"], 0, 2, SHORT),
+    "a late group": lambda group: GlooGroup(limited(group), "group", 0, 2, SHORT).open(),
 }
 
 
