@@ -134,9 +134,10 @@ def check_no_address(rank):
             raise RuntimeError("no more sockets")
         return PrefixStore(name, inner)
 
+    told = "^no more sockets" if rank == 1 else "^rank 1: no more sockets"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connecting, "PrefixStore", fragile)
-        with pytest.raises(RuntimeError, match="no more sockets" if rank == 1 else "^rank 1: no more sockets"):
+        with pytest.raises(RuntimeError, match=told):
             connecting.connect_all(store, ["first", "second"], rank, 3, TIMEOUT)
 
 
