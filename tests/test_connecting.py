@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.lanes import lane
 from gradwire.peers import GlooGroup, PeerUnreachable, connecting, gather, open_gloo_groups
 from gradwire.peers.store_connections import LimitedStore
 from gradwire.torch_private import PrefixStore, ProcessGroupGloo, Store, store_of
@@ -143,3 +144,24 @@ def check_no_address(rank):
 
 def test_all_ranks_are_told_at_once_of_one_that_has_no_address(three_ranks):
     three_ranks.run(check_no_address)
+
+
+def check_no_lane(rank):
+    opened = []
+
+    def fail(groups, *args, **options):
+        opened.extend(groups)
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane, "WorkerLane", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            lane.open_lane(dist.group.WORLD, torch.device("cpu"), "no lane")
+    assert len(opened) == lane.NUM_IN_FLIGHT
+    for group in opened:
+        with pytest.raises(PeerUnreachable, match="this rank has closed the group"):
+            gather([torch.zeros(1), torch.zeros(1)], group)
+
+
+def test_groups_are_closed_if_no_lane_can_be_made_of_them(two_ranks):
+    two_ranks.run(check_no_lane)
