@@ -64,6 +64,12 @@ def hosted_store():
         os.close(reader)
 
 
+def end(host, fate):
+    """Kill or stop a host, and wait until it is: it may answer before that."""
+    os.kill(host, fate)
+    os.waitid(os.P_PID, host, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+
+
 def test_a_text_is_there_for_whoever_asks():
     with hosted_store() as (_, store):
         ours, theirs = (FailureStore(Group(store), "wire") for _ in range(2))
@@ -84,7 +90,7 @@ def test_a_host_that_is_gone_keeps_nobody_waiting(fate, monkeypatch):
     monkeypatch.setattr(failure_store, "_PATIENCE_S", 2.0)  # as it is outside of tests
     asked = []
     with hosted_store() as (host, store):
-        os.kill(host, fate)
+        end(host, fate)
 
         def ask():
             failures = FailureStore(Group(store), "wire")
@@ -126,7 +132,7 @@ def test_every_call_that_meets_others_in_the_store_says_that_its_host_is_gone(fa
     with ThreadPoolExecutor(len(ASKING)) as threads, ExitStack() as hosts:
         hosted = [hosts.enter_context(hosted_store()) for _ in ASKING]  # before any thread starts
         for host, _ in hosted:
-            os.kill(host, fate)
+            end(host, fate)
         calls = [threads.submit(ask, Group(s)) for (_, s), ask in zip(hosted, ASKING.values(), strict=True)]
         for name, call in zip(ASKING, calls, strict=True):
             error = call.exception(timeout=120)

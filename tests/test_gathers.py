@@ -156,6 +156,38 @@ def test_a_block_that_is_left_out_once_is_not_stale_later(two_ranks):
     two_ranks.run(check_left_out)
 
 
+def stop(*_):
+    raise KeyError("bad input")
+
+
+def check_broken_off(rank):
+    """Train with a pass without gradients before backward(), and one that breaks off before a step."""
+    found = []
+    for spec in ("fp32", None):
+        model = shard(make(num_blocks=4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with gradwire.attach(model, "fp32", weights=spec):
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = loss_of(model, batch(rank, step))
+                with torch.no_grad():
+                    model(batch(rank, step))
+                (loss + loss_of(model, batch(rank, step + 3))).backward()
+                hook = model.blocks[0].register_forward_pre_hook(stop)
+                with pytest.raises(KeyError, match="bad input"):
+                    model(batch(rank, step))
+                hook.remove()
+                model.reshard()
+                model.blocks[0].reshard()
+                optimizer.step()
+            found.append(model(batch(rank, 6)))
+    assert torch.equal(*found)
+
+
+def test_parameters_are_not_stale_after_a_forward_pass_that_breaks_off(two_ranks):
+    two_ranks.run(check_broken_off)
+
+
 def check_failure(rank):
     """An error of one rank is raised on all; after detach torch gathers what they have now."""
     model = shard(make())

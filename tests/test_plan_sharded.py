@@ -11,6 +11,7 @@ import gradwire
 from gradwire.cli import app
 from gradwire.headroom import Sharding
 from gradwire.planner import (
+    BucketTraffic,
     Calibration,
     Cluster,
     Costs,
@@ -19,6 +20,7 @@ from gradwire.planner import (
     sharded_traffic,
     typical_shapes,
 )
+from gradwire.planner.sharded_cost import ShardedCosts, ShardedTraffic, UnitTraffic, predict_sharded_step
 from gradwire.sharded import shard_blocks
 from tests.sharded_runs import attached, batch, loss_of, make
 
@@ -127,6 +129,34 @@ def test_replicas_that_share_a_node_send_no_more_than_one():
     spread = predict_sharded("int8", SHAPES, 0.1, nodes, SPEEDS, ShardedPlan(Sharding("hsdp", 4)))
     shared = predict_sharded("int8", SHAPES, 0.1, nodes, SPEEDS, ShardedPlan(Sharding("hsdp", 2)))
     assert shared.bytes_per_step == pytest.approx(spread.bytes_per_step, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "expected_s"),
+    # The first average is under way from 4 s to 9 s.
+    [
+        ("fsdp", "allreduce", 15.5),  # the second block is computed after it
+        ("fsdp", "int8", 12.5),  # the second and the third beside it
+        ("hsdp", "int8", 10.5),  # all are
+    ],
+)
+def test_blocks_are_computed_beside_as_many_averages_as_a_wire_lets_travel(kind, recipe, expected_s):
+    plan = ShardedPlan(Sharding(kind, 4 if kind == "fsdp" else 2))
+    num_left = sharded_traffic(recipe, SHAPES, Cluster(2, 2), plan).num_left
+    units = [
+        UnitTraffic(
+            BucketTraffic(num_values, 0, 0, 0, 0, 0), 1, BucketTraffic(0, 0, average_s * 1e6, 1, 1, 0)
+        )
+        for num_values, average_s in ((3, 0.5), (1, 0.5), (1, 0.5), (1, 5))
+    ]
+    no_cost = Costs(0, 0, 0, 0, 0)
+    predicted = predict_sharded_step(
+        9.0,
+        ShardedTraffic(tuple(units), num_left=num_left),
+        ShardedCosts(no_cost, no_cost, no_cost),
+        Cluster(2, bits_per_s=8e6 * 1514 / 1448),
+    )
+    assert predicted.step_s == pytest.approx(expected_s)
 
 
 def test_one_worker_only_computes():

@@ -49,7 +49,9 @@ class ShardedTraffic:
     messages_meet: bool = False
     """Both as in `StepTraffic`."""
     num_left: int | None = None
-    """The number of averages beside which computing goes on: none for torch's own. None for any number."""
+    """The number of averages beside which computing goes on: none for torch's own. None for any number.
+
+    The oldest of them ends before the next one begins, which needs memory."""
     gathers_ahead: bool = False
     """True if the next unit is gathered while one is computed."""
 
@@ -135,9 +137,11 @@ class _Step:
             return
         traffic, cluster = self._traffic, self._cluster
         times = bucket_times(unit.average, self._costs.average, cluster, traffic.work, traffic.messages_meet)
+        if traffic.num_left:
+            self.now_s = max(self.now_s, self.ends_s[-traffic.num_left])
         begin_s = max(self.now_s, self.ends_s[-NUM_IN_FLIGHT])
         self._link_free_s = max(self._link_free_s, begin_s + times.cpu_s) + times.moving_s
         self.ends_s.append(max(begin_s + times.total_s, self._link_free_s))
         self.now_s += cluster.contention * (times.cpu_s + times.copy_s)
-        if traffic.num_left is not None:
-            self.now_s = max(self.now_s, self.ends_s[-1 - traffic.num_left])
+        if traffic.num_left == 0:
+            self.now_s = max(self.now_s, self.ends_s[-1])
