@@ -1,5 +1,7 @@
 """Connections to other ranks: what is asked of the store to make them."""
 
+import threading
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -7,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.peers import gather, open_gloo_groups
+from gradwire.lanes import lane
+from gradwire.peers import GlooGroup, PeerUnreachable, connecting, gather, open_gloo_groups
 from gradwire.peers.store_connections import LimitedStore
-from gradwire.torch_private import PrefixStore, Store, store_of
+from gradwire.torch_private import PrefixStore, ProcessGroupGloo, Store, store_of
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -66,8 +69,99 @@ def check_missing_rank(rank):
     inner = PrefixStore("one is missing", store_of(dist.group.WORLD))
     limit = timedelta(seconds=0.5)
     with pytest.raises(RuntimeError, match=r"(?i)time"):
-        gradwire.peers.connecting.connect_all(LimitedStore(inner, rank, limit), ["alone"], rank, 3, limit)
+        connecting.connect_all(LimitedStore(inner, rank, limit), ["alone"], rank, 3, limit)
 
 
 def test_ranks_that_wait_in_vain_for_an_address_raise_after_the_timeout(three_ranks):
     three_ranks.run(check_missing_rank)
+
+
+def check_half_open(rank):
+    """Fail on rank 1 after the first group has connected to all; its error is held until the others know."""
+    limit = timedelta(seconds=30)
+    store = LimitedStore(PrefixStore("half open", store_of(dist.group.WORLD)), rank, limit)
+
+    names = {}
+
+    def named(name, inner):
+        place = PrefixStore(name, inner)
+        names[place] = name
+        return place
+
+    def fragile(place, *args):
+        made = ProcessGroupGloo(place, *args)
+        if rank == 1 and names.get(place) == "second/up":
+            raise RuntimeError("no more sockets")
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "PrefixStore", named)
+        patch.setattr(connecting, "ProcessGroupGloo", fragile)
+        with pytest.raises(RuntimeError, match="no more sockets") if rank == 1 else nullcontext() as held:
+            (first, _), _ = connecting.connect_all(store, ["first", "second"], rank, 3, limit)
+    if rank != 1:
+        group = GlooGroup(store, "first", rank, 3, limit, first)
+        with pytest.raises(PeerUnreachable, match="Connection closed by peer"):
+            group.watch(1)
+        group.close()
+    dist.barrier()
+    del held
+
+
+def test_a_rank_that_cannot_connect_closes_what_it_has_connected(three_ranks):
+    three_ranks.run(check_half_open)
+
+
+def check_interrupted(rank):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "_trade", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            connecting.connect_all(None, ["interrupted"], rank, 2, TIMEOUT)
+    assert not [thread for thread in threading.enumerate() if thread.name == "gradwire-connect"]
+
+
+def test_no_thread_goes_on_waiting_for_addresses_after_an_interrupt(two_ranks):
+    two_ranks.run(check_interrupted)
+
+
+def check_no_address(rank):
+    store = LimitedStore(PrefixStore("no address", store_of(dist.group.WORLD)), rank, TIMEOUT)
+
+    def fragile(name, inner):
+        if rank == 1 and name == "second/up":
+            raise RuntimeError("no more sockets")
+        return PrefixStore(name, inner)
+
+    told = "^no more sockets" if rank == 1 else "^rank 1: no more sockets"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connecting, "PrefixStore", fragile)
+        with pytest.raises(RuntimeError, match=told):
+            connecting.connect_all(store, ["first", "second"], rank, 3, TIMEOUT)
+
+
+def test_all_ranks_are_told_at_once_of_one_that_has_no_address(three_ranks):
+    three_ranks.run(check_no_address)
+
+
+def check_no_lane(rank):
+    opened = []
+
+    def fail(groups, *args, **options):
+        opened.extend(groups)
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lane, "WorkerLane", fail)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            lane.open_lane(dist.group.WORLD, torch.device("cpu"), "no lane")
+    assert len(opened) == lane.NUM_IN_FLIGHT
+    for group in opened:
+        with pytest.raises(PeerUnreachable, match="this rank has closed the group"):
+            gather([torch.zeros(1), torch.zeros(1)], group)
+
+
+def test_groups_are_closed_if_no_lane_can_be_made_of_them(two_ranks):
+    two_ranks.run(check_no_lane)

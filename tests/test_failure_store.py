@@ -10,7 +10,7 @@ from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from gradwire.peers import GlooGroup, failure_store, join_rendezvous, next_rendezvous, store_connections
 from gradwire.peers.agreement import agree
@@ -18,6 +18,7 @@ from gradwire.peers.connecting import connect_all
 from gradwire.peers.failure_store import FailureStore
 from gradwire.peers.groups import PeerUnreachable
 from gradwire.peers.store_connections import LimitedStore, own_store
+from gradwire.torch_private import has_tcp_store
 
 SHORT = timedelta(seconds=1)
 
@@ -76,6 +77,12 @@ def test_a_text_is_there_for_whoever_asks():
         theirs.post_failure("rank 1: broken")
         assert ours.failure() == "rank 1: broken"
         assert ours.is_reachable
+
+
+def test_a_store_has_a_host_with_and_without_prefixes():
+    with hosted_store() as (_, store):
+        assert all(map(has_tcp_store, (store.underlying_store, store, PrefixStore("more", store))))
+    assert not any(map(has_tcp_store, (HashStore(), PrefixStore("some", HashStore()))))
 
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP])

@@ -74,6 +74,12 @@ def test_in_a_warm_up_those_with_fewer_steps_are_behind():
         assert {each.is_everywhere for each in found} == {current == [0, 1, 2]}
 
 
+def test_one_that_is_still_warming_up_has_not_averaged_apart():
+    notes = [noted(4, 0, 0), noted(6, 0, 0, history="a" * 16)]
+    found = [newest(notes, site, warmup_steps=5) for site in range(2)]
+    assert [(each.is_current, each.is_apart) for each in found] == [(False, False), (True, False)]
+
+
 def test_nobody_has_a_state_or_none_is_whole():
     assert newest(["", ""], 0) is None
     with pytest.raises(ValueError, match="the ranks of site 1 have states of different steps"):

@@ -7,6 +7,7 @@ an error. The first error is kept in `failure`, and the caller raises it.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
 import torch
@@ -92,7 +93,12 @@ def open_lane(
     else:
         groups, far = open_gloo_groups(group, prefixes, note="far" if is_far(group) else "")
         shares_messages = any(far)
-    return WorkerLane(groups, failure, timeout, prefix, shares_messages=shares_messages)
+    with contextlib.ExitStack() as undo:
+        for each in groups:
+            undo.callback(each.close)
+        lane = WorkerLane(groups, failure, timeout, prefix, shares_messages=shares_messages)
+        undo.pop_all()
+    return lane
 
 
 def open_local_lane(device: torch.device, name: str) -> Lane:

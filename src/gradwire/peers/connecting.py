@@ -28,28 +28,29 @@ def connect_all(
     options = [each for _ in prefixes for each in 2 * [_options(timeout)]]
     book = _AddressBook(len(names))
     made: dict[str, Any] = {}
+    threads: list[threading.Thread] = []
 
     def connect(name: str, option: Any) -> None:
         try:
             made[name] = ProcessGroupGloo(PrefixStore(name, book), rank, size, option)
-        except RuntimeError as error:
+        except BaseException as error:
             book.fail(error)
         finally:
             book.leave()
 
-    threads = [
-        threading.Thread(target=connect, args=args, name="gradwire-connect", daemon=True)
-        for args in zip(names, options, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
     try:
+        for args in zip(names, options, strict=True):
+            thread = threading.Thread(target=connect, args=args, name="gradwire-connect", daemon=True)
+            thread.start()
+            threads.append(thread)
         notes = _trade(book, note, store, f"{prefixes[0]}/addresses", rank, size, timeout)
-    except RuntimeError as error:
+    except BaseException as error:  # also KeyboardInterrupt: no thread may wait for ever
         book.fail(error)
     for thread in threads:
         thread.join()
     if book.error is not None:
+        # Closes connections, which frees the ranks at their other ends. The error's traceback has this frame.
+        made.clear()
         raise book.error
     pairs = zip(names[::2], names[1::2], strict=True)
     return [(made[down], made[up]) for down, up in pairs], notes
@@ -65,7 +66,7 @@ class _AddressBook(Store):
 
     def __init__(self, num_groups: int) -> None:
         super().__init__()
-        self.error: RuntimeError | None = None
+        self.error: BaseException | None = None
         self._entries: dict[str, bytes] = {}
         self._num_busy = num_groups
         self._is_complete = False
@@ -99,7 +100,7 @@ class _AddressBook(Store):
             self._num_busy -= 1
             self._changed.notify_all()
 
-    def fail(self, error: RuntimeError) -> None:
+    def fail(self, error: BaseException) -> None:
         """End all waiting with the first error."""
         with self._changed:
             self.error = self.error or error
@@ -122,12 +123,21 @@ class _AddressBook(Store):
 def _trade(
     book: _AddressBook, note: str, store: LimitedStore, prefix: str, rank: int, size: int, timeout: timedelta
 ) -> list[str]:
-    """Exchange the addresses of all ranks' groups over ``store``; return every rank's note."""
+    """Exchange the addresses of all ranks' groups over ``store``; return every rank's note.
+
+    Raises RuntimeError if a rank has none: the others must not try to reach it.
+    """
     own = {key: base64.b64encode(value).decode() for key, value in book.own_entries().items()}
     keys = [f"{prefix}/{peer}" for peer in range(size)]
-    store.set(keys[rank], json.dumps([note, own]))
+    error = None if book.error is None else str(book.error)
+    store.set(keys[rank], json.dumps([note, own, error]))
+    if book.error is not None:
+        raise book.error
     store.wait(keys, timeout)
-    notes, entries = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+    notes, entries, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+    for peer, text in enumerate(errors):
+        if text is not None:
+            raise RuntimeError(f"rank {peer}: {text}")
     book.complete({key: base64.b64decode(value) for each in entries for key, value in each.items()})
     return list(notes)
 

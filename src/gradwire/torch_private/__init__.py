@@ -249,7 +249,11 @@ def default_store() -> Any:
 
 def has_tcp_store(store: Any) -> bool:
     """Return True if ``store`` is a TCPStore, whatever prefixes are around it."""
-    return isinstance(getattr(store, "_underlying_non_prefix_store", None), TCPStore)
+    return isinstance(_without_prefixes(store), TCPStore)
+
+
+def _without_prefixes(store: Any) -> Any:
+    return getattr(store, "_underlying_non_prefix_store", store)  # only a PrefixStore has one
 
 
 def own_connection(store: Any, group_name: str) -> Any:
@@ -261,7 +265,7 @@ def own_connection(store: Any, group_name: str) -> Any:
         return store.clone()
     if not has_tcp_store(store):
         return store
-    server = store._underlying_non_prefix_store
+    server = _without_prefixes(store)
     connected = TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)
     return PrefixStore(f"gradwire/{group_name}", connected)
 

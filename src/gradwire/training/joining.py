@@ -105,8 +105,12 @@ def _is_current(own: Position, newest: Position, warmup_steps: int) -> bool:
 
 
 def _is_apart(own: Position, newest: Position) -> bool:
-    """Return True if two states have as many averages, which are not the same."""
-    return own.turn.num_averages == newest.turn.num_averages and own.turn.history != newest.turn.history
+    """Return True if two states have as many averages, which are not the same.
+
+    A state of the warm-up has no history, and neither has one that an older release has saved.
+    """
+    is_other = own.turn.history not in ("", newest.turn.history)
+    return is_other and own.turn.num_averages == newest.turn.num_averages
 
 
 def share_state(
