@@ -1,8 +1,10 @@
 """Processes that are not our children."""
 
+import contextlib
 import os
 import select
 import time
+from pathlib import Path
 
 
 def is_alive(pid):
@@ -12,6 +14,15 @@ def is_alive(pid):
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def states_of(pid):
+    """Return the state of each thread of a process, a letter as ``ps`` shows it; nothing if it is gone."""
+    states = []
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            states.append(path.read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def wait_until_gone(pids, timeout_s=120.0):

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -18,7 +19,9 @@ from gradwire.peers.connecting import connect_all
 from gradwire.peers.failure_store import FailureStore
 from gradwire.peers.groups import PeerUnreachable
 from gradwire.peers.store_connections import LimitedStore, own_store
+from gradwire.ranks import running
 from gradwire.torch_private import has_tcp_store
+from tests.processes import states_of
 
 SHORT = timedelta(seconds=1)
 
@@ -41,33 +44,38 @@ class Group:
         return self._store
 
 
+def host_a_store(ports):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports.send(store.port)
+    while True:
+        signal.pause()
+
+
 @contextmanager
 def hosted_store():
-    """Host a store in another process; yield the process and a connection."""
-    reader, writer = os.pipe()
-    host = os.fork()
-    if host == 0:
-        try:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            os.write(writer, str(store.port).encode())
-            while True:
-                signal.pause()
-        finally:
-            os._exit(1)  # whatever happens, this process does not go on with the tests
-    os.close(writer)  # if the host fails, nothing is read
+    """Host a store in another process; yield the process and a connection.
+
+    A server forks it: this process has threads in C++, which a fork would leave with their locks held.
+    """
+    context = running._fork_context()
+    receiver, sender = context.Pipe(duplex=False)
+    host = context.Process(target=host_a_store, args=(sender,), daemon=True)
+    host.start()
+    sender.close()  # if the host fails, nothing is read
     try:
-        connected = TCPStore("127.0.0.1", int(os.read(reader, 16)), is_master=False)
-        yield host, PrefixStore("group", connected)
+        connected = TCPStore("127.0.0.1", receiver.recv(), is_master=False)
+        yield host.pid, PrefixStore("group", connected)
     finally:
-        os.kill(host, signal.SIGKILL)
-        os.waitpid(host, 0)
-        os.close(reader)
+        host.kill()
+        host.join()
+        receiver.close()
 
 
 def end(host, fate):
     """Kill or stop a host, and wait until it is: it may answer before that."""
     os.kill(host, fate)
-    os.waitid(os.P_PID, host, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    while any(state not in "TZ" for state in states_of(host)):
+        time.sleep(0.001)
 
 
 def test_a_text_is_there_for_whoever_asks():
