@@ -135,9 +135,9 @@ def _judge(record: Record, best: Row | None) -> str:
         return ""
     gain = record.gain(best)
     fastest_ms = min(row.step_ms for row in record.recipes if _keeps_gradients(record, row))
-    how = (
-        "the best measured" if best.step_ms == fastest_ms else "about as fast as any, with the smallest error"
-    )
+    how = "about as fast as any that is not coarse, with the smallest error"
+    if best.step_ms == fastest_ms:
+        how = "the best measured"
     what = f"{_describe(record, best)}, {how},"
     if gain <= 1:
         return f"{what} makes it {gain:.2f}x as fast, so compression is not worth it here."
