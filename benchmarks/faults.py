@@ -166,6 +166,7 @@ def host_store() -> tuple[int, int]:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the campaign ends it
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(writer, str(store.port).encode())
         signal.pause()
@@ -176,7 +177,7 @@ def host_store() -> tuple[int, int]:
 def run_all(
     faults: list[Fault], jobs: int, timeout_s: float, deadline: float = math.inf, *, keep: bool = False
 ) -> list[Result]:
-    """Run the cases, ``jobs`` at a time; return each with its verdicts."""
+    """Run the cases, ``jobs`` at a time; return each with its verdicts, after a Ctrl-C those so far."""
     folder, waiting = Path(tempfile.mkdtemp()), collections.deque(faults)
     running: list[Run] = []
     results: list[Result] = []
@@ -191,21 +192,14 @@ def run_all(
             time.sleep(0.02)
             for run in [run for run in running if run.poll()]:
                 running.remove(run)
-                verdicts = run.end()
-                if run.began:
+                if (verdicts := end(run, keep=keep)) is not None:
                     results.append((run.fault, verdicts))
-                else:
-                    print(f"{run.fault}: not counted, since its ranks were too slow to meet in time")
-                    verdicts = {}
-                bad = {rank: verdict for rank, verdict in verdicts.items() if verdict != GOOD}
-                for rank, verdict in bad.items():
-                    print(f"{run.fault}\n  rank {rank}: {verdict}: {_last_lines(run.text(rank))}", flush=True)
-                if keep:
-                    for rank in run.pids:
-                        print(f"--- rank {rank}, exit code {run.codes.get(rank)}\n{run.text(rank)}")
-                shutil.rmtree(run.folder)
+    except KeyboardInterrupt:
+        if os.getpid() != parent:  # the errors of ranks, which are forked, pass by here too
+            raise
+        print("stopped early", flush=True)
     finally:
-        if os.getpid() == parent:  # the errors of ranks, which are forked, pass by here too
+        if os.getpid() == parent:
             for run in running:
                 run.kill()
             os.kill(launcher, signal.SIGKILL)
@@ -214,20 +208,39 @@ def run_all(
     return results
 
 
+def end(run: Run, *, keep: bool) -> dict[int, str] | None:
+    """End a case, show what was wrong, and with ``keep`` all output; return None if it does not count."""
+    verdicts, counts = run.end(), run.began
+    if not counts:
+        print(f"{run.fault}: not counted, since its ranks were too slow to meet in time")
+    for rank, verdict in verdicts.items():
+        if counts and verdict != GOOD:
+            print(f"{run.fault}\n  rank {rank}: {verdict}: {_last_lines(run.text(rank))}", flush=True)
+    if keep:
+        for rank in run.pids:
+            print(f"--- rank {rank}, exit code {run.codes.get(rank)}\n{run.text(rank)}")
+    shutil.rmtree(run.folder)
+    return verdicts if counts else None
+
+
 def _last_lines(text: str) -> str:
     lines = [line.strip() for line in text.strip().splitlines()]
     stacks = [line for line in lines if line.startswith(("File", "Thread", "Current thread"))]
     return " | ".join([*lines[-3:], *stacks[-40:]] if stacks else lines[-3:])[-3000:]
 
 
-def summarize(results: list[Result]) -> dict[str, dict[str, int]]:
-    """Return the number of cases of each kind by their worst verdict."""
+def table_of(results: list[Result]) -> str:
+    """Return the number of cases of each kind by their worst verdict, in Markdown."""
     order = [HANGS, ABORTS, SWALLOWS, ANONYMOUS, GOOD]
-    table: dict[str, dict[str, int]] = {}
+    rows: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for fault, verdicts in results:
-        row = table.setdefault(fault.kind, dict.fromkeys(order, 0))
-        row[min(verdicts.values(), key=order.index)] += 1
-    return dict(sorted(table.items()))
+        for kind in ("all", fault.kind):
+            rows[kind][min(verdicts.values(), key=order.index)] += 1
+    shown = order[::-1]
+    lines = [" | ".join(["| fault", *shown]) + " |", "|---|" + "---:|" * len(shown)]
+    for kind, row in sorted(rows.items(), key=lambda each: (each[0] == "all", each[0])):
+        lines.append(" | ".join([f"| {kind}", *(str(row[verdict]) for verdict in shown)]) + " |")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -251,10 +264,9 @@ def main() -> int:
         warm_up(torch.device("cpu"), gradwire.recipe(name).exchange.kernels)
     deadline = begin + options.seconds
     results = run_all(faults, options.jobs, options.timeout, deadline, keep=bool(options.only))
-    table = summarize(results)
     took_s = time.monotonic() - begin
-    print(f"{Machine.here()}; torch {torch.__version__}; {len(results)} faults; {took_s:.0f} s")
-    print("\n".join(f"{kind:18} {row}" for kind, row in table.items()))
+    print(f"{Machine.here()}; torch {torch.__version__}; {len(results)} faults; {took_s:.0f} s\n")
+    print(f"{table_of(results)}\n")
     if options.json:
         rows = [{"fault": asdict(fault), "verdicts": verdicts} for fault, verdicts in results]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,6 +1,7 @@
 """Random models for `fuzz.py`: parameters of all kinds, used in all ways."""
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 WIDTH = 12
 NUM_WORDS = 9
+RESUME = "resume"
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -140,26 +142,36 @@ class Way:
     num_accumulated: int
     joins: bool
     compiles: bool
+    change: str
+    """The recipe to swap to, or `RESUME`; empty for neither."""
+    changes_at: int
+
+    @property
+    def family(self) -> str:
+        """The recipe without its options."""
+        return re.split(r"[:(]", self.recipe)[0]
 
     def __str__(self) -> str:
         return (
             f"{self.world_size} ranks, {self.num_models} model(s), {self.recipe}, {self.options}, "
             f"{self.num_steps} steps of {self.num_accumulated}, "
-            f"{'join, ' if self.joins else ''}{'compiled' if self.compiles else ''}"
+            f"{'join, ' if self.joins else ''}{'compiled, ' if self.compiles else ''}"
+            f"{f'{self.change} at step {self.changes_at}' if self.change else ''}"
         )
 
 
-def draw_recipe(choice: random.Random) -> str:
+def draw_recipe(choice: random.Random, world_size: int) -> str:
     """Draw a recipe that is exact, rounds, or has error feedback; alone, in a route or a schedule."""
     blocks = f"block={choice.choice([64, 128, 512])},rounding={choice.choice(['nearest', 'stochastic'])}"
     low_rank = f"rank={choice.choice([1, 2, 4])},start={choice.choice([0, 1, 2])}"
+    low_rank += choice.choice(["", ",factors=int4", ",factors=int8"])
+    nodes = choice.choice([f"local_size={size}" for size in (1, 1, 2, 3) if world_size % size == 0])
     exact = ("fp32", "bf16", "fp16")
-    few_bits = [f"{name}:{blocks},feedback=true" for name in ("int8", "fp8", "int4")]
+    few_bits = [f"{name}:{blocks},{nodes},feedback=true" for name in ("int8", "fp8", "int4")]
+    few_values = [f"sign:{nodes},feedback=true", f"topk:keep=8,block=256,{nodes}"]
 
     def plain() -> str:
-        return choice.choice(
-            [*exact, *few_bits, "sign:feedback=true", f"powersgd:{low_rank}", f"acp:{low_rank}"]
-        )
+        return choice.choice([*exact, *few_bits, *few_values, f"powersgd:{low_rank}", f"acp:{low_rank}"])
 
     return choice.choice(
         [plain(), plain(), plain(), f"route(ndim<2=fp32; *={plain()})", f"schedule(0={plain()}; 2={plain()})"]
@@ -177,15 +189,20 @@ def draw(seed: int, number: int, world_size: int) -> tuple[Way, Callable[[], lis
         **graph,
     }
     has_sparse_views = options["gradient_as_bucket_view"]
+    joins = choice.random() < 0.2 and "static_graph" not in options
+    num_steps = choice.randint(3, 6)
+    change = "" if joins else choice.choice(["", "", RESUME, draw_recipe(choice, world_size)])
     way = Way(
         world_size,
-        draw_recipe(choice),
+        draw_recipe(choice, world_size),
         options,
-        choice.choice([1, 1, 1, 2]),
-        choice.randint(3, 6),
+        1 if joins else choice.choice([1, 1, 1, 2]),  # nested joins would interleave
+        num_steps,
         1 if "static_graph" in options else choice.choice([1, 1, 2]),  # DDP cannot do both
-        choice.random() < 0.2 and "static_graph" not in options,
+        joins,
         compiles,
+        change,
+        choice.randrange(1, num_steps),
     )
     models_seed = choice.random()
 
@@ -203,3 +220,26 @@ def draw(seed: int, number: int, world_size: int) -> tuple[Way, Callable[[], lis
         return made
 
     return way, make
+
+
+def kinds(way: Way, models: list[nn.Module]) -> list[str]:
+    """Return the kinds of case that a case is of."""
+    parts = [part for model in models for part in model.modules()]
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    found = {
+        "several dtypes": len({each.dtype for each in parameters}) > 1,
+        "complex parameters": any(isinstance(part, Complex) for part in parts),
+        "sparse embeddings": any(isinstance(part, nn.Embedding) and part.sparse for part in parts),
+        "frozen parameters": not all(each.requires_grad for each in parameters),
+        "tied parameters": any(hasattr(model, "tied") for model in models),
+        "unused parameters": any(any(each.rare) for each in parts if isinstance(each, RandomModel)),
+        "lazily made layers": any(isinstance(part, Lazy) for part in parts),
+        "`static_graph`": "static_graph" in way.options,
+        "several models": way.num_models > 1,
+        "accumulation": way.num_accumulated > 1,
+        "uneven inputs": way.joins,
+        "compiled": way.compiles,
+        "resumed": way.change == RESUME,
+        "swapped": way.change not in ("", RESUME),
+    }
+    return [name for name, is_so in found.items() if is_so]

@@ -20,7 +20,7 @@ def plant(*options):
 
 @pytest.mark.full
 def test_faults_that_once_went_wrong_end_every_survivor_with_the_origin():
-    assert "'good': 9" in plant("--named", "--jobs", "3")
+    assert "| all | 10 | 0 | 0 | 0 | 0 |" in plant("--named", "--jobs", "3")
 
 
 @pytest.mark.full
