@@ -1,5 +1,7 @@
 """Replicas of a sharded model (HSDP): torch reduces shards, and a recipe averages them over replicas."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -148,10 +150,29 @@ def check_divisor(rank):
         model, wire = attached("fp32", native)
         for module in (model, *model.blocks):
             module.set_gradient_divide_factor(2.0)  # the shards: Gloo takes no other factor
+        for micro in range(2):  # sums that are averaged already stay as they are
+            loss_of(model, batch(rank, 100 * micro)).backward()
+        want = {name: 2 * g for name, g in exact_gradients(plain, 0, world(), num_micro=2).items()}
+        require_near(full_gradients(model), want, 1e-4)
+        wire.detach()
+
+
+def check_disabled_divisor(rank):
+    os.environ["GRADWIRE_DISABLE"] = "1"
+    try:
+        plain = make()
+        model, _ = attached("sign", False)
+        for module in (model, *model.blocks):
+            module.set_gradient_divide_factor(2.0)
         loss_of(model, batch(rank, 0)).backward()
         want = {name: 2 * g for name, g in exact_gradients(plain, 0, world()).items()}
         require_near(full_gradients(model), want, 1e-4)
-        wire.detach()
+    finally:
+        del os.environ["GRADWIRE_DISABLE"]
+
+
+def test_a_divisor_divides_sums_when_gradwire_is_disabled(four_ranks):
+    four_ranks.run(check_disabled_divisor)
 
 
 def test_a_divisor_divides_the_sum_over_all_ranks(four_ranks):
@@ -219,6 +240,9 @@ def check_refusals(rank):
     model = shard(make(), mesh["shard"])
     with pytest.raises(TypeError, match="mesh\\['replicate'\\]"):
         gradwire.attach(model, "int8", replicas=mesh)
+    for others in (mesh["shard"], dist.group.WORLD):  # which hold other shards
+        with pytest.raises(ValueError, match="the shard that replicas= hold is 0 of 2 on rank"):
+            gradwire.attach(model, "int8", replicas=others)
     with pytest.raises(ValueError, match="int4 on rank|failed on rank"):
         gradwire.attach(model, "int4" if rank == 1 else "int8", replicas=mesh["replicate"])
     parameter = next(model.parameters())

@@ -32,6 +32,7 @@ TOLERANCES = {
     "sign": 1.0,
     "fp16": 2.0**-11,
     "fp8": 2.0**-4,
+    "int3": 1.5,
     "int2": 3.0,
     "int4:rounding=stochastic": 1.01 / 7,
     "route(*.norm.*=fp32; ndim<2=bf16; *=int8)": 1.01 / 254,

@@ -144,11 +144,11 @@ def attach(
             }
             node_size = 1
             if sharded.has_replicas:
-                choice = choice.with_recipe(agree_on_nodes(chosen, call, claim))
+                choice = choice.with_recipe(agree_on_nodes(chosen, call, {**claim, **sharded.shard_claim()}))
             else:
                 node_size = common_node_size(call.agree(claim, note=str(detect_node_size(call.group))))
         if around is not None:
-            around.agree(claim)
+            around.agree({**claim, **sharded.replica_claim()})
     gathering = None
     if codec is not None:
         gathering = _Gathering(str(encoding), codec, f"{(around or call).rendezvous}/weights", node_size)
@@ -182,7 +182,7 @@ def _open(
         undo = contextlib.ExitStack()
         if sharded.has_replicas and not sharded.is_native_hsdp:
             for unit in sharded.units:
-                unit.module.set_all_reduce_hook(plain_mean(sharded.group))
+                unit.module.set_all_reduce_hook(plain_mean(unit, sharded.group))
         return ShardedAttachment(sharded, backward, choice, timeout, undo, is_disabled=True)
     meter, is_nccl = options.meter(), uses_nccl(sharded.group, sharded.device)
     with contextlib.ExitStack() as undo:
@@ -207,7 +207,7 @@ def _open(
         installed = contextlib.ExitStack()
         undo.callback(installed.close)
         for unit in sharded.units:
-            _install(unit, backward, installed, is_hsdp=sharded.has_replicas)
+            _install(unit, backward, installed, sharded.group.size() if sharded.has_replicas else None)
         if gathering is not None:
             _install_gathers(sharded, backward, gathering, installed)
         undo.pop_all()
@@ -217,15 +217,16 @@ def _open(
     return ShardedAttachment(sharded, backward, choice, timeout, installed, codec)
 
 
-def _install(unit: Unit, backward: Backward, undo: contextlib.ExitStack, *, is_hsdp: bool) -> None:
-    if not is_hsdp:
+def _install(unit: Unit, backward: Backward, undo: contextlib.ExitStack, num_replicas: int | None) -> None:
+    """Average one unit's gradients over replicas, or reduce them over shards if there are None."""
+    if num_replicas is None:
         before = unit.reduce_scatter
         unit.module.set_custom_reduce_scatter(UnitReduceScatter(unit, backward))
         undo.callback(_restore, unit, before)
         return
     if unit.replicate_group is not None:
         undo.callback(fsdp.take_over_replicas(unit.group))
-    hooks = UnitReplicas(unit, backward)
+    hooks = UnitReplicas(unit, backward, num_replicas)
     undo.callback(hooks.remove)
 
 

@@ -100,6 +100,14 @@ class ShardedModel:
         mode = "over replicas" if self.has_replicas else "over shards"
         return {**fingerprint.of_version(), **chosen, "averaged": mode, **units, **parameters}
 
+    def shard_claim(self) -> dict[str, str]:
+        """Return what must be equal on all replicas: the shard that they hold."""
+        return {"the shard that replicas= hold": f"{self.shards.rank()} of {self.num_shards}"}
+
+    def replica_claim(self) -> dict[str, str]:
+        """Return what must be equal on all shards: the replica that they are parts of."""
+        return {"the place in replicas=": f"{self.group.rank()} of {self.group.size()}"}
+
     def expected_layouts(self) -> tuple[BucketLayout, ...]:
         """Return a bucket for each unit, as a pass without unused parameters has them."""
         num_shards = 1 if self.has_replicas else self.num_shards

@@ -73,8 +73,8 @@ class UnitReduceScatter:
         raise ValueError(
             f"unit {self._unit.name!r} has parameters without a gradient: torch reduces {numel} of "
             f"{expected} values per rank, and does not tell which, so they cannot go by routes. Attach a "
-            "recipe without routes (for sign and int2: with tables=same), or freeze what is not used; or "
-            "call set_reduce_scatter_unused_params(True) on the model, if your torch has it"
+            "recipe without routes (for sign, int3 and int2: with tables=same), or freeze what is not used; "
+            "or call set_reduce_scatter_unused_params(True) on the model, if your torch has it"
         )
 
 

@@ -23,10 +23,11 @@ class UnitReplicas:
     accumulation, notes which have come; the last one starts the average of what has been accumulated.
     """
 
-    def __init__(self, unit: Unit, backward: Backward) -> None:
+    def __init__(self, unit: Unit, backward: Backward, num_replicas: int) -> None:
         """Put the hooks in place; `remove` takes them away."""
         self._unit = unit
         self._backward = backward
+        self._num_replicas = num_replicas
         self._num_missing = 0
         self._accumulated: list[ShardedParameter] = []
         self._undo = contextlib.ExitStack()
@@ -53,6 +54,10 @@ class UnitReplicas:
 
     def _expect(self, reduced: Tensor) -> None:
         """Note the number of values of this pass; called by torch before it accumulates them."""
+        if self._unit.divides_by_factor:
+            # torch's own HSDP then sums over replicas. What is accumulated may hold sums of micro-batches
+            # before, the same on all replicas, which only a mean leaves as they are.
+            reduced.mul_(self._num_replicas)
         if reduced.is_cuda:
             # torch may free this on another stream than the one that will read it.
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
@@ -79,8 +84,6 @@ class UnitReplicas:
             flat,
             parameters,
             functools.partial(_unpack, flat, shards, sizes) if is_copy else _leave,
-            # torch's own HSDP sums over replicas too, if a divisor is given.
-            factor=1.0 if self._unit.divides_by_factor else None,
             may_be_late=True,
         )
 

@@ -12,15 +12,17 @@ from gradwire.averaging import Share
 from gradwire.errors import PeerError, WireError
 from gradwire.peers import all_gather_bytes
 from gradwire.sharded.model import ShardedModel
+from gradwire.sharded.units import Unit
 from gradwire.tuning import StepReport
 
 
-def plain_mean(group: dist.ProcessGroup) -> Callable[[Tensor], None]:
+def plain_mean(unit: Unit, group: dist.ProcessGroup) -> Callable[[Tensor], None]:
     """Return an all-reduce hook that averages as torch does, for when gradwire is disabled."""
 
     def average(reduced: Tensor) -> None:
         dist.all_reduce(reduced, group=group)
-        reduced.div_(group.size())
+        if not unit.divides_by_factor:
+            reduced.div_(group.size())
 
     return average
 
