@@ -1,7 +1,10 @@
 """The parts that adapters share, and what a user sees without the framework."""
 
+import contextlib
 import importlib
 import importlib.util
+import pickle
+import random
 import sys
 
 import pytest
@@ -59,6 +62,49 @@ def test_states_of_another_kind_or_step_are_refused(tmp_path, other, message):
     with pytest.raises(ValueError, match=message) as caught:
         StateFolder(str(tmp_path), other.kind, other.step).read(0, 1)
     assert f"remove the folder {tmp_path}" in str(caught.value)
+
+
+class Code:
+    """An object whose pickle runs code when it is loaded."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit",)
+
+
+def refuse(folder):
+    with pytest.raises(ValueError, match=r"rank\d.pt.*: restore it, or remove the folder") as caught:
+        folder.read(0, 1)
+    assert "weights_only" not in str(caught.value), "torch says how to run the code of a file"
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_state_file_whose_bytes_were_changed_is_refused_by_its_name(tmp_path):
+    folder, file = StateFolder(str(tmp_path), "a wire", 7), tmp_path / "rank0.pt"
+    write_all(folder, 1)
+    good, choice = file.read_bytes(), random.Random(0)
+    head = good.index(b"PK", 4)  # the pickle comes first, and then what torch checks
+    for _ in range(300):
+        bad = bytearray(good)
+        bad[choice.randrange(head)] ^= 1 << choice.randrange(8)
+        file.write_bytes(bad)
+        with contextlib.suppress(ValueError):  # some bytes do not matter
+            folder.read(0, 1)
+    for bad in (b"", b"nonsense", good[:100], pickle.dumps(Code())):
+        file.write_bytes(bad)
+        refuse(folder)
+
+
+@pytest.mark.parametrize("name", ["format", "kind", "step", "rank", "world_size", "state"])
+@pytest.mark.parametrize("value", [None, "x", 10**30, [], "missing"])
+def test_a_state_file_with_other_fields_is_refused_by_its_name(tmp_path, name, value):
+    folder, file = StateFolder(str(tmp_path), "a wire", 7), tmp_path / "rank0.pt"
+    write_all(folder, 1)
+    content = torch.load(file)
+    content[name] = value
+    if value == "missing":
+        del content[name]
+    torch.save(content, file)
+    refuse(folder)
 
 
 def test_states_may_lie_on_any_filesystem():

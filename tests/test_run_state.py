@@ -154,8 +154,14 @@ def check_damaged(rank, path):
         for file in folder.glob("*-step4-*rank1*"):
             file.write_bytes(file.read_bytes()[:100])
     dist.barrier()
-    _, states = train(rank, folder, range(4, 6), whole[4])
+    with logged() as told:
+        _, states = train(rank, folder, range(4, 6), whole[4])
     assert states.describe(()) == [], "no rank loads what one cannot read"
+    found = [text for text in told if "is left out" in text]
+    assert len(found) == rank
+    assert all(
+        "rank1of2.pt cannot be read: it is damaged, or holds more than tensors" in text for text in found
+    )
 
 
 def test_a_damaged_file_on_one_rank_is_loaded_by_none(two_ranks, tmp_path):

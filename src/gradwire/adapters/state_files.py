@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -11,7 +10,20 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs
 
+from gradwire.averaging import read_saved
+
 _FORMAT = "gradwire adapter state 1"
+_FIELDS = {"format": str, "kind": str, "step": int | None, "rank": int, "world_size": int, "state": dict}
+
+
+def _is_state(content: object) -> bool:
+    """Return True if this is what `StateFolder.write` writes."""
+    return (
+        isinstance(content, dict)
+        and content.keys() == _FIELDS.keys()
+        and all(isinstance(content[name], kind) for name, kind in _FIELDS.items())
+        and content["format"] == _FORMAT
+    )
 
 
 @dataclass(frozen=True)
@@ -83,11 +95,10 @@ class StateFolder:
             raise ValueError(f"{name}, the state of rank {rank}{others}, is missing: {self._remedy}")
         try:
             with files.open(name, "rb") as file:
-                content = torch.load(file, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-            first_line = str(error).partition("\n")[0]
-            raise ValueError(f"{name} cannot be read ({first_line}): {self._remedy}") from None
-        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+                content: dict[str, Any] = read_saved(file, name)
+        except ValueError as error:
+            raise ValueError(f"{error}: {self._remedy}") from None
+        if not _is_state(content):
             raise ValueError(f"{name} is not a state that this version of gradwire saves: {self._remedy}")
         if content["rank"] != rank or of_ranks not in (None, content["world_size"]):
             raise ValueError(

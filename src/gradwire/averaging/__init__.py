@@ -14,6 +14,7 @@ from gradwire.averaging.grid import Grid
 from gradwire.averaging.layout_check import LayoutCheck
 from gradwire.averaging.native import NativeMean
 from gradwire.averaging.pending import Pending
+from gradwire.averaging.saved_files import read_saved
 from gradwire.averaging.state import RunState
 from gradwire.averaging.timeline import Grouping, Timeline, grouping_of
 from gradwire.averaging.tuned import Share, Tuned
@@ -38,4 +39,5 @@ __all__ = [
     "is_disabled",
     "merge_state_dicts",
     "open_engine",
+    "read_saved",
 ]

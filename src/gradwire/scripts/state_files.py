@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.serialization import save
 
-from gradwire.averaging import merge_state_dicts
+from gradwire.averaging import merge_state_dicts, read_saved
 from gradwire.ddp import Wire, attached_of, hash_of_parameters, is_ddp, shared_parameters
 from gradwire.peers import CollectiveCall, timeout_of
 from gradwire.scripts.observing import watch_steps
@@ -79,6 +79,7 @@ class ScriptStates:
             return
         if not self._keepers:
             self._watching.enter_context(watch_steps(self._note_step))
+        self._save_all()  # the script may be done with the models before
         keeper = StateKeeper(self._folder, self._every, len(self._keepers), wire)
         self._keepers.append((keeper, weakref.ref(model)))
         # A compiled model would trace it.
@@ -88,10 +89,14 @@ class ScriptStates:
     def end(self) -> None:
         """Save the last states, of all wires that have not failed."""
         self._watching.close()
+        self._save_all()
+
+    def _save_all(self) -> None:
         for keeper, ref in self._keepers:
             model = ref()
             if model is not None and keeper.wire.failure is None:
                 keeper.save(model)
+            keeper.trained = None
 
     def _note_step(self, optimizer: Optimizer) -> None:
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -99,6 +104,7 @@ class ScriptStates:
             model = ref()
             if model is not None and any(id(parameter) in stepped for parameter in model.parameters()):
                 keeper.taken_step = keeper.num_steps
+                keeper.trained = model
 
     def describe(self, saved_at: Collection[int]) -> list[str]:
         """Return lines for the summary; the script has saved checkpoints after the steps ``saved_at``."""
@@ -126,6 +132,8 @@ class StateKeeper:
         self.loaded_step: int | None = None
         self.taken_step = -1
         """The last step that an optimizer has taken or a GradScaler has dropped."""
+        self.trained: Any = None
+        """The model, from a step on until all states are saved: a script that ends may have dropped it."""
         self._folder = folder
         self._every = every
         self._number = number
@@ -222,18 +230,13 @@ def _readable_states(files: list[StateFile], rank: int, world_size: int) -> dict
             of_run = {each.rank: each for each in files if (each.step, each.world_size) == (step, size)}
             wanted = [rank] if size == world_size else list(range(size))
             try:
-                states = [_read(of_run[each].path) for each in wanted]
+                states = [read_saved(path, path) for path in (of_run[each].path for each in wanted)]
                 found[step] = states[0] if size == world_size else merge_state_dicts(states)
             except KeyError:  # not every file is there
                 continue
             except Exception as error:
-                log.warning("a state of step %d cannot be read, and is left out: %s", step, error)
+                log.warning("rank %d: a state of step %d is left out: %s", rank, step, error)
     return found
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
 
 
 def write_atomically(state: Mapping[str, Any], path: Path) -> None:
