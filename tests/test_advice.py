@@ -20,15 +20,18 @@ def check_models(rank):
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    alone, device = "train without gradwire", torch.device("cpu")
     others = {
-        "DataParallel": DataParallel(nn.Linear(2, 2)),
-        r"FullyShardedDataParallel \(FSDP\)": FullyShardedDataParallel(
-            nn.Linear(2, 2), device_id=torch.device("cpu")
+        DataParallel(nn.Linear(2, 2)): ("DataParallel", alone),
+        FullyShardedDataParallel(nn.Linear(2, 2), device_id=device): (
+            r"FullyShardedDataParallel \(FSDP\)",
+            r"shard it with fully_shard \(FSDP2\)",
         ),
-        r"replicate\(\)": replicate(nn.Linear(2, 2)),
+        replicate(nn.Linear(2, 2)): (r"replicate\(\)", alone),
     }
-    for name, model in others.items():
-        with pytest.raises(TypeError, match=f"averaged by {name}.*does not support. Wrap the plain model"):
+    for model, (name, other) in others.items():
+        text = f"averaged by {name}.*does not support. Wrap the plain model .* instead, or {other}$"
+        with pytest.raises(TypeError, match=text):
             gradwire.attach(model, "int4")
     sharded = fully_shard(nn.Linear(2, 2), mesh=mesh)
     with pytest.raises(

@@ -1,5 +1,6 @@
 """Logs and lines that say what would otherwise go unnoticed."""
 
+import contextlib
 import logging
 import os
 import random
@@ -21,6 +22,7 @@ from gradwire.peers import rendezvous
 from gradwire.peers.agreement import agree
 from gradwire.peers.rendezvous import join_rendezvous
 from tests.clocks import CountingClock
+from tests.logs import logged
 from tests.models import small_model
 from tests.test_rendezvous import start, together
 
@@ -154,3 +156,38 @@ def check_disabled(rank):
 
 def test_the_plan_of_a_disabled_wire_says_that_nothing_of_it_is_sent(two_ranks):
     two_ranks.run(check_disabled)
+
+
+def check_unaveraged(rank, way):
+    model = small_model()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([torch.zeros(1)], lr=0.1)]
+    with logged() as texts, gradwire.attach(model, "int4"):
+        for step in range(5):
+            with model.no_sync() if way == "no_sync" else contextlib.nullcontext():
+                (model.module if way == "module" else model)(torch.ones(4, 10)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert len(texts) == (way != "model" and step >= 2)
+    if texts:
+        assert texts[0].startswith(f"rank {rank}: int4 has averaged nothing, though optimizers have taken 3")
+        assert "itself, not its .module" in texts[0]
+
+
+@pytest.mark.parametrize("way", ["module", "no_sync", "model"])
+def test_training_past_a_wire_is_told_once_after_three_steps(way, two_ranks):
+    two_ranks.run(check_unaveraged, way)
+
+
+def check_local_steps(rank):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with logged() as texts, gradwire.LocalSGD(model, optimizer, period=2) as local:
+        for _ in range(6):
+            model.module(torch.ones(4, 10)).sum().backward()
+            optimizer.step()
+            local.step()
+    assert not texts
+
+
+def test_local_sgd_may_train_past_its_wire(two_ranks):
+    two_ranks.run(check_local_steps)

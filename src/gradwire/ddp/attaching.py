@@ -34,6 +34,7 @@ from gradwire.ddp.models import claim_of, device_of, num_bucketed, num_transient
 from gradwire.ddp.nonfinite import OnNonfinite
 from gradwire.ddp.options import Options
 from gradwire.ddp.runner import Runner
+from gradwire.ddp.unaveraged import watch_for_steps
 from gradwire.ddp.user_hooks import HookRunner
 from gradwire.ddp.wire import Wire
 from gradwire.ops import warm_up
@@ -89,6 +90,8 @@ def attach(
     bridge.checks.record_event("attach", 0, **details)
     if choice.recipe is not None:
         suggest_buckets(ddp, choice.recipe)
+    if choice.communicates:
+        watch_for_steps(ddp, slot, bridge, layouts)
     return Wire(Attachment(slot, bridge, choice, layouts, limit))
 
 

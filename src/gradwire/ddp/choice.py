@@ -45,6 +45,11 @@ class Choice:
         return str(chosen) if isinstance(chosen, Recipe) else hook_name(chosen)
 
     @property
+    def communicates(self) -> bool:
+        """False for a recipe that leaves gradients as they are, such as that of local SGD's own steps."""
+        return self.recipe is None or self.recipe.exchange.communicates
+
+    @property
     def fingerprint(self) -> dict[str, str]:
         """The facts about this choice that must be equal on all ranks."""
         if isinstance(self.recipe_or_hook, Recipe):

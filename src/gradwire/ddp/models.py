@@ -43,19 +43,20 @@ def _hint(model: object) -> str:
         averaged = f": this model's gradients are averaged by {what}, which"
         if what == _FSDP2:
             return f"{averaged} gradwire.attach takes, and nothing else here: attach a recipe to the model"
+        other = "shard it with fully_shard (FSDP2)" if what == _FSDP1 else "train without gradwire"
         return (
             f"{averaged} gradwire does not support. Wrap the plain model in "
-            "torch.nn.parallel.DistributedDataParallel instead, or train without gradwire"
+            f"torch.nn.parallel.DistributedDataParallel instead, or {other}"
         )
     if _is_inside_ddp(model):
         return ": this is the .module of one; attach to the DistributedDataParallel around it, and train that"
     return "; wrap the model first, in torch.nn.parallel.DistributedDataParallel"
 
 
-_FSDP2 = "fully_shard() (FSDP2)"
+_FSDP1, _FSDP2 = "FullyShardedDataParallel (FSDP)", "fully_shard() (FSDP2)"
 # Other ways of data-parallel training, by the class that a model then has or derives from.
 _OTHER_WRAPPERS = {
-    "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
+    "FullyShardedDataParallel": _FSDP1,
     "ReplicateModule": "replicate()",
     "FSDPModule": _FSDP2,
     "DataParallel": "DataParallel, in one process",
