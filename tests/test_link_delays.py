@@ -73,11 +73,11 @@ def delays(spec, world_size):
         ("bf16", 3),
         ("int8", 3),
         ("int2", 3),
-        ("acp:factors=int4", 3),
-        ("powersgd:factors=int4", 6),
+        ("acp:factors=int4", 2),
+        ("powersgd:factors=int4", 4),
     ],
 )
-def test_a_sum_in_two_phases_takes_the_time_of_three_messages(spec, expected, world_size):
+def test_a_sum_takes_the_time_of_three_messages_and_one_of_few_bytes_that_of_two(spec, expected, world_size):
     assert delays(spec, world_size) == expected
 
 

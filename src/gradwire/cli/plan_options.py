@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from gradwire.headroom import ModelFactory, Sharding
 from gradwire.lab import parse_rate
 from gradwire.planner import (
     LAB_CASES,
+    MAX_HOSTS_PER_CORE,
     Cluster,
     LabCase,
     Shape,
@@ -55,7 +57,9 @@ class PlanOptions:
     nodes: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...", help="Numbers of nodes.", show_default="2,8,64,512; --validate: 2,3,4,8"
+            metavar="N,...",
+            help="Numbers of nodes.",
+            show_default="2,8,64,512; --validate: those of 2,3,4,8,16 for which there are cores",
         ),
     ] = None
     num_workers: Annotated[
@@ -185,9 +189,10 @@ class PlanOptions:
         return [Cluster(n, self.num_workers, bits_per_s, latency_s) for n in _numbers(self.nodes or _NODES)]
 
     def lab_cases(self) -> list[LabCase]:
-        """Return the cases to validate with: all, or those with the given numbers of hosts."""
+        """Return the cases to validate with: those of ``nodes``, or those for which there are cores."""
         if self.nodes is None:
-            return list(LAB_CASES)
+            most = MAX_HOSTS_PER_CORE * (os.cpu_count() or 1)
+            return [case for case in LAB_CASES if case.num_hosts <= most]
         numbers, known = _numbers(self.nodes), dict.fromkeys(case.num_hosts for case in LAB_CASES)
         for number in numbers:
             if number not in known:

@@ -10,10 +10,11 @@ from gradwire.planner.outer import OuterPrediction, predict_outer
 from gradwire.planner.predictions import can_be_planned, predict, shapes_of, step_traffic
 from gradwire.planner.shapes import Shape, typical_shapes
 from gradwire.planner.sharded import ShardedPlan, predict_sharded, sharded_traffic
-from gradwire.planner.validation import LAB_CASES, Comparison, LabCase, validate
+from gradwire.planner.validation import LAB_CASES, MAX_HOSTS_PER_CORE, Comparison, LabCase, validate
 
 __all__ = [
     "LAB_CASES",
+    "MAX_HOSTS_PER_CORE",
     "BucketTraffic",
     "Calibration",
     "Cluster",

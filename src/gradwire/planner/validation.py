@@ -37,9 +37,12 @@ LAB_CASES = (
     LabCase(3, "500mbit"),
     LabCase(4, "200mbit"),
     LabCase(8, "200mbit"),
+    LabCase(16, "200mbit"),
     LabCase(2, "200mbit", "20ms"),
 )
-# Small enough for eight ranks on two cores.
+# More hosts to a core say more about the core than about links.
+MAX_HOSTS_PER_CORE = 2
+# Small enough for many ranks on one machine.
 _WORKLOAD = Workload(width=256, num_layers=4, batch=2, sequence=32)
 _NUM_STEPS = 6
 _BUCKET_MB = 4.0
