@@ -27,7 +27,7 @@ RECIPES = [
     "sign",
     "int2:tables=same",
     "int2:bits=1+2,tables=same",
-    "int2:bits=3+3,tables=same",
+    "int3:tables=same",
     "powersgd",
     "powersgd:rank=4",
     "acp",

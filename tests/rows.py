@@ -112,6 +112,7 @@ ROWS = [
     Row("int8:local_size=2,within=same", ROUNDED_UP / 254, packed(8, 256), world_size=None),
     Row("int4:local_size=2,within=same", ROUNDED_UP / 14, packed(4, 128), world_size=None),
     # Errors of rotated values have no bound of use: six deviations.
+    Row("int3", 6 * 0.186, rotated(3, 1024), world_size=2),
     Row("int2", 6 * 0.343, rotated(2, 1024)),
     Row("int2:local_size=2", 6 * 0.343, rotated(2, 1024), world_size=None),
     Row("int2:local_size=2,within=same", 6 * 0.343, rotated(2, 1024), world_size=None),

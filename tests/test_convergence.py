@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import importlib
 import io
 import operator
@@ -281,7 +282,7 @@ def test_the_table_and_the_plot_show_every_recipe(benchmark, folder, tmp_path, c
     assert "fp32" not in plot.read_text()
     with pytest.raises(SystemExit, match="2"):
         benchmark("--recipes", "int5", "--plot", folder / "small.csv", plot)
-    assert "has no runs of int5" in capsys.readouterr().err
+    assert "no runs of int5" in capsys.readouterr().err
 
 
 def test_a_run_that_diverged_and_one_of_a_single_step_are_drawn(benchmark, folder, tmp_path):
@@ -315,11 +316,72 @@ def test_the_page_shows_the_table_of_the_runs_beside_it(benchmark, path, capsys)
     assert capsys.readouterr().out.strip() in (ROOT / "docs" / "fidelity.md").read_text()
 
 
-def test_the_front_has_the_recipes_that_no_other_beats(benchmark, folder, tmp_path):
-    front = importlib.import_module("front")
-    points = {"a": (4.0, [0.1]), "b": (8.0, [0.5, 0.7]), "c": (7.0, [0.9]), "d": (16.0, [3.0])}
-    assert front.front_of(points) == ["a", "b", "d"], "c sends more bytes than b, at a larger gap"
-    assert benchmark("--front", folder / "small.csv", tmp_path / "front.svg") == 0
-    drawn = (tmp_path / "front.svg").read_text()
-    assert drawn.count("<circle") == 2
-    assert ">int8</text>" in drawn
+@pytest.fixture
+def front(convergence):
+    return importlib.import_module("front")
+
+
+def test_the_front_has_the_points_that_no_other_beats(front):
+    figures = {
+        "a": (4.0, [0.1]),
+        "b": (8.0, [0.5, 0.7]),
+        "c": (7.0, [0.9]),
+        "d": (16.0, [3.0]),
+        "e": (16.0, [4.0]),
+    }
+    points = [front.Point(name, fewer, gaps) for name, (fewer, gaps) in figures.items()]
+    assert [point.label for point in front.front_of(points)] == ["a", "b", "d"]
+
+
+def test_rows_of_an_outer_loop_that_differ_in_what_is_tuned_are_one_point(front, convergence):
+    run = convergence.read(ROOT / "docs" / "fidelity-real.csv")[0]
+    assert run.recipe == "fp32"
+    losses = {"fp32": 1.0, "DiLoCo:period=40,momentum=0.8": 1.03, "DiLoCo:period=40,lr=0.5,inner=0.1": 1.02}
+    runs = [dataclasses.replace(run, recipe=name, curve={2000: loss}) for name, loss in losses.items()]
+    fp32, outer = front.points_of(runs)
+    assert (outer.label, outer.is_outer, fp32.is_outer) == ("DiLoCo 40, fp32", True, False)
+    assert outer.gaps == [pytest.approx(2.0)]
+
+
+def test_a_gap_is_to_fp32_in_the_same_setting_and_of_lowest_losses_where_it_overfits(front, convergence):
+    first, *_ = convergence.read(ROOT / "docs" / "fidelity-real.csv")
+    longer = dataclasses.replace(first.setting, steps=8000)
+
+    def run(recipe, setting, *losses):
+        return dataclasses.replace(first, recipe=recipe, setting=setting, curve=dict(enumerate(losses)))
+
+    short = [run("fp32", first.setting, 4.0, 2.0), run("int8", first.setting, 4.0, 2.2)]
+    long = [run("fp32", longer, 1.0, 1.5), run("int8", longer, 1.05, 1.2)]
+    by_setting = front.settings_of([*long, *short, run("int8", longer, 9.0)])
+    assert list(by_setting) == [first.setting, longer]
+    gaps = [front.points_of(own)[1].gaps for own in by_setting.values()]
+    assert gaps == [[pytest.approx(10.0)], [pytest.approx(5.0)]], "what comes again counts once"
+    other = dataclasses.replace(longer, width=7)
+    with pytest.raises(ValueError, match="steps and workers alone, but these have 2 settings"):
+        front.settings_of([*short, run("fp32", other, 1.0)])
+    with pytest.raises(ValueError, match="no runs of fp32 to compare with, of .* 8000 steps"):
+        front.points_of(long[1:])
+
+
+def test_runs_of_several_lengths_are_drawn_with_a_mark_for_each_and_a_label_for_a_recipe(
+    benchmark, folder, tmp_path, capsys
+):
+    drawing, longer = tmp_path / "front.svg", tmp_path / "longer.csv"
+    assert benchmark("--front", folder / "small.csv", drawing) == 0
+    assert drawing.read_text().count('class="point"') == 2
+    longer.write_text((folder / "small.csv").read_text().replace(",8,6,", ",8,60,"))
+    assert benchmark("--front", folder / "small.csv", longer, folder / "small.csv", drawing) == 0
+    drawn = drawing.read_text()
+    assert drawn.count('class="point"') == 4
+    assert [drawn.count(f">{words}<") for words in ("int8", "6 steps", "60 steps")] == [1, 1, 1]
+    with pytest.raises(SystemExit):
+        benchmark("--front", drawing)
+    assert "--front needs a CSV file" in capsys.readouterr().err
+
+
+def test_the_page_has_the_front_of_the_runs_beside_it(benchmark, tmp_path):
+    (files,) = re.findall(r"--front (./docs/\S+ docs/\S+\.svg)", (ROOT / "docs" / "fidelity.md").read_text())
+    expanded = subprocess.run(["bash", "-c", f"echo {files}"], capture_output=True, text=True, check=True)
+    *sources, drawing = [ROOT / name for name in expanded.stdout.split()]
+    assert benchmark("--front", *sources, tmp_path / "front.svg") == 0
+    assert (tmp_path / "front.svg").read_text() == drawing.read_text(), "draw it again, as the page says"

@@ -8,6 +8,8 @@ from benchmarks import drawings, gallery
 
 import gradwire
 
+# Recipes on the page of another.
+SHARED = {"fp16": "bf16", "int3": "int2"}
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -29,7 +31,7 @@ def test_every_recipe_has_a_page_that_says_when_it_goes_wrong():
     index = (DOCS / "recipes" / "index.md").read_text()
     assert "(../auto.md)" in index
     for recipe in set(gradwire.RECIPES) - {"noop", "fp32", "auto"}:
-        page = DOCS / "recipes" / f"{'bf16' if recipe == 'fp16' else recipe}.md"
+        page = DOCS / "recipes" / f"{SHARED.get(recipe, recipe)}.md"
         assert f"({page.name})" in index, recipe
         text = page.read_text()
         for heading in ("What travels", "Figures", "When to use it", "When it goes wrong"):

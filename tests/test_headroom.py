@@ -144,7 +144,7 @@ def test_unknown_bytes_are_called_unknown():
 def all_recipes(tmp_path_factory):
     """The record that the command writes on two ranks, and its output."""
     path = tmp_path_factory.mktemp("headroom") / "record.json"
-    result = run("headroom", *TINY, "--bucket-mb", "0.01", "--budget", "0.15", "--json", str(path))
+    result = run("headroom", *TINY, "--bucket-mb", "0.01", "--budget", "0.3", "--json", str(path))
     assert result.exit_code == 0, result.output
     (measured,) = read_records(path.read_text())
     return measured, result
@@ -158,7 +158,7 @@ def test_the_command_measures_and_writes_what_it_shows(all_recipes):
     assert measured.gradient_bytes == 4 * Workload(width=32, num_layers=1).num_parameters
     assert (measured.world_size, measured.threads_per_rank, measured.backend) == (2, 1, "gloo")
     proposed = measured.proposal
-    assert 0.002 < proposed.error < 0.15
+    assert 0.002 < proposed.error < 0.3
     assert 0 < proposed.bytes_per_step < measured.allreduce.bytes_per_step / 3
     assert f"auto would send {proposed.bytes_per_step:,}" in result.stdout
     assert measured.bucket_mb == 0.01

@@ -9,10 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.buckets.memory import Memory
+from gradwire.codecs import Blocks, Raw, Rotated
 from gradwire.ddp import attachment_of
 from gradwire.exchanges import Context, LowRank, Scratch, average
 from gradwire.exchanges.matrices import plan_of
-from gradwire.exchanges.one_shot import one_round_pays
+from gradwire.exchanges.one_shot import one_round_pays, sum_encoded
+from gradwire.exchanges.scatter import Seeds, Sum
 from gradwire.testing import VirtualRanks, run_ranks, run_virtual_ranks
 from tests.drawn_buckets import Given, draw, layout_of, outer
 
@@ -271,15 +273,21 @@ def steps_of(rank, layout, num_steps, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2])
-@pytest.mark.parametrize("world_size", [3, 5])
-def test_messages_that_go_in_two_shots_lose_nothing_either(num_rounds, world_size):
-    layout = layout_of((900, 800), (50,), (700, 900))  # too many values for one shot
-    exchange = LowRank(8, num_rounds=num_rounds)
-    assert not one_round_pays(4 * exchange.plan(layout).left.numel, world_size)
+@pytest.mark.parametrize(
+    ("world_size", "factors", "in_one_round"),
+    [(3, None, False), (5, None, False), (2, Blocks("int4", 128), True), (5, Blocks("int4", 128), False)],
+)
+def test_messages_lose_nothing_in_one_round_or_two(num_rounds, world_size, factors, in_one_round):
+    layout = layout_of((900, 800), (50,), (700, 900))
+    exchange = LowRank(8, num_rounds=num_rounds, factors=factors)
+    assert (exchange.link_rounds(layout, world_size, 0).across == num_rounds) == in_one_round
 
     def job(group):
         memory, steps = Memory(), steps_of(group.rank, layout, 3)
         seen = run_steps(group, exchange, layout, steps, memory)
+        sent = group.traffic.bytes_sent
+        promised = [sum(exchange.link_bytes(layout, world_size, s)[group.rank]) for s in range(3)]
+        assert sent == sum(promised)
         residuals = [memory.named()["residual"].get(slot.name) for slot in layout.slots]
         kept = torch.cat([torch.zeros(50) if r is None else r.flatten() for r in residuals])
         return sum(seen), sum(steps), kept
@@ -290,9 +298,26 @@ def test_messages_that_go_in_two_shots_lose_nothing_either(num_rounds, world_siz
     assert torch.allclose(sent[0] + kept.mean(0), given.mean(0), atol=1e-4)
 
 
-def test_what_is_not_encoded_travels_with_the_first_factor():
+@pytest.mark.parametrize("codec", [Blocks("int8", 128), Blocks("int4", 128), Rotated(2, 128)], ids=str)
+def test_a_sum_of_one_round_has_the_same_bits_on_all_ranks(codec):
+    def job(group):
+        generator = torch.Generator().manual_seed(group.rank)
+        given, exact = torch.randn(1001, generator=generator), torch.randn(37, generator=generator)
+        values, left_out = given.clone(), torch.zeros(1001)
+        sums = [Sum(values, codec, left_out, Seeds(0, 3, 1)), Sum(exact.clone(), Raw(torch.float32))]
+        sum_encoded(sums, Context(group, Scratch(), 1 / 3, layout_of((1038,))))
+        return values, sums[1].values, given - left_out, exact
+
+    values, rest, sent, exact = map(torch.stack, zip(*run_virtual_ranks(job, 3), strict=True))
+    assert (values == values[0]).all()
+    assert (rest == rest[0]).all()
+    assert torch.allclose(values[0], sent.mean(0), atol=1e-6)
+    assert torch.allclose(rest[0], exact.mean(0), atol=1e-6)
+
+
+def test_everything_else_travels_with_the_first_factor():
     layout = layout_of((900, 800), (50,), (700, 900))
-    for rounds, world_size, spec in ((2, 2, "powersgd:rank=4"), (4, 2, "powersgd"), (4, 8, "powersgd")):
+    for rounds, world_size, spec in ((2, 2, "powersgd:rank=4"), (2, 2, "powersgd"), (4, 8, "powersgd")):
         assert gradwire.recipe(spec).exchange.link_rounds(layout, world_size, 0).across == rounds
 
 

@@ -16,6 +16,7 @@ from tests.simulated import Simulated
 
 FIRST = NUM_SETTLING + NUM_TIMED - 1
 """The step at whose end the first decision falls."""
+COARSER = ["int8", "int4", "int3", "int2"]
 
 
 # --- what it chooses ---
@@ -35,7 +36,7 @@ def test_hidden_communication_stays_in_16_bits_and_says_so():
 
 
 def test_exact_gradients_are_kept_if_they_are_as_fast():
-    run = Simulated(link_s=0.02, work_s={"bf16": 0.05, "int8": 0.06, "int4": 0.06, "int2": 0.06})
+    run = Simulated(link_s=0.02, work_s={"bf16": 0.05, **dict.fromkeys(COARSER, 0.06)})
     run.run(150)
     assert run.encodings == {"fp32"}
     assert run.last.got_ms == pytest.approx(140)
@@ -44,7 +45,7 @@ def test_exact_gradients_are_kept_if_they_are_as_fast():
 
 def test_communication_that_shows_is_compressed():
     run = Simulated(link_s=0.9)
-    assert run.run(300) == [FIRST, FIRST + WINDOW, FIRST + 2 * WINDOW]
+    assert run.run(300) == [FIRST, FIRST + WINDOW, FIRST + 3 * WINDOW]
     assert run.encodings == {"int4"}
     chosen, finer, back = run.policy.state.decisions
     assert chosen.error == pytest.approx(0.07, rel=0.02)
@@ -57,16 +58,16 @@ def test_communication_that_shows_is_compressed():
 
 
 def test_an_encoding_that_takes_longer_than_it_saves_is_given_up():
-    run = Simulated("auto:budget=0.5,every=100", link_s=0.05, work_s={"int2": 0.2, "int4": 0.004})
+    run = Simulated(
+        "auto:budget=0.5,every=100", link_s=0.05, work_s={"int2": 0.2, "int3": 0.1, "int4": 0.004}
+    )
     run.run(100)
     assert run.encodings == {"int4"}
     assert run.run(1000) == [], "it does not flap"
 
 
 def test_if_nothing_is_faster_it_goes_back_to_16_bits_for_good():
-    run = Simulated(
-        "auto:budget=0.5,every=100", link_s=0.05, work_s=dict.fromkeys(["int2", "int4", "int8"], 0.2)
-    )
+    run = Simulated("auto:budget=0.5,every=100", link_s=0.05, work_s=dict.fromkeys(COARSER, 0.12))
     run.run(100)
     assert run.encodings == {"bf16"}
     assert run.last.reason == "faster before"
@@ -117,7 +118,7 @@ def test_a_ceiling_of_bytes_needs_no_times():
 
 
 def test_it_follows_a_link_that_becomes_slow_and_fast_again():
-    work_s = {"int8": 0.01, "int4": 0.02, "int2": 0.03}
+    work_s = {"int8": 0.01, "int4": 0.02, "int3": 0.03, "int2": 0.04}
     run = Simulated(work_s=work_s)
     run.run(200)
     assert "int4" not in run.encodings
@@ -126,7 +127,7 @@ def test_it_follows_a_link_that_becomes_slow_and_fast_again():
     assert run.encodings == {"int4"}
     assert run.run(100) == []
     run.now.link_s = 0.0001
-    run.run(CHECK_EVERY + CHECK_SOON + 15 * WINDOW)
+    run.run(CHECK_EVERY + CHECK_SOON + 16 * WINDOW)
     assert run.encodings <= {"fp32", "bf16"}, "finer gradients for nothing"
     assert run.run(1000) == []
 
@@ -202,10 +203,9 @@ def test_it_does_not_look_while_looking_has_cost_too_much():
 def draw(source):
     """Return conditions in which the time of a step has one minimum over the rungs."""
     compute_s = 10 ** source.uniform(-2, 0)
-    steps = sorted(source.uniform(0, 0.2) for _ in range(4))  # a coarser encoding adds more work
-    work_s = {
-        name: compute_s * sum(steps[: i + 1]) for i, name in enumerate(["bf16", "int8", "int4", "int2"])
-    }
+    names = ["bf16", *COARSER]
+    steps = sorted(source.uniform(0, 0.2) for _ in names)  # a coarser encoding adds more work
+    work_s = {name: compute_s * sum(steps[: i + 1]) for i, name in enumerate(names)}
     link_s = compute_s * 10 ** source.uniform(-2, 1)
     return {
         "compute_s": compute_s,
@@ -256,6 +256,19 @@ def test_it_follows_changes_of_the_links_rate_that_show(noise):
     assert num_followed > 20
 
 
+@pytest.mark.parametrize("factor", [20.0, 0.05])
+def test_it_follows_a_change_of_the_links_rate_at_any_step_of_its_trials(factor):
+    """Change the rate while other choices are tried: what was slower before need not be slower now."""
+    for change_at in range(5, 150):
+        work_s = {"int8": 0.002, "int4": 0.004, "int3": 0.006, "int2": 0.01}
+        link_s = 0.03 if factor > 1 else 0.6
+        run = Simulated("auto:budget=0.5,every=500", compute_s=0.1, link_s=link_s, work_s=work_s)
+        run.run(change_at)
+        run.now.link_s *= factor
+        run.run(150)
+        assert mean_step_s(run, 100) <= run.best_s() / 0.9, (change_at, run.policy.state.decisions)
+
+
 def test_what_trials_lose_is_bounded_even_if_conditions_never_rest():
     most = 0.0
     for seed in range(20):
@@ -291,7 +304,10 @@ def test_a_policy_goes_on_from_its_state():
 
 
 def test_a_policy_that_resumes_within_a_trial_goes_on_with_it():
-    runs = [Simulated("auto:budget=0.5", link_s=0.05, work_s={"int2": 0.05, "int4": 0.03}) for _ in range(2)]
+    runs = [
+        Simulated("auto:budget=0.5", link_s=0.05, work_s={"int2": 0.05, "int3": 0.04, "int4": 0.03})
+        for _ in range(2)
+    ]
     for run in runs:
         run.run(FIRST + 1 + 2 * WINDOW)
         assert run.policy.state.phase == "try"
@@ -325,6 +341,21 @@ def test_a_state_of_other_options_is_taken():
     assert fewer.encodings == {"int8"}
 
 
+def test_a_state_with_fewer_encodings_to_choose_from_is_taken():
+    run = Simulated("auto:budget=0.5,every=100", link_s=1.0)
+    run.run(100)
+    assert run.encodings == {"int2"}
+    state = json.loads(write_state(run.policy.state))
+    state["rung"] -= 1  # as it was before there was int3
+    state["table"]["errors"] = [row[:4] + row[5:] for row in state["table"]["errors"]]
+    run.policy = Policy(run.tuning, read_state(json.dumps(state)))
+    run.policy.resume(100)
+    assert run.encodings == {"int2"}
+    run.now.work_s = {"int2": 1.0}
+    run.run(200)
+    assert run.encodings == {"int3"}, "the new encoding is tried"
+
+
 def test_reports_without_the_times_that_are_needed_are_ignored():
     run = Simulated()
     report = StepReport(UNKNOWN, run.used, run.table)
@@ -343,7 +374,7 @@ DAMAGES = {
     "a step": lambda state: json.dumps({**state, "since": -1}),
     "a step that is none": lambda state: json.dumps({**state, "next_look": True}),
     "an encoding": lambda state: json.dumps(
-        {**state, "choice": {**state["choice"], "encodings": {"a": "int3"}}}
+        {**state, "choice": {**state["choice"], "encodings": {"a": "int5"}}}
     ),
     "a time": lambda state: json.dumps({**state, "recent": [math.nan]}),
     "a credit": lambda state: json.dumps({**state, "credit": -math.inf}),

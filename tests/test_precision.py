@@ -1,6 +1,7 @@
 """Gradients of every size, dtype and layout are averaged, and none is lost on the way."""
 
 import copy
+import functools
 import itertools
 import warnings
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.buckets import BucketLayout, Memory, Slot
 from gradwire.exchanges import Context, Scratch, average
+from gradwire.peers import gather_rows
 from gradwire.testing import run_ranks, run_virtual_ranks
 from tests.torch_versions import needs_gloo_of_bf16
 
@@ -73,11 +75,16 @@ def test_tiny_gradients_survive_on_eight_ranks():
 CUTS = (0, 4, 50, 97, 300)
 
 
-def averaged_in_parts(recipe, dtype, cuts, world_size=3):
+def values_of(rank, dtype):
+    return torch.randn(300, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def averaged_in_parts(recipe, dtype, cuts, world_size=3, wrap=lambda group: group):
     """Return the average of 300 values in buckets that end at ``cuts``."""
 
     def job(group):
-        values = torch.randn(300, generator=torch.Generator().manual_seed(group.rank)).to(dtype)
+        group = wrap(group)
+        values = values_of(group.rank, dtype)
         for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
             layout = BucketLayout.packed(index, dtype, [Slot("p", 0, torch.Size([end - begin]), (1,))])
             context = Context(group, Scratch(), 1 / group.size, layout, Memory(), 0)
@@ -101,6 +108,66 @@ def test_an_owner_adds_its_own_values_without_rounding_them(recipe, dtype):
     assert not torch.equal(cut, whole), "other ranks own the values"
     for average_ in (cut, whole):
         assert (average_ - exact).abs().max() < 3 * torch.finfo(dtype).eps
+
+
+class Summing:
+    """A group with a sum of its own, which adds in the dtype of the values, as NCCL does."""
+
+    def __init__(self, group, dtypes=None):
+        self.rank, self.size, self.post = group.rank, group.size, group.post
+        self.dtypes = [] if dtypes is None else dtypes
+
+    def native_sum(self, values):
+        self.dtypes.append(values.dtype)
+        first, *others = gather_rows(values, self)
+        for other in others:
+            first += other
+        values.copy_(first)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "world_size", "summed_in"),
+    [
+        ("fp32", torch.float32, 3, torch.float32),
+        ("fp32", torch.bfloat16, 2, torch.bfloat16),
+        ("fp16", torch.float16, 2, torch.float16),
+        ("bf16", torch.float32, 2, torch.bfloat16),
+        ("bf16", torch.float64, 2, torch.bfloat16),
+        ("bf16", torch.float32, 3, None),  # NCCL would round twice
+        ("fp32", torch.bfloat16, 3, None),
+        ("fp16", torch.float32, 2, None),  # messages have scales
+        ("int8", torch.float32, 2, None),
+    ],
+)
+def test_a_backend_sums_what_it_rounds_as_often_as_we_do(recipe, dtype, world_size, summed_in):
+    dtypes = []
+    averaged_in_parts(recipe, dtype, (0, 300), world_size, functools.partial(Summing, dtypes=dtypes))
+    assert dtypes == ([] if summed_in is None else [summed_in] * world_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_backends_sum_of_two_16_bit_buckets_has_the_same_bits(dtype):
+    by_us, by_backend = (averaged_in_parts("fp32", dtype, CUTS, 2, wrap) for wrap in (lambda g: g, Summing))
+    assert by_us.any()
+    assert torch.equal(by_us, by_backend)
+
+
+def test_a_backend_gets_values_that_are_scaled_before_they_are_rounded():
+    averaged = averaged_in_parts("bf16", torch.float32, CUTS, 2, Summing)
+    first, second = (values_of(rank, torch.float32).div(2).bfloat16() for rank in range(2))
+    assert torch.equal(averaged, (first + second).float())
+
+
+def test_a_mean_that_fits_is_not_lost_in_a_backends_sum():
+    def job(group):
+        flat = torch.tensor([3e38, 1e-30, float("inf")])
+        layout = BucketLayout.packed(0, flat.dtype, [Slot("p", 0, flat.shape, (1,))])
+        return average(
+            flat, gradwire.recipe("bf16").exchange, Context(Summing(group), Scratch(), 0.5, layout)
+        )
+
+    for averaged in run_virtual_ranks(job, 2):
+        assert averaged.tolist() == pytest.approx([3e38, 1e-30, float("inf")], rel=2**-7)
 
 
 class MixedDtypes(nn.Module):

@@ -87,10 +87,10 @@ def test_the_kernels_equal_the_reference_bit_for_bit(form, n, seed, poison, magn
     ],
     ids=str,
 )
-@pytest.mark.parametrize("over", [-1, 1])
-def test_the_cuda_kernels_equal_the_reference_in_tritons_interpreter(form, worker, over):
+@pytest.mark.parametrize(("over", "magnitude"), [(-1, 1.0), (1, 2.0**-80)])
+def test_the_cuda_kernels_equal_the_reference_in_tritons_interpreter(form, worker, over, magnitude):
     n = form.block + over
-    compare(form, worker, cuda, draw(n, n), 1.0, n)
+    compare(form, worker, cuda, draw(n, n) * magnitude, magnitude, n)
 
 
 @pytest.mark.skipif(cuda is None, reason="there is no Triton for this platform")

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
+from gradwire.training.local_choices import parse_averaging
 from gradwire.training.partition import divide, layer_of
 from gradwire.training.turns import TurnsBySteps, TurnsByTime
 from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, make, net, saved_bytes, train
@@ -323,6 +324,21 @@ def check_skipped_steps(rank):
 
 def test_a_scaler_may_skip_steps_while_an_averaging_is_under_way(two_ranks):
     two_ranks.run(check_skipped_steps)
+
+
+@pytest.mark.parametrize(
+    ("outer", "weigh", "default"),
+    [
+        (gradwire.DiLoCo(), False, "int4"),
+        (gradwire.DiLoCo(fragments=2, delay=1), False, "int4"),
+        (gradwire.DiLoCo(), True, "int4:feedback=false"),
+        (gradwire.SlowMo(), False, "fp32"),
+        (None, True, "fp32"),
+    ],
+)
+def test_the_default_recipe_is_int4_with_diloco_and_fp32_without(outer, weigh, default):
+    assert parse_averaging(None, outer, weigh).name == default
+    assert parse_averaging("bf16", outer, weigh).name == "bf16"
 
 
 def check_refusals(rank):

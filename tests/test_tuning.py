@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
@@ -107,8 +109,8 @@ def test_a_sample_estimates_sums_of_whole_units():
 # --- errors ---
 
 
-def full_errors(exchange, layout, gradients):
-    """Return the error of a real exchange of the bucket, squared, and the squared norm of its exact mean."""
+def full_errors(exchange, layout, gradients, units):
+    """Return the error of a real exchange of each unit, squared, and the squared norm of its exact mean."""
     exact = torch.stack(gradients).double().mean(0)
 
     def job(group):
@@ -117,7 +119,9 @@ def full_errors(exchange, layout, gradients):
         return flat
 
     result = run_virtual_ranks(job, len(gradients))[0]
-    return (result.double() - exact).square().sum().item(), exact.square().sum().item()
+    parts = [slice(unit.begin, unit.begin + unit.numel) for unit in units]
+    left_out = result.double() - exact
+    return [[values[part].square().sum().item() for part in parts] for values in (left_out, exact)]
 
 
 @pytest.mark.parametrize(("numel", "tolerance"), [(40_000, 0.03), (1 << 20, 0.1)])
@@ -139,53 +143,86 @@ def test_sampled_errors_are_those_of_the_exchange(numel, tolerance, alike, one_t
     assert tables[0] == tables[1] == tables[2], "the same on every rank"
     assert tables[0].errors[0][0] == 0, "fp32 leaves out nothing"
     for number, (name, exchange) in enumerate(TUNING.encodings[1:], start=1):
-        error, norm = full_errors(exchange, layout, gradients)
+        (error,), (norm,) = full_errors(exchange, layout, gradients, choosing.units)
         assert tables[0].norms[0] == pytest.approx(norm, rel=tolerance)
         assert tables[0].errors[0][number] == pytest.approx(error, rel=tolerance), name
         assert error > 0
 
 
-@pytest.mark.parametrize("budget", [0.01, 0.05, 0.15, 0.3])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_choice_keeps_the_budget_and_could_not_send_much_less(budget, seed, one_thread):
+# Multiples of two blocks: a block with values of two parameters would have errors that no sample sees.
+SIZES = [2048 * n for n in (34, 15, 44, 9, 98, 1)]
+# Powers of ten; None for a gradient that is zero.
+SCALES = st.lists(st.one_of(st.none(), st.floats(-6, 6)), min_size=len(SIZES), max_size=len(SIZES))
+
+
+@settings(max_examples=25)
+@given(st.floats(-2.3, -0.2), SCALES, st.sampled_from([0.0, 3.0]), st.integers(0, 99))
+def test_a_choice_keeps_the_budget_in_both_senses_and_could_not_send_much_less(exponent, drawn, alike, seed):
+    budget = 10**exponent
     tuning = gradwire.recipe(f"auto:budget={budget}").tuning
     torch.manual_seed(seed)
-    sizes = [70_000, 30_000, 90_000, 17_000, 200_000, 64]
-    layout = layout_of(sizes)
-    scales = torch.cat([torch.full((n,), 10.0 ** torch.randn(()).item()) for n in sizes])
-    gradients = [scales * torch.randn(layout.numel) for _ in range(2)]
+    layout = layout_of(SIZES)
+    each = [0.0 if power is None else 10.0**power for power in drawn]
+    scales = torch.tensor(each).repeat_interleave(torch.tensor(SIZES))
+    common = alike * torch.randn(layout.numel)
+    gradients = [scales * (common + torch.randn(layout.numel)) for _ in range(2)]
     choosing = Choosing([layout], tuning, 2)
 
     def job(group):
         sample = Sample(choosing.units, step=7)
         sample.take(0, gradients[group.rank])
         table = measure_errors(sample.values, sample, choosing.codecs, group, 7)
-        return choosing.best(table, 5)
+        return choosing.best(table, choosing.num_encodings)
 
     first, second = run_virtual_ranks(job, 2)
     assert first == second
-    error, norm = full_errors(tuning.exchange(first.encodings), layout, gradients)
-    assert math.sqrt(error / norm) <= budget, "the margin covers the sampling error"
-    assert first.error == pytest.approx(math.sqrt(error / norm), rel=0.1)
+    errors, norms = full_errors(tuning.exchange(first.encodings), layout, gradients, choosing.units)
+    if not any(norms):
+        assert first.error is None
+        return
+    counted = [(e / n, u.numel) for e, n, u in zip(errors, norms, choosing.units, strict=True) if n]
+    of_values = sum(ratio * numel for ratio, numel in counted) / sum(numel for _, numel in counted)
+    for error in (sum(errors) / sum(norms), of_values):
+        assert math.sqrt(error) <= budget, "the margin covers the sampling error"
+    table = ErrorTable(norms, [[error] for error in errors])
+    bounded = sum(error for (error,) in table.relative([unit.numel for unit in choosing.units]))
+    assert first.error == pytest.approx(math.sqrt(bounded), rel=0.1)
+    assert max(sum(errors) / sum(norms), of_values) <= bounded * (1 + 1e-9)
     finest = choosing.again(None, None)
-    assert first.num_bytes < finest.num_bytes
     if budget >= 0.05:
         assert first.num_bytes < 0.6 * finest.num_bytes
+
+
+def test_small_gradients_count_by_their_number_of_values():
+    layout = layout_of([50_000, 50_000])
+    row = [0.0, 0.0, 1e-4, 0.01, 0.04, 0.15]
+    table = ErrorTable([1.0, 1e-8], [row, [1e-8 * error for error in row]])
+    tuning = gradwire.recipe("auto:budget=0.3").tuning
+    # The second one's share of the error is next to nothing, and yet it is half of the values.
+    assert set(Choosing([layout], tuning, 2).best(table, 6).encodings.values()) == {"int3"}
+
+
+def test_a_gradient_of_zeros_does_not_count():
+    table = ErrorTable([1.0, 0.0, 3.0], [[0.1], [0.0], [0.6]])
+    assert table.relative([100, 10**6, 100]) == [[pytest.approx(0.05)], [0.0], [pytest.approx(0.15)]]
+    cancelled = ErrorTable([1.0, 0.0], [[0.1], [0.2]])  # ranks' values whose mean is zero
+    assert cancelled.relative([100, 10**6]) == [[pytest.approx(0.1)], [pytest.approx(0.2)]]
+    assert ErrorTable([0.0], [[0.5]]).relative([100]) == [[0.0]]
 
 
 def test_tables_never_go_by_two_bits():
     layout = layout_of([50_000, 50_000])
     tuning = dataclasses.replace(gradwire.recipe("auto:budget=0.9").tuning, tables=("0.p1",))
-    table = ErrorTable([1.0, 1.0], [[0.0, 0.0, 1e-4, 0.01, 0.1]] * 2)
-    assert Choosing([layout], tuning, 2).best(table, 5).encodings == {"0.p0": "int2", "0.p1": "int4"}
+    table = ErrorTable([1.0, 1.0], [[0.0, 0.0, 1e-4, 0.01, 0.04, 0.1]] * 2)
+    assert Choosing([layout], tuning, 2).best(table, 6).encodings == {"0.p0": "int2", "0.p1": "int4"}
 
 
 @pytest.mark.parametrize("ceiling", [30_000, 47_000, 90_000])
 def test_a_ceiling_of_bytes_is_kept_whatever_the_error(ceiling):
     tuning = gradwire.recipe(f"auto:bytes={ceiling}").tuning
     layout = layout_of([40_000, 20_000, 33_333])
-    table = ErrorTable([1.0] * 3, [[0.0, 0.0, 1e-4, 0.01, 0.1]] * 3)
-    choice = Choosing([layout], tuning, 2).best(table, 5)
+    table = ErrorTable([1.0] * 3, [[0.0, 0.0, 1e-4, 0.01, 0.04, 0.1]] * 3)
+    choice = Choosing([layout], tuning, 2).best(table, 6)
     assert 0.6 * ceiling < choice.num_bytes <= ceiling
 
 

@@ -35,13 +35,14 @@ def check_kernels():
     """Compare on the GPU and with the CPU, bit for bit."""
     num_compared = 0
     for form, worker in PAIRS:
-        for n in (1, 1000, 5003, 300_001):
+        for n, magnitude in ((1, 1.0), (1000, 1e-20), (5003, 1.0), (5004, 1e20), (300_001, 1e-10)):
             torch.manual_seed(n)
-            values = torch.randn(n) * torch.randn(n).exp()
+            values = torch.randn(n) * torch.randn(n).exp() * magnitude
             values[n // 3] = 0.0
             rows = torch.zeros(3, -(-worker.row_bytes(n) // 64) * 64, dtype=torch.uint8)
             for r in (0, 2):
-                cpu_kernels.encode(worker, Chunk(torch.randn(n), rows[r], None, SEED.of_rank(r)))
+                term = Chunk(torch.randn(n) * magnitude, rows[r], None, SEED.of_rank(r))
+                cpu_kernels.encode(worker, term)
             common = form, worker, values, rows
             on_cpu = results(cpu_kernels, "cpu", *common, 1 / 3)
             by_torch = results(reference, "cuda", *common, 1 / 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -100,7 +101,7 @@ class BucketLayout:
         )
         return BucketLayout.packed(self.index, self.dtype, self.slots if self.num_shards == 1 else slots)
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return sum(slot.numel for slot in self.slots)
 

@@ -19,8 +19,8 @@ T = TypeVar("T")
 class Memory:
     """The states of a wire, by name; each holds one value for every value of every parameter.
 
-    Threads that exchange different buckets may call `flat`, `has`, `owes`, `drop` and `cached` at once.
-    Methods that concern all parameters must be called while no bucket is exchanged.
+    Threads that exchange different buckets may call `flat`, `has`, `dtypes`, `owes`, `drop` and `cached` at
+    once. Methods that concern all parameters must be called while no bucket is exchanged.
     """
 
     def __init__(self) -> None:
@@ -52,6 +52,11 @@ class Memory:
         with self._lock:
             state = self._states.get(_key(name, layout, dtype))
             return state is not None and state.has(layout)
+
+    def dtypes(self, name: str) -> list[torch.dtype]:
+        """Return the dtypes in which parameters have, or have had, a state ``name``."""
+        with self._lock:
+            return [dtype for each, dtype in self._states if each == name]
 
     def owes(self, layout: BucketLayout) -> bool:
         """Return True if any of a bucket's parameters has a residual, in any dtype."""

@@ -129,7 +129,7 @@ class HeadroomOptions:
         float | None,
         typer.Option(
             metavar="ERROR",
-            help="Also say what `auto` would send with this budget, a relative error such as 0.15.",
+            help="Also say what `auto` would send with this budget, a relative error such as 0.3.",
             show_default=False,
         ),
     ] = None

@@ -16,9 +16,9 @@ from gradwire.recipes import can_scatter
 
 Options = TypeVar("Options")
 
-# A first look is shorter without those that are much like another: fp16, fp8 and acp. topk is for outer
+# A first look is shorter without those that are much like another: fp16, fp8, int3 and acp. topk is for outer
 # optimizers, and slow in every step.
-_LEFT_OUT = ("noop", "auto", "topk", "fp16", "fp8", "acp")
+_LEFT_OUT = ("noop", "auto", "topk", "fp16", "fp8", "int3", "acp")
 COMPARED = tuple(name for name in gradwire.RECIPES if name not in _LEFT_OUT)
 
 Recipes = Annotated[

@@ -30,6 +30,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def row_dtype(self) -> torch.dtype | None:
+        """The dtype of the values in a row, if it holds nothing else; None if it does."""
+        ...
+
+    @property
     def works_in(self) -> torch.dtype | None:
         """The only dtype that it encodes; None if it encodes any."""
         ...

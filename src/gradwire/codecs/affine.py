@@ -27,6 +27,7 @@ class Affine:
     """Number of values that share a range; None for all of a row."""
 
     in_place = False
+    row_dtype = None
     works_in = torch.float32
     widens_on_cuda = False
     keeps_residual = False

@@ -28,6 +28,7 @@ class Blocks:
     stochastic: bool = False
 
     in_place = False
+    row_dtype = None
     works_in = torch.float32
     widens_on_cuda = True
     keeps_residual = True

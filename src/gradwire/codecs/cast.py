@@ -41,6 +41,10 @@ class Cast:
             raise ValueError(f"Cast sends torch.float16 or torch.bfloat16, not {self.dtype}")
 
     @property
+    def row_dtype(self) -> torch.dtype | None:
+        return None if self._header_bytes else self.dtype
+
+    @property
     def max_error(self) -> float:
         return torch.finfo(self.dtype).eps / 2
 

@@ -26,6 +26,10 @@ class Raw:
     kernels: ClassVar[frozenset[ops.Family]] = frozenset({"casts"})
 
     @property
+    def row_dtype(self) -> torch.dtype | None:
+        return self.dtype
+
+    @property
     def to_owner(self) -> Raw:
         return self
 

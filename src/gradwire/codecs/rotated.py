@@ -39,6 +39,7 @@ class Rotated:
     """True to scale so that errors are nearly zero on average; False to make them smallest."""
 
     in_place = False
+    row_dtype = None
     works_in = torch.float32
     widens_on_cuda = False
     keeps_residual = True

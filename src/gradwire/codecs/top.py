@@ -26,6 +26,7 @@ class Top:
     block: int = 1024
 
     in_place = False
+    row_dtype = None
     works_in = torch.float32
     widens_on_cuda = False
     keeps_residual = True

@@ -84,6 +84,7 @@ class DDPCommHookType(enum.Enum):
     INT8 = _member("int8")
     FP8 = _member("fp8")
     INT4 = _member("int4")
+    INT3 = _member("int3")
     INT2 = _member("int2")
     SIGN = _member("sign")
     TOPK = _member("topk")

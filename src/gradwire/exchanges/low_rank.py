@@ -16,7 +16,7 @@ from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.matrices import MatrixPlan, plan_of
-from gradwire.exchanges.one_shot import one_round_pays, sum_bytes
+from gradwire.exchanges.one_shot import encoded_bytes, one_round_pays, sum_bytes
 from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Round, Rounds
 from gradwire.exchanges.scatter import Sum
@@ -171,12 +171,14 @@ def _message_bytes(message: list[tuple[Codec, int]], world_size: int) -> list[in
     if isinstance(codec, Raw):
         assert codec.dtype is not None
         return sum_bytes(numel, codec.dtype, world_size)
+    if _message_rounds(message, world_size) == 1:
+        return [(world_size - 1) * encoded_bytes(message)] * world_size
     return shared_two_shot_bytes(message, world_size)
 
 
 def _message_rounds(message: list[tuple[Codec, int]], world_size: int) -> int:
-    codec, numel = message[0]
-    return 1 if isinstance(codec, Raw) and one_round_pays(codec.wire_bytes(numel), world_size) else 2
+    """Return 1 if ranks send each other all of a message, 2 if each sums a part and passes that on."""
+    return 1 if one_round_pays(encoded_bytes(message), world_size) else 2
 
 
 class _LowRankStep:
@@ -268,7 +270,13 @@ class _LowRankStep:
         rest = message[factor.numel() :]
         # With a codec, even one that changes nothing, they travel with the factor.
         seeds = seeds_of(self._codec, self._options.seed, self._context)
-        yield Sum(factor, self._codec, left_out, seeds), Sum(rest, Raw(rest.dtype))
+        exact = Raw(rest.dtype)
+        shapes: list[tuple[Codec, int]] = [(self._codec, factor.numel()), (exact, rest.numel())]
+        in_one_round = _message_rounds(shapes, self._context.group.size) == 1
+        yield (
+            Sum(factor, self._codec, left_out, seeds, in_one_round=in_one_round),
+            Sum(rest, exact, in_one_round=in_one_round),
+        )
         if own is not None and left_out is not None:
             own.sub_(left_out)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from gradwire.codecs import Raw
+from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.scatter import Sum, aligned_rows
+from gradwire.exchanges.scatter import Sum, aligned, aligned_rows, layouts_of
 from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, two_shot_bytes
-from gradwire.ops import Chunk
+from gradwire.ops import NO_SEED, Chunk
 from gradwire.peers import gather
 
 # Bytes that a fast network sends in about the time of one more round.
@@ -38,6 +40,40 @@ def sum_values(values: Tensor, context: Context) -> None:
     gather(rows, group)
     chunk = Chunk(values, row=rows[group.rank])
     Raw(values.dtype).reduce(chunk, arriving, group.rank, context.scale)
+
+
+def sum_encoded(sums: Sequence[Sum], context: Context) -> None:
+    """Replace each sum's values by the sum over ranks of ``decoded * scale``, in rank order and in one round.
+
+    Sums are not encoded again. All ranks, the sender too, add what rows decode to, so all have the same bits.
+    """
+    group = context.group
+    places, num_bytes = _row_layout([(each.used_codec, each.values.numel()) for each in sums])
+    arriving = aligned_rows(context.scratch, "arriving", group.size, num_bytes, sums[0].values.device)
+    for each, (begin, end) in zip(sums, places, strict=True):
+        codec, row = each.used_codec.to_owner, arriving[group.rank, begin:end]
+        seed = NO_SEED if each.seeds is None else each.seeds.of(group.rank, 0)
+        codec.encode(Chunk(each.values, row, each.residual, seed))
+        codec.decode(row, each.values, seed)
+    gather([row[:num_bytes] for row in arriving], group)
+    for each, (begin, end) in zip(sums, places, strict=True):
+        rows = arriving[:, begin : begin + aligned(end - begin)]
+        seed = NO_SEED if each.seeds is None else each.seeds.of_chunk(0)
+        each.used_codec.sum(each.values, rows, group.rank, context.scale, seed)
+
+
+def encoded_bytes(shapes: Sequence[tuple[Codec, int]]) -> int:
+    """Return the bytes that a rank sends to each other in `sum_encoded`.
+
+    ``shapes`` holds the codec and the number of values of each sum.
+    """
+    return _row_layout(shapes)[1]
+
+
+def _row_layout(shapes: Sequence[tuple[Codec, int]]) -> tuple[Sequence[tuple[int, int]], int]:
+    """Return the place of each sum in a row of all of them, and the row's size."""
+    (places,) = layouts_of([(codec.to_owner, numel) for codec, numel in shapes], 1)
+    return places, places[-1][1]
 
 
 def sum_bytes(numel: int, dtype: torch.dtype, world_size: int) -> list[int]:

@@ -10,13 +10,12 @@ from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.unused import unused_mask
 
 _NAME = "residual"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def add_to_shard(own: Tensor, context: Context) -> None:
     """Add residuals that replicas of this rank's shard have left behind; a reduce-scatter keeps none."""
     memory, layout = context.memory, context.layout
-    for dtype in _DTYPES:
+    for dtype in memory.dtypes(_NAME):
         if memory.has(_NAME, layout, dtype):
             own.add_(memory.flat(_NAME, layout.shard(), dtype, own.device))
             memory.drop(_NAME, layout, dtype)
@@ -31,7 +30,7 @@ def migrate_residuals(flat: Tensor, context: Context, kept: torch.dtype | None) 
     memory, layout = context.memory, context.layout
     if layout.dtype.is_complex and kept is not None:
         return  # states of complex parameters have one dtype, whichever is kept
-    for dtype in _DTYPES:
+    for dtype in memory.dtypes(_NAME):
         if dtype == kept or not memory.has(_NAME, layout, dtype):
             continue
         old = memory.flat(_NAME, layout, dtype, flat.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.one_shot import sum_values
+from gradwire.exchanges.one_shot import sum_encoded, sum_values
 from gradwire.exchanges.scatter import Sum
 from gradwire.exchanges.two_phase import TwoPhaseReduce
 from gradwire.torch_private import copy_all_
@@ -49,10 +49,12 @@ def side_by_side(rounds: Iterable[Rounds]) -> Rounds:
 
 
 def _sum_round(sums: list[Sum], context: Context) -> None:
-    """Take the sums of one round: encoded ones in one message, exact ones in one message per dtype."""
+    """Take sums: encoded ones together with those of as many rounds, exact ones with those of their dtype."""
     encoded = [each for each in sums if each.codec is not None]
-    if encoded:
-        TwoPhaseReduce(encoded, context).run()
+    if in_one_round := [each for each in encoded if each.in_one_round]:
+        sum_encoded(in_one_round, context)
+    if others := [each for each in encoded if not each.in_one_round]:
+        TwoPhaseReduce(others, context).run()
     exact: dict[torch.dtype, list[Tensor]] = {}
     for each in sums:
         if each.codec is None:

@@ -57,6 +57,8 @@ class Sum:
 
     Chunks are those of `even_bounds`, and the sum is not encoded.
     """
+    in_one_round: bool = False
+    """True if every rank sends all its values to every other, and adds up what it gets."""
 
     def bounds(self, num_ranks: int) -> tuple[tuple[int, int], ...]:
         """Return the start and end of every rank's chunk."""
@@ -90,16 +92,18 @@ class Scatter:
             rows = aligned_rows(context.scratch, "rows", group.size, max(sizes), device).unbind()
         self._group = group
         self._rows = [row[:num_bytes] for row, num_bytes in zip(rows, sizes, strict=True)]
+        self.chunks = chunks_of(sums, self._rows, layouts)
+        """The chunks of each sum, with their segments of the rows."""
         self._arriving = aligned_rows(context.scratch, "arriving", group.size, sizes[group.rank], device)
         self._segments = [
-            _Segment(codec, each.seeds, chunks_of(each, self._rows, places), places[group.rank])
-            for each, codec, places in zip(sums, codecs, zip(*layouts, strict=True), strict=True)
+            _Segment(codec, each.seeds, chunks, place)
+            for each, codec, chunks, place in zip(sums, codecs, self.chunks, layouts[group.rank], strict=True)
         ]
 
     def run(self) -> None:
         """Send every chunk to its owner, and receive this rank's chunk of every other rank."""
         group, own_bytes = self._group, self._rows[self._group.rank].numel()
-        messages = group.post([row[:own_bytes] for row in self._arriving])
+        messages = group.post(self._arriving[:, :own_bytes].unbind())
         for peer in peers_of(group):
             for segment in self._segments:
                 segment.encode(group.rank, peer)
@@ -142,12 +146,18 @@ class _Segment:
             self.codec.encode(seeded)
 
 
-def chunks_of(each: Sum, rows: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> list[Chunk]:
-    """Return the chunk of every rank, with its segment of that rank's row."""
-    residual = each.residual
+def chunks_of(sums: Sequence[Sum], rows: Sequence[Tensor], layouts: Layouts) -> list[list[Chunk]]:
+    """Return each sum's chunk for every rank, with its segment of that rank's row."""
     return [
-        Chunk(each.values[start:end], row[begin:stop], None if residual is None else residual[start:end])
-        for (start, end), row, (begin, stop) in zip(each.bounds(len(rows)), rows, places, strict=True)
+        [
+            Chunk(
+                each.values[start:end],
+                row[begin:stop],
+                None if each.residual is None else each.residual[start:end],
+            )
+            for (start, end), row, (begin, stop) in zip(each.bounds(len(rows)), rows, places, strict=True)
+        ]
+        for each, places in zip(sums, zip(*layouts, strict=True), strict=True)
     ]
 
 

@@ -15,7 +15,7 @@ from gradwire.exchanges.residuals import add_to_shard
 from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.scatter import Sum, aligned_rows, even_bounds, sum_scattered
 from gradwire.exchanges.two_phase import seeds_of
-from gradwire.exchanges.two_shot import is_exact
+from gradwire.exchanges.two_shot import may_sum_natively
 from gradwire.ops import NO_SEED, Chunk, Family, Seed
 from gradwire.peers import gather
 
@@ -47,7 +47,7 @@ class Scattered:
         start, end = even_bounds(flat.numel(), group.size)[group.rank]
         if group.size == 1:
             flat.mul_(context.scale)
-        elif group.native_scatter and _is_sum_exact(codec, flat, group.size):
+        elif group.native_scatter and _may_scatter_natively(codec, flat.numel(), group.size):
             group.native_scatter(flat.mul_(context.scale), flat[start:end])
         else:
             values = _working_copy(flat, codec, context)
@@ -121,10 +121,10 @@ class Gathered:
         return Links(0, 1)
 
 
-def _is_sum_exact(codec: Codec, flat: Tensor, num_ranks: int) -> bool:
-    """Return True if a backend may sum ``flat`` itself: a sum of two values is rounded once in any dtype."""
-    may_sum = is_exact(codec, flat.dtype) or (codec.in_place and num_ranks == 2)
-    return may_sum and flat.numel() % num_ranks == 0
+def _may_scatter_natively(codec: Codec, numel: int, num_ranks: int) -> bool:
+    """Return True if a backend may sum and scatter values itself: they go as they are, in equal chunks."""
+    # Rows of another dtype would not do: the sum of a reduce-scatter has the bucket's own.
+    return codec.in_place and may_sum_natively(codec, num_ranks) and numel % num_ranks == 0
 
 
 def _working_copy(flat: Tensor, codec: Codec, context: Context) -> Tensor:

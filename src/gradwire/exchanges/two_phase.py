@@ -53,9 +53,10 @@ class TwoPhaseReduce:
             rows = aligned_rows(context.scratch, "rows", group.size, row_bytes, device).unbind()
         self._scatter = Scatter(sums, context, rows)
         self._rows = [row[:num_bytes] for row, num_bytes in zip(rows, sizes, strict=True)]
+        is_one_layout = all(codec.to_owner is codec for codec in codecs)
+        chunks = self._scatter.chunks if is_one_layout else chunks_of(sums, self._rows, layouts)
         self._shares = [
-            _Share(codec, chunks_of(each, self._rows, places), each.seeds)
-            for each, codec, places in zip(sums, codecs, zip(*layouts, strict=True), strict=True)
+            _Share(codec, own, each.seeds) for each, codec, own in zip(sums, codecs, chunks, strict=True)
         ]
 
     def run(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from gradwire.exchanges.rounds import Round, Rounds
 from gradwire.exchanges.scatter import Sum
 from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, seeds_of, two_shot_bytes
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
-from gradwire.ops import Family
+from gradwire.ops import Family, cast_scaled
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,13 @@ class TwoShot:
     The owner of a chunk sums it in fp32 and in rank order, whatever the encoding. (Uncompressed fp64 buckets
     are summed in fp64.) It adds its own values as they are, so only uncompressed sums do not depend on which
     rank owns them. All ranks, the owner included, end with what the owner's row decodes to, so all have the
-    same bits. Over NCCL, uncompressed fp32 and fp64 buckets use NCCL's own allreduce, which sums in an order
-    of its own.
+    same bits.
+
+    Note [Sums of NCCL's own]: uncompressed fp32 and fp64 buckets use NCCL's allreduce, which sums in an order
+    of its own. So do 16-bit values of two ranks that travel without a scale: ``bf16``, and buckets that are
+    16 bits wide themselves. Each rank's values are scaled and rounded to 16 bits, and their sum is rounded
+    once. Without NCCL, an owner adds its own values before they are rounded, so results differ by that
+    rounding. Those of a 16-bit bucket do not differ, but for subnormal numbers, of which half may be rounded.
 
     Note [One residual for two shots]: with feedback, a rank adds to its gradients what its earlier rows
     have left out (Seide et al., 2014; Karimireddy et al., arXiv:1901.09847). For the chunks of other ranks,
@@ -67,8 +72,8 @@ class TwoShot:
         if group.size == 1:
             average_alone(flat, residual, context)
             return
-        if group.native_sum is not None and is_exact(codec, flat.dtype):
-            group.native_sum(flat.mul_(context.scale))
+        if group.native_sum is not None and may_sum_natively(codec, group.size):
+            _sum_natively(flat, codec, group.native_sum, context)
             return
         values = context.scratch.converted("values", flat, codec.works_in or flat.dtype)
         mask = yield from self.unused_mask(values, context)
@@ -80,7 +85,7 @@ class TwoShot:
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         numel, dtype = layout.real_values
         codec = self.codec.resolve(dtype)
-        return 0 if is_exact(codec, dtype) else codec.wire_bytes(numel)
+        return 0 if may_sum_natively(codec) else codec.wire_bytes(numel)
 
     def residual(self, flat: Tensor, context: Context) -> Tensor | None:
         """Return what earlier steps have left out of this bucket; None if that is not kept."""
@@ -111,9 +116,27 @@ class TwoShot:
         return Sum(values, codec, residual, seeds_of(codec, self.seed, context))
 
 
-def is_exact(codec: Codec, dtype: torch.dtype) -> bool:
-    """Return True if values travel as they are summed, so that a backend may sum them itself."""
-    return codec.in_place and dtype in (torch.float32, torch.float64)
+def may_sum_natively(codec: Codec, num_ranks: int | None = None) -> bool:
+    """Return True if a backend may sum rows itself; without ``num_ranks``, if it may for any number.
+
+    It sums in the dtype of the rows. In 16 bits it would round after each rank, where we round once. So it
+    may sum two values, of which there is one sum.
+    """
+    is_wide = codec.row_dtype in (torch.float32, torch.float64)
+    return is_wide or (codec.row_dtype in (torch.float16, torch.bfloat16) and num_ranks == 2)
+
+
+def _sum_natively(flat: Tensor, codec: Codec, native_sum: Callable[[Tensor], None], context: Context) -> None:
+    """Scale each rank's values, round them to the dtype of rows, and let the backend sum them."""
+    if codec.in_place:
+        native_sum(flat.mul_(context.scale))
+        return
+    assert codec.row_dtype is not None
+    num_bytes = codec.wire_bytes(flat.numel())
+    row = context.scratch.bytes("rows", num_bytes, flat.device).view(codec.row_dtype)
+    cast_scaled(flat, context.scale, row)
+    native_sum(row)
+    flat.copy_(row)
 
 
 PLAIN = TwoShot(Raw())

@@ -120,7 +120,7 @@ class Proposal:
     bytes_per_step: int
     """Bytes that the busiest rank would send in a step."""
     error: float | None
-    """Relative error of the averaged gradient; None if the gradient is zero."""
+    """The relative error that the budget bounds; None if the gradient is zero."""
     counts: tuple[tuple[str, int], ...]
     """The number of parameters of each encoding."""
 

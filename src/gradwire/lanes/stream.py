@@ -10,6 +10,7 @@ import torch
 
 from gradwire.errors import WireError, locate
 from gradwire.exchanges import Scratch
+from gradwire.lanes.current_stream import StreamInUse
 from gradwire.lanes.lifetime import register_finalizer
 from gradwire.lanes.stream_progress import StreamMark, StreamProgress
 from gradwire.lanes.task import Task
@@ -45,7 +46,7 @@ class StreamLane:
         for promise in task.promises:
             assert promise.ready is not None
             stream.wait_event(promise.ready)
-        with torch.cuda.stream(stream):
+        with StreamInUse(stream):
             before = self._group.traffic.copy()
             results = task.flats
             if self.failure is None:  # after a failure, ranks may disagree about what to send

@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from gradwire.errors import Place
 from gradwire.exchanges import Scratch
+from gradwire.lanes.current_stream import record_end_of
 from gradwire.peers import Group, Traffic
 
 Run = Callable[[Sequence[Tensor], Group, Scratch], Sequence[Tensor]]
@@ -35,7 +36,7 @@ class Promise:
         self.flat = flat
         self.future: Future[Tensor] = Future(devices=[flat.device]) if flat.is_cuda else Future()
         # Marks when the values are complete on the device; the task may be submitted much later.
-        self.ready = torch.cuda.current_stream(flat.device).record_event() if flat.is_cuda else None
+        self.ready = record_end_of(flat) if flat.is_cuda else None
         self._lock = threading.Lock()
         self._is_kept = False
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradwire.errors import WireError, describe, locate
 from gradwire.exchanges import Scratch
+from gradwire.lanes.current_stream import StreamInUse
 from gradwire.lanes.lifetime import is_exiting, join_threads, register_finalizer
 from gradwire.lanes.task import Task
 from gradwire.peers import Failure, GlooGroup, PeerUnreachable, Progress, SingleRankGroup, StallWatcher
@@ -191,7 +192,7 @@ class _Worker:
                 return self._run(pool, queued, task.flats)
             # CUDA buckets over Gloo go through host memory, on a stream of this thread.
             own_stream = torch.cuda.Stream(task.promises[0].flat.device)
-            streams.enter_context(torch.cuda.stream(own_stream))
+            streams.enter_context(StreamInUse(own_stream))
             for promise in task.promises:
                 assert promise.ready is not None
                 own_stream.wait_event(promise.ready)

@@ -96,6 +96,9 @@ INTEGER_BOUNDS = {
 }
 # So are sums of squares over every 32nd value: values are at most 2 when they are squared.
 SQUARE_UNITS = 2.0**40
+# The bits of 2^-31 and 2^34. If the largest magnitude of a block is between, its sums and squares neither
+# overflow nor lose anything: squares vanish below 2^-88 of the largest, and count from 2^-40 of it on.
+LEAST_SAFE, MOST_SAFE = ((127 + exponent) << 23 for exponent in (-31, 34))
 # A tail is padded to at least this many values: the lines that a kernel has in registers at once.
 _SMALLEST_TAIL = 128
 # Errors of decoded values are nearly normal. One in 5e8 is beyond this many deviations.

@@ -59,7 +59,7 @@ class _NcclMessages:
     def __init__(self, owner: NcclGroup, group: dist.ProcessGroup, rows: Sequence[Tensor]) -> None:
         self._owner = owner
         self._group = group
-        nothing = rows[0].new_empty(0)
+        nothing = rows[0][:0]
         self._rows = [nothing if peer == owner.rank else row for peer, row in enumerate(rows)]
         self._outgoing = [nothing] * owner.size
         self._launched = False

@@ -22,7 +22,7 @@ Rounding = Literal["nearest", "stochastic"]
 Factors = Literal["fp32", "int8", "int4", "int2"]
 Within = Literal["fp32", "same"]
 Tables = Literal["same", "fp32", "bf16", "int8", "int4"]
-Bits = Literal["1+1", "1+2", "2+2", "3+3"]
+Bits = Literal["1+1", "1+2", "2+2"]
 
 # The default rank and the codec of low-rank factors. Each of these ranks sends the bytes of rank 4 in fp32.
 _FACTORS: dict[str, tuple[int, Codec | None]] = {
@@ -241,6 +241,18 @@ def int4(
     return _two_shot(int4, locals(), Blocks("int4", block, rounding == "stochastic"))
 
 
+def int3(
+    block: int = 1024,
+    seed: int = 0,
+    reduction: Reduction = "mean",
+    local_size: int | None = None,
+    within: Within = "fp32",
+    tables: Tables = "int4",
+) -> Recipe:
+    """Rotate blocks at random, and send 3 bits per value; send tables by recipe ``tables``."""
+    return _two_shot(int3, locals(), Rotated.of(3, 3, block))
+
+
 def int2(
     block: int = 1024,
     seed: int = 0,
@@ -351,7 +363,8 @@ def auto(
     """
     text = format_spec(auto, locals())
     shared: dict[str, Any] = {"reduction": reduction, "local_size": local_size}
-    extra: dict[str, dict[str, Any]] = {"int4": {"feedback": feedback}, "int2": {"tables": "same"}}
+    same = {"tables": "same"}
+    extra: dict[str, dict[str, Any]] = {"int4": {"feedback": feedback}, "int3": same, "int2": same}
     encodings = tuple(
         (name, RECIPES[name](**shared, **extra.get(name, {})).exchange) for name in between(ceiling, floor)
     )
@@ -361,7 +374,7 @@ def auto(
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     factory.__name__: factory
-    for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int2, sign, topk, powersgd, acp, auto)
+    for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int3, int2, sign, topk, powersgd, acp, auto)
 }
 
 

@@ -9,11 +9,11 @@ from typing import Literal
 
 from gradwire.exchanges import Exchange, Mixed
 
-Encoding = Literal["fp32", "bf16", "int8", "int4", "int2"]
-ENCODINGS: tuple[Encoding, ...] = ("fp32", "bf16", "int8", "int4", "int2")
+Encoding = Literal["fp32", "bf16", "int8", "int4", "int3", "int2"]
+ENCODINGS: tuple[Encoding, ...] = ("fp32", "bf16", "int8", "int4", "int3", "int2")
 """The encodings that ``auto`` chooses from, from the finest to the coarsest."""
 
-DEFAULT_BUDGET = 0.15
+DEFAULT_BUDGET = 0.3
 """The largest relative error of a step's average; docs/auto.md says how it was found."""
 
 

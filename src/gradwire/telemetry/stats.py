@@ -12,6 +12,8 @@ from gradwire.peers import Traffic
 
 # Enough to see a trend; the memory is small beside that of the buckets.
 _NUM_STEPS_KEPT = 100
+# The number of buckets that are sorted at once, unless somebody asks earlier.
+_NUM_UNSORTED = 1024
 # The most steps that may be under way when a bucket of the first of them ends.
 _NUM_STEPS_UNDER_WAY = 8
 
@@ -103,6 +105,8 @@ class StatsCollector:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Hooks must not spend their time on figures that nobody may read: these are sorted later, together.
+        self._new: deque[tuple[int, BucketStats]] = deque()
         self._steps: deque[tuple[int, list[BucketStats]]] = deque(maxlen=_NUM_STEPS_KEPT)
         self._totals: list[float | None] = [0, 0, 0, 0]
 
@@ -115,17 +119,25 @@ class StatsCollector:
         work_s: float | None,
     ) -> None:
         """Add one bucket's figures."""
-        wait_ms, work_ms = (None if s is None else 1e3 * s for s in (wait_s, work_s))
-        bucket = BucketStats(place.bucket, bytes_sent, num_messages, wait_ms, work_ms)
-        with self._lock:
+        wait_ms = None if wait_s is None else 1e3 * wait_s
+        work_ms = None if work_s is None else 1e3 * work_s
+        self._new.append((place.step, BucketStats(place.bucket, bytes_sent, num_messages, wait_ms, work_ms)))
+        if len(self._new) >= _NUM_UNSORTED:
+            with self._lock:
+                self._sort()
+
+    def _sort(self) -> None:
+        """Add what is new to the steps and to the totals."""
+        while self._new:
+            step, bucket = self._new.popleft()
             # Buckets that are exchanged at the same time, of one step or of several, may end in any order.
             recent = list(self._steps)[-_NUM_STEPS_UNDER_WAY:]
-            own = next((buckets for step, buckets in recent if step == place.step), None)
+            own = next((buckets for number, buckets in recent if number == step), None)
             if own is None:
                 own = []
-                self._steps.append((place.step, own))
+                self._steps.append((step, own))
             bisect.insort(own, bucket, key=lambda each: each.bucket)
-            figures = (bytes_sent, num_messages, wait_ms, work_ms)
+            figures = (bucket.bytes_sent, bucket.num_messages, bucket.wait_ms, bucket.work_ms)
             self._totals = [
                 None if total is None or figure is None else total + figure
                 for total, figure in zip(self._totals, figures, strict=True)
@@ -140,6 +152,7 @@ class StatsCollector:
     def of_step(self, step: int) -> dict[str, float | None]:
         """Return the totals of a recent step; a total is None if one of its figures is not known."""
         with self._lock:
+            self._sort()
             buckets = next((buckets for number, buckets in reversed(self._steps) if number == step), [])
         figures = ("bytes_sent", "num_messages", "wait_ms", "work_ms")
         return {figure: _total([getattr(bucket, figure) for bucket in buckets]) for figure in figures}
@@ -147,6 +160,7 @@ class StatsCollector:
     def read(self, num_steps: int) -> WireStats:
         """Return everything collected so far; ``num_steps`` is the number of steps since `attach`."""
         with self._lock:
+            self._sort()
             bytes_sent, num_messages, wait_ms, work_ms = self._totals
             return WireStats(
                 num_steps,

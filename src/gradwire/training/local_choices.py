@@ -39,7 +39,7 @@ class LocalOptions:
         if isinstance(self.period, timedelta):
             site.check_steps_may_differ()
         make_turns(self.period, streaming.num_fragments)
-        chosen = site.resolve(parse_averaging(self.recipe, streaming.streams, self.weigh))
+        chosen = site.resolve(parse_averaging(self.recipe, self.outer, self.weigh))
         if self.weigh:
             check_weight(1.0, chosen)
         for_gradients = chosen if self.gradient_recipe is None else parse_recipe(self.gradient_recipe)
@@ -81,11 +81,11 @@ def check_period(period: int | timedelta, warmup_steps: int, delay: int) -> None
         raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")
 
 
-def parse_averaging(recipe: str | Recipe | None, streams: bool, weigh: bool) -> Recipe:
+def parse_averaging(recipe: str | Recipe | None, outer: Outer | None, weigh: bool) -> Recipe:
     """Return the recipe for parameters, or the default; ValueError if it does not average."""
     if recipe is None:
-        # In 4 bits the loss is that of fp32 (docs/fidelity.md).
-        recipe = ("int4:feedback=false" if weigh else "int4") if streams else "fp32"
+        # With DiLoCo the loss in 4 bits is that of fp32 (docs/fidelity.md); with others it was not measured.
+        recipe = ("int4:feedback=false" if weigh else "int4") if isinstance(outer, DiLoCo) else "fp32"
     chosen = parse_recipe(recipe)
     require_fixed(chosen, "local SGD")
     if not chosen.exchange.communicates or chosen.reduction != "mean":

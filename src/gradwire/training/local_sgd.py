@@ -49,7 +49,7 @@ class LocalSGD(Uncopied):
         period: the number of steps between averagings; or their time, as a ``timedelta``, and then each rank
             takes as many steps as it can.
         warmup_steps: the number of first steps that average gradients, as without local SGD.
-        recipe: the recipe for parameters; by default ``"fp32"``, and ``"int4"`` if a `DiLoCo` streams.
+        recipe: the recipe for parameters; by default ``"int4"`` with a `DiLoCo`, and ``"fp32"`` without.
         gradient_recipe: the recipe for gradients during warm-up; by default ``recipe``.
         outer: the outer optimizer, `SlowMo` or `DiLoCo`; None to continue from the mean.
         sites: the ranks to average with: a process group, or a ``DeviceMesh`` of one dimension. For a sharded

@@ -30,7 +30,7 @@ class EncodingChoice:
     num_bytes: int
     """Bytes that the busiest rank sends to other nodes in a step."""
     error: float | None
-    """Relative error of the averaged gradient; None if it is not known."""
+    """The error that a budget bounds; None if it is not known."""
 
 
 class Choosing:
@@ -58,9 +58,9 @@ class Choosing:
             [sent * codec.wire_bytes(unit.numel) for codec in self.codecs[:n]]
             for unit, n in zip(self.units, allowed, strict=True)
         ]
-        errors = [row[:n] for row, n in zip(table.errors, allowed, strict=True)]
+        errors = [row[:n] for row, n in zip(self._relative(table), allowed, strict=True)]
         if (limit := self._tuning.max_bytes) is None:
-            max_error = (_MARGIN * self._tuning.budget) ** 2 * math.fsum(table.norms)
+            max_error = (_MARGIN * self._tuning.budget) ** 2
             return self._choice(allocate(num_bytes, errors, max_error=max_error), table)
         # Messages have a few bytes of padding, which the units do not know of.
         target = limit
@@ -80,6 +80,9 @@ class Choosing:
         numbers = [number.get(encodings.get(unit.names[0], ""), first) for unit in self.units]
         return self._choice(numbers, table)
 
+    def _relative(self, table: ErrorTable) -> list[list[float]]:
+        return table.relative([unit.numel for unit in self.units])
+
     def _num_allowed(self, unit: TuningUnit, num_allowed: int) -> int:
         return min(num_allowed, *(self._tuning.num_allowed(name) for name in unit.names))
 
@@ -94,9 +97,9 @@ class Choosing:
         sent = [exchange.link_bytes(layout, self._world_size, 0) for layout in self._layouts]
         num_bytes = max((sum(links.across for links in rank) for rank in zip(*sent, strict=True)), default=0)
         error = None
-        if table is not None and (whole := math.fsum(table.norms)):
-            left_out = math.fsum(row[n] for row, n in zip(table.errors, numbers, strict=True))
-            error = math.sqrt(left_out / whole)
+        if table is not None and any(table.norms):
+            left_out = (row[n] for row, n in zip(self._relative(table), numbers, strict=True))
+            error = math.sqrt(math.fsum(left_out))
         return EncodingChoice(encodings, num_bytes, error)
 
 

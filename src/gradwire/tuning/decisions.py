@@ -29,7 +29,7 @@ class Decision:
     encodings: Mapping[str, str]
     """The encoding of each parameter from here on."""
     error: float | None
-    """Relative error of the averaged gradient with these encodings."""
+    """The relative error that the budget bounds, with these encodings."""
     bytes_per_step: int
     """Bytes that the busiest rank sends to other nodes in a step with these encodings."""
     expected_ms: float | None

@@ -3,10 +3,17 @@
 Ranks encode their pieces, sum what these decode to, and encode the mean, as an exchange does. So errors that
 ranks share are not taken for errors that cancel out. The exact mean of the pieces travels along. All of it
 is two messages of a few percent of a bucket's bytes.
+
+Note [What a budget bounds]: let r be a unit's error over its norm. SGD takes gradients as they are, so a unit
+counts by its share of the squared gradient. Optimizers like AdamW divide each value by its recent size, so
+there it counts by its share of the values. A budget bounds the root of the sum of r^2, each with the larger
+of these two shares. So it bounds the relative error of the whole gradient, and the root mean square of r over
+all values. Units whose gradient is zero have no r: only their errors count, as parts of the whole gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +39,17 @@ class ErrorTable:
     norms: list[float]
     errors: list[list[float]]
     """A row for each unit, a column for each encoding."""
+
+    def relative(self, sizes: Sequence[int]) -> list[list[float]]:
+        """Return squared errors relative to the gradient of units with ``sizes`` values.
+
+        Their sum over units is the square of what a budget bounds: see Note [What a budget bounds].
+        """
+        pairs = list(zip(sizes, self.norms, strict=True))
+        whole = math.fsum(self.norms) or math.inf  # to no gradient, nothing is relative
+        num_values = sum(size for size, norm in pairs if norm)
+        factors = [max(1 / whole, size / num_values / norm if norm else 0.0) for size, norm in pairs]
+        return [[factor * error for error in row] for factor, row in zip(factors, self.errors, strict=True)]
 
 
 def measure_errors(

@@ -73,20 +73,30 @@ class Policy:
         With ``look_soon``, end a trial that was under way, and look at errors again soon: another number of
         ranks has others.
         """
+        if not look_soon:
+            return
+        self._end_trial()
+        if self.state.phase != "measure":
+            self.state.next_look = step + NUM_SETTLING + NUM_TIMED
+        self._reopen(())
+
+    def _end_trial(self) -> None:
+        """Go back to the choice that another one was tried beside, if there is a trial."""
         state = self.state
-        if look_soon and state.trial is not None:
+        if state.trial is not None:
             state.choice, state.rung, state.trial = state.trial.kept.choice, state.trial.kept.rung, None
-        if look_soon and state.phase != "measure":
-            state.phase, state.next_look = "keep", step + NUM_SETTLING + NUM_TIMED
-        if look_soon:
-            self._reopen(())
+            state.phase = "keep"
 
     def _fit_options(self) -> None:
         """Let a state of other options hold: encodings may have been added or left out."""
-        state, number = self.state, self._num_encodings
-        state.rung, state.coarsest = min(state.rung, number), min(state.coarsest, number)
-        if state.table is not None and any(len(row) != number for row in state.table.errors):
+        state, names = self.state, self._tuning.names
+        if state.table is not None and any(len(row) != len(names) for row in state.table.errors):
+            self._end_trial()
+            self._reopen(())
             state.table = None
+            chosen = set() if state.choice is None else set(state.choice.encodings.values())
+            numbers = [number for number, name in enumerate(names) if name in chosen]
+            state.rung = 1 + max(numbers, default=self._tuning.first)
 
     def is_settling(self, step: int) -> bool:
         """Return True if the time of this step does not count."""
@@ -221,22 +231,28 @@ class Policy:
         at = _Measured(step, times, trial.current.choice.num_bytes)
         if trial.current is trial.kept:
             trial = replace(trial, kept_s=(*trial.kept_s, times.step))
+            state.credit -= trial.loss
         else:
             trial = replace(trial, new_s=(*trial.new_s, times.step))
-            state.credit -= trial.loss
         has_won = trial.verdict()
         if has_won is None:
             state.trial = trial
             self._use(step, trial.current.choice, trial.current.rung)
             return None
-        self._close_side(trial, has_won=has_won)
         state.decisions[-1] = replace(state.decisions[-1], got_ms=_ms(statistics.median(trial.new_s)))
         kept, kept_s = (trial.challenger, trial.new_s) if has_won else (trial.kept, trial.kept_s)
-        rest = [each for each in trial.challengers[1:] if state.finest <= each.rung <= self._coarsest]
-        if rest and state.credit > 0:
-            state.trial = Trial(kept, tuple(rest), kept_s[-1:])
-            return self._try(at, rest[0], "faster" if has_won else "not faster")
-        state.trial, state.phase, state.recent, state.num_off = None, "keep", kept_s[-1:], 0
+        is_steady = abs(kept_s[-1] - kept_s[0]) <= _OFF_AT_FIRST * kept_s[0]
+        if is_steady:
+            self._close_side(trial, has_won=has_won)
+            rest = [each for each in trial.challengers[1:] if state.finest <= each.rung <= self._coarsest]
+            if rest and state.credit > 0:
+                state.trial = Trial(kept, tuple(rest), kept_s[-1:])
+                return self._try(at, rest[0], "faster" if has_won else "not faster")
+        else:
+            # Trials until now tell nothing of what is slower from now on.
+            self._reopen(())
+        # By its first window, so that a change since then is noticed.
+        state.trial, state.phase, state.recent, state.num_off = None, "keep", kept_s[:1], 0
         if has_won:
             self._use(step, kept.choice, kept.rung)
             return None

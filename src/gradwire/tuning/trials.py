@@ -1,8 +1,9 @@
 """Trials: a choice is compared with the present one in short windows of steps that alternate.
 
-Windows follow one another as A B A B A B, where A is the present choice. A window of B is compared with the
-windows of A before and after it, so that a machine that becomes slower does not count against B. After the
-first window of B, only a large difference is believed; after the third, the median decides.
+Windows follow one another as A B A B A B A, where A is the present choice. A window of B is compared with the
+windows of A before and after it, so that a machine that becomes slower does not count against B. B may win at
+once, and loses after a window of A. After the first window of B, only a large difference is believed; after
+the third, the median decides.
 
 Note [Cost of trials]: a trial loses time if B is slower. What it loses is counted in steps of A, and paid
 from a credit, which is `MAX_CREDIT` steps at first and grows by `REFILL` steps a step up to that. A trial
@@ -70,15 +71,15 @@ class Trial:
 
     @property
     def loss(self) -> float:
-        """Steps of ``kept`` that the last window of the challenger has lost."""
-        return WINDOW * max(0.0, self.new_s[-1] / self.kept_s[-1] - 1)
+        """Steps of ``kept`` that the challenger has lost in its window before the last one of ``kept``."""
+        before, after = self.kept_s[-2:]
+        return WINDOW * max(0.0, 2 * self.new_s[-1] / (before + after) - 1)
 
     def verdict(self) -> bool | None:
         """Return True if the challenger has won, False if it has lost, and None to go on."""
-        if len(self.new_s) < len(self.kept_s):
-            return None  # its window is not over
         is_coarser = self.challenger.rung > self.kept.rung
         mark, doubt = WORTH_IT if is_coarser else _NOT_SLOWER, _DOUBTS[len(self.new_s) - 1]
         if self.ratio <= mark / doubt:
             return True
-        return False if self.ratio > mark * doubt else None
+        has_seen_both = len(self.kept_s) > len(self.new_s)
+        return False if has_seen_both and self.ratio > mark * doubt else None

@@ -11,16 +11,14 @@ from gradwire.ops.cpu.levels import quantise
 from gradwire.ops.cpu.lines import LINE, largest_of, load, spread, store
 from gradwire.ops.cpu.rotation import rotate, sum_of_squares
 from gradwire.ops.cpu.scalars import INFINITY, from_bits, larger
-from gradwire.ops.formats import MIN_SCALE, PART
+from gradwire.ops.formats import LEAST_SAFE, MIN_SCALE, MOST_SAFE, PART
 
 _INFINITY = np.int32(INFINITY)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _NAN = np.float32(np.nan)
 _MIN_SCALE = np.float32(MIN_SCALE)
 _UNIT, _UNITS = np.float32(PART), np.float32(1 / PART)
-# The bits of 2^-31 and 2^34. If the largest magnitude of a block is between, its sums and squares neither
-# overflow nor lose anything: squares vanish below 2^-88 of the largest, and count from 2^-40 of it on.
-_LEAST, _MOST = (np.int32((127 + exponent) << 23) for exponent in (-31, 34))
+_LEAST_SAFE, _MOST_SAFE = np.int32(LEAST_SAFE), np.int32(MOST_SAFE)
 
 
 @helper
@@ -79,6 +77,6 @@ def encode_block(
     """Encode a block, padded in ``source`` to ``size`` values, and return its scale; ``x`` is overwritten."""
     if size == 1024:  # the default: as a constant, it saves most of the arithmetic on addresses
         largest = rotate(source, ahead, signs, x, 1024, squares)
-        if _LEAST <= largest < _MOST:
+        if _LEAST_SAFE <= largest < _MOST_SAFE:
             return _encode_rotated(form, x, ahead, 1024, _up(largest), largest, squares, codes)
     return _encode_any(form, source, ahead, size, signs, x, squares, codes)

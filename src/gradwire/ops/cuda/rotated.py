@@ -39,12 +39,11 @@ _TUNED: dict[str, int | None] = {"encode": None, "decode": None, "reduce": 128}
 
 
 @triton.jit
-def _block(numel, tail_size, TILE: tl.constexpr):
-    """Return this program's block, the place of its first value, and its number of values, also padded."""
+def _block(numel, TILE: tl.constexpr):
+    """Return this program's block, the place of its first value, and its number of values."""
     block = tl.program_id(0).to(tl.int64)
     start = block * (TILE.rows * 32)
-    m = tl.minimum(numel - start, TILE.rows * 32).to(tl.int32)
-    return block, start, m, tl.where(m < TILE.rows * 32, tail_size, TILE.rows * 32)
+    return block, start, tl.minimum(numel - start, TILE.rows * 32).to(tl.int32)
 
 
 @triton.jit
@@ -90,20 +89,63 @@ def _write(codes, scales, x, block, seed, size, TILE: tl.constexpr):
     return words, scale.to(tl.float32, bitcast=True)
 
 
+# Each kernel is compiled twice: for full blocks, whose masks vanish, and for one of ``m`` values, padded to
+# ``size``.
+
+
+@triton.jit
+def _encode_block(values, codes, scales, block, seed, m, size, TILE: tl.constexpr):
+    offsets, exists = _values_of(m, TILE)
+    x = tl.load(values + offsets, exists, other=0.0).to(tl.float32)
+    _write(codes, scales, x, block, seed, size, TILE)
+
+
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
 def _encode(values, codes, scales, numel, tail_size, low, high, TILE: tl.constexpr):
-    block, start, m, size = _block(numel, tail_size, TILE)
+    block, start, m = _block(numel, TILE)
+    full: tl.constexpr = TILE.rows * 32
+    if m == full:
+        _encode_block(values + start, codes, scales, block, (low, high), full, full, TILE)
+    else:
+        _encode_block(values + start, codes, scales, block, (low, high), m, tail_size, TILE)
+
+
+@triton.jit
+def _decode_block(codes, scales, values, block, seed, m, size, TILE: tl.constexpr):
+    x = _read(codes, scales, block, seed, size, TILE)
     offsets, exists = _values_of(m, TILE)
-    x = tl.load(values + start + offsets, exists, other=0.0).to(tl.float32)
-    _write(codes, scales, x, block, (low, high), size, TILE)
+    tl.store(values + offsets, x.to(values.dtype.element_ty), exists)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
 def _decode(codes, scales, values, numel, tail_size, low, high, TILE: tl.constexpr):
-    block, start, m, size = _block(numel, tail_size, TILE)
-    x = _read(codes, scales, block, (low, high), size, TILE)
+    block, start, m = _block(numel, TILE)
+    full: tl.constexpr = TILE.rows * 32
+    if m == full:
+        _decode_block(codes, scales, values + start, block, (low, high), full, full, TILE)
+    else:
+        _decode_block(codes, scales, values + start, block, (low, high), m, tail_size, TILE)
+
+
+@triton.jit
+def _reduce_block(
+    terms, own, own_index, factor, codes, scales, block, seed, m, size, TERM: tl.constexpr, TILE: tl.constexpr
+):
+    rows, scales_of_row, num_rows, stride, term_low, high_of_row = terms
     offsets, exists = _values_of(m, TILE)
-    tl.store(values + start + offsets, x.to(values.dtype.element_ty), exists)
+    x = tl.full((TILE.rows, 32), -0.0, tl.float32)  # added to a zero, -0.0 keeps the zero's sign
+    for r in range(num_rows):
+        if r == own_index:
+            x += tl.load(own + offsets, exists, other=0.0).to(tl.float32) * factor
+        else:
+            x += _read(rows, scales_of_row, block, (term_low, high_of_row), size, TERM) * factor
+        # Advanced row by row: the product r * stride may overflow 32 bits.
+        rows += stride // 4
+        scales_of_row += stride // 2
+        high_of_row += _RANK_STEP
+    words, scale = _write(codes, scales, tl.where(exists, x, 0.0), block, seed, size, TILE)
+    sent = decoded(words, scale, block, seed, size, TILE)
+    tl.store(own + offsets, sent.to(own.dtype.element_ty), exists)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
@@ -114,24 +156,17 @@ def _reduce(
 ):  # fmt: skip
     if FACTOR_ON_DEVICE:
         factor = tl.load(factors)
-    block, start, m, size = _block(numel, tail_size, TILE)
-    offsets, exists = _values_of(m, TILE)
-    own += start
-    x = tl.full((TILE.rows, 32), -0.0, tl.float32)  # added to a zero, -0.0 keeps the zero's sign
-    scales_of_row, high_of_row = halves + first_scale, term_high.to(tl.uint32)
-    for r in range(num_rows):
-        if r == own_index:
-            x += tl.load(own + offsets, exists, other=0.0).to(tl.float32) * factor
-        else:
-            x += _read(rows, scales_of_row, block, (term_low, high_of_row), size, TERM) * factor
-        # Advanced row by row: the product r * stride may overflow 32 bits.
-        rows += stride // 4
-        scales_of_row += stride // 2
-        high_of_row += _RANK_STEP
-    seed = (low, high)
-    words, scale = _write(codes, scales, tl.where(exists, x, 0.0), block, seed, size, TILE)
-    sent = decoded(words, scale, block, seed, size, TILE)
-    tl.store(own + offsets, sent.to(own.dtype.element_ty), exists)
+    block, start, m = _block(numel, TILE)
+    full: tl.constexpr = TILE.rows * 32
+    terms = rows, halves + first_scale, num_rows, stride, term_low, term_high.to(tl.uint32)
+    if m == full:
+        _reduce_block(
+            terms, own + start, own_index, factor, codes, scales, block, (low, high), full, full, TERM, TILE
+        )
+    else:
+        _reduce_block(
+            terms, own + start, own_index, factor, codes, scales, block, (low, high), m, tail_size, TERM, TILE
+        )
 
 
 def encode(form: RotatedFormat, chunk: Chunk) -> None:

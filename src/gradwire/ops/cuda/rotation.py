@@ -17,11 +17,13 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from gradwire.ops.cuda.codes import ABS, INFINITY, random_word
+from gradwire.ops.cuda.codes import INFINITY, random_word
 from gradwire.ops.formats import (
     GAUSSIAN_LEVELS,
     INTEGER_BOUNDS,
+    LEAST_SAFE,
     MIN_SCALE,
+    MOST_SAFE,
     PART,
     SQUARE_UNITS,
     RotatedFormat,
@@ -29,16 +31,16 @@ from gradwire.ops.formats import (
 
 _SIGN = tl.constexpr(-0x80000000)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
+_LEAST_SAFE = tl.constexpr(LEAST_SAFE)
+_MOST_SAFE = tl.constexpr(MOST_SAFE)
 # No value overflows if its scale is smaller: it is the scale times a sum of 4096 levels at most.
 _LARGE = tl.constexpr(3.4028234663852886e38 / 2**14)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _UNITS = tl.constexpr(1 / PART)
 _SQUARE_UNITS = tl.constexpr(SQUARE_UNITS)
-# The lowest bits of a number that is added to this one are an integer.
+# A number that is added to this one is rounded to an integer, in the lowest bits.
 _ROUND = tl.constexpr(2.0**23)
 _ROUND_BITS = tl.constexpr(0x4B000000)
-# Counts one in a sum of parts: 32 of them, all that a thread has, add up to less.
-_ONE_MORE = tl.constexpr(1 << 26)
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,14 @@ def _mixed(x, LOG: tl.constexpr, LARGEST_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _square(x, LOG: tl.constexpr):
-    """Return the sum of squares of a block with ``2**LOG`` rows."""
+def _square(x, units, LOG: tl.constexpr):
+    """Return the sum of squares of a block with ``2**LOG`` rows, in whole ``units``."""
     x *= x
     for step in tl.static_range(LOG):
         low, high = _pairs(x, 1 << (LOG - 1 - step))
         x = tl.reshape(low + high, (1 << (LOG - 1 - step), 32))
     # The sums of columns are added as integers: in any order, the result is the same.
-    return tl.sum((x * _SQUARE_UNITS).to(tl.int64)).to(tl.float32) * (1 / _SQUARE_UNITS)
+    return tl.sum((x * units).to(tl.int64)).to(tl.float32)
 
 
 @triton.jit
@@ -135,6 +137,11 @@ def decoded(words, scale, block, seed, size, TILE: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _either(a, b):
     return a | b
 
@@ -146,12 +153,30 @@ def _word(bits):
 
 
 @triton.jit
-def _above(parts, bound):
+def _num_bits(words):
+    """Return the number of ones in each word, as Warren counts them in *Hacker's Delight*."""
+    words = words.to(tl.uint32, bitcast=True)
+    words -= (words >> 1) & 0x55555555
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    return ((((words + (words >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _above(rounded, bound, TILE: tl.constexpr):
     """Return a word for each row, of the parts that are above a bound; their number; and their sum."""
-    above = parts > bound
-    both = tl.sum(tl.where(above, parts + _ONE_MORE, 0), axis=0)
-    count, total = tl.sum((both.to(tl.uint32) >> 26).to(tl.int32)), tl.sum(both & (_ONE_MORE - 1))
-    return _word(tl.where(above, 1 << tl.arange(0, 32)[:, None], 0)), (count, total)
+    above = _word(tl.where(rounded > bound + _ROUND_BITS, 1 << tl.arange(0, 32)[:, None], 0))
+    count = tl.sum(_num_bits(above))
+    # Each of the others adds the bound.
+    total = _total(tl.maximum(rounded, bound + _ROUND_BITS), TILE)
+    return above, (count, total - (TILE.rows * 32 - count) * bound)
+
+
+@triton.jit
+def _total(rounded, TILE: tl.constexpr):
+    """Return the sum of a block's parts, from their sums with `_ROUND`, as bits."""
+    # What exceeds 32 bits is cut off on both sides.
+    offset: tl.constexpr = (TILE.rows * 32 * _ROUND_BITS) % 2**32
+    return (tl.sum(tl.sum(rounded, axis=0).to(tl.uint32, bitcast=True)) - offset).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -163,7 +188,7 @@ def _difference(a, b):
 def _add_level(product, norm, of_level, level):
     """Add a level's share to the sums of magnitudes times levels, and of squares of levels."""
     count, total = of_level
-    return product + total.to(tl.float32) * level, norm + count.to(tl.float32) * (level * level)
+    return product + total.to(tl.float32) * level, norm + tl.cast(count, tl.float32) * (level * level)
 
 
 @triton.jit
@@ -172,35 +197,38 @@ def coded(x, block, seed, size, TILE: tl.constexpr):
 
     There are always three words. With fewer bits, the last ones have no meaning.
     """
-    largest = tl.max(x.to(tl.int32, bitcast=True) & ABS)
-    # By a power of two, so that neither sums nor squares overflow or vanish.
+    largest = tl.reduce(tl.abs(x), None, _larger).to(tl.int32, bitcast=True)
+    # The reference scales by a power of two, so that neither sums nor squares overflow or vanish. Where they
+    # would not, the same power is applied to the sums: results are the same.
     exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
     up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     down = (exponent << 23).to(tl.float32, bitcast=True)
-    x = _flipped(x * up, block, seed, TILE)
+    if (largest < _LEAST_SAFE) | (largest >= _MOST_SAFE):
+        x *= up
+        up = 1.0
+    x = _flipped(x, block, seed, TILE)
     # The deviation of rotated values is the norm of the block.
-    deviation = tl.sqrt_rn(_square(x, TILE.log_rows))
-    unit = tl.where(deviation > 0, tl.div_rn(_UNITS, deviation), 0.0)
+    deviation = tl.sqrt_rn(_square(x, up * up * _SQUARE_UNITS, TILE.log_rows) * (1 / _SQUARE_UNITS))
+    unit = tl.where(deviation > 0, tl.div_rn(_UNITS, deviation) * up, 0.0)
     z = _mixed(tl.trans(_mixed(x, TILE.log_rows, True)), 5, True)
     exists = tl.arange(0, TILE.rows)[None, :] * 32 < size
-    rounded = tl.abs(z * tl.where(exists, unit, 0.0)) + _ROUND
-    parts = rounded.to(tl.int32, bitcast=True) - _ROUND_BITS
+    rounded = (tl.abs(z * tl.where(exists, unit, 0.0)) + _ROUND).to(tl.int32, bitcast=True)
     place = tl.arange(0, 32)[:, None]
     signs = _word((z.to(tl.uint32, bitcast=True) >> (31 - place)).to(tl.int32) & (1 << place))
     signs = tl.where(largest > 0, signs, 0)
-    all_of = size, tl.sum(tl.sum(parts, axis=0))
+    all_of = size, _total(rounded, TILE)
     if TILE.bits == 1:
         words = (signs, signs, signs)
         product, norm = _add_level(0.0, 0.0, all_of, TILE.levels[0])
     elif TILE.bits == 2:
-        above, of_above = _above(parts, TILE.bounds[0])
+        above, of_above = _above(rounded, TILE.bounds[0], TILE)
         words = (signs, above, above)
         product, norm = _add_level(0.0, 0.0, _difference(all_of, of_above), TILE.levels[0])
         product, norm = _add_level(product, norm, of_above, TILE.levels[1])
     else:
-        first, of_first = _above(parts, TILE.bounds[0])
-        second, of_second = _above(parts, TILE.bounds[1])
-        third, of_third = _above(parts, TILE.bounds[2])
+        first, of_first = _above(rounded, TILE.bounds[0], TILE)
+        second, of_second = _above(rounded, TILE.bounds[1], TILE)
+        third, of_third = _above(rounded, TILE.bounds[2], TILE)
         words = (signs, second, first ^ second ^ third)
         product, norm = _add_level(0.0, 0.0, _difference(all_of, of_first), TILE.levels[0])
         product, norm = _add_level(product, norm, _difference(of_first, of_second), TILE.levels[1])
@@ -209,6 +237,6 @@ def coded(x, block, seed, size, TILE: tl.constexpr):
     if TILE.unbiased:
         scale = tl.div_rn(deviation, product) * _UNITS
     else:
-        scale = tl.div_rn(product, norm) * deviation * tl.div_rn(1 / _UNITS, size.to(tl.float32))
+        scale = tl.div_rn(product, norm) * deviation * tl.div_rn(1 / _UNITS, tl.cast(size, tl.float32))
     scale = tl.where(largest > 0, tl.maximum(scale * down, _MIN_SCALE), 0.0)
     return words, tl.where(largest < INFINITY, scale, float("nan"))
