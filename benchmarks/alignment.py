@@ -2,12 +2,15 @@
 
     python benchmarks/alignment.py --recipes sign sign:feedback=true int4
 
-Prints the length of the averaged gradient over that of the true mean, and the cosine between the two, in the
-small setting of convergence.py. The last columns have the share of the true mean's energy that signs and one
-mean magnitude per parameter keep: for embeddings and output layers (tables), vectors, and other matrices.
+Prints the length of the averaged gradient over that of the true mean, the cosine between the two, and the
+relative error in two senses, in the small setting of convergence.py: that of the whole gradient, and the root
+mean square, over all values, of the error of a value's parameter. The last columns have the share of the true
+mean's energy that signs and one mean magnitude per parameter keep: for embeddings and output layers (tables),
+vectors, and other matrices.
 """
 
 import argparse
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -29,6 +32,10 @@ class Alignment:
 
     length: float
     cosine: float
+    error: float
+    """Relative error of the whole gradient."""
+    error_of_values: float
+    """Root mean square over all values of the relative error of their parameter."""
     one_bit: dict[str, float]
     """Energy kept, by kind of parameter: (sum of magnitudes)^2 / n over the sum of squares."""
 
@@ -41,13 +48,23 @@ def alignment(recipe: str, num_steps: int, data: tuple[Data, Data]) -> Alignment
         trainer.step()
     for rank in range(ranks.world_size):
         with ranks.backward_of(rank):
-            trainer.backward(trainer.places[num_steps - 1, rank])
+            trainer.backward(num_steps - 1, rank)
     everyone = [ranks.gradients(rank) for rank in range(ranks.world_size)]
     means = {name: torch.stack([own[name] for own in everyone]).mean(dim=0) for name in everyone[0]}
     ranks.average()
-    mean, made = (torch.cat([g.flatten() for g in each.values()]) for each in (means, ranks.gradients(0)))
-    cosine = float(torch.cosine_similarity(made, mean, dim=0))
-    return Alignment(float(made.norm() / mean.norm()), cosine, one_bit(means, table_names(trainer.model)))
+    own = ranks.gradients(0)
+    mean, made = (torch.cat([g.flatten() for g in each.values()]) for each in (means, own))
+    squares = sum(
+        exact.numel() * float((own[name] - exact).square().sum() / exact.square().sum())
+        for name, exact in means.items()
+    )
+    return Alignment(
+        length=float(made.norm() / mean.norm()),
+        cosine=float(torch.cosine_similarity(made, mean, dim=0)),
+        error=float((made - mean).norm() / mean.norm()),
+        error_of_values=math.sqrt(squares / mean.numel()),
+        one_bit=one_bit(means, table_names(trainer.model)),
+    )
 
 
 def one_bit(gradients: dict[str, Tensor], tables: Collection[str]) -> dict[str, float]:
@@ -69,13 +86,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     data = data_of(SETTINGS["small"], torch.device("cpu"))
-    print(
-        f"{'step ' + str(options.steps):32} {'length':>8} {'cosine':>8} {''.join(f'{k:>10}' for k in KINDS)}"
-    )
+    titles = "".join(f"{title:>10}" for title in ("length", "cosine", "error", "of values", *KINDS))
+    print(f"{'step ' + str(options.steps):32} {titles}")
     for recipe in options.recipes:
         found = alignment(recipe, options.steps, data)
-        shares = "".join(f"{found.one_bit[kind]:10.2f}" for kind in KINDS)
-        print(f"{recipe:32} {found.length:8.2f} {found.cosine:8.3f} {shares}")
+        figures = (found.length, found.cosine, found.error, found.error_of_values, *found.one_bit.values())
+        print(f"{recipe:32} {''.join(f'{figure:10.3f}' for figure in figures)}")
 
 
 if __name__ == "__main__":

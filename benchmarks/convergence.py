@@ -6,7 +6,7 @@
     python benchmarks/convergence.py --optimizer sgd              the small setting, in small-sgd.csv
     python benchmarks/convergence.py --table convergence/small.csv
     python benchmarks/convergence.py --plot convergence/small.csv fidelity.svg --link 1gbit
-    python benchmarks/convergence.py --front convergence/small.csv front.svg
+    python benchmarks/convergence.py --front convergence/small.csv longer/small.csv front.svg
 
 The model, the text and the schedule are those of examples/train_lm.py; the convolutional network and its data
 are those of images.py. Workers are virtual ranks. Each recipe and seed becomes one row of a CSV file. You may
@@ -32,7 +32,7 @@ from rich.progress import Progress, TaskID, TextColumn
 import gradwire
 import local_rows
 from curves import draw, table
-from front import draw_front
+from front_drawing import draw_front
 from gradwire.headroom import Machine
 from gradwire.recipes.resolution import require_averaging
 from local_trainer import LocalTrainer
@@ -49,6 +49,7 @@ RECIPES = [
     "fp8",
     "int4",
     "int4:feedback=false",
+    "int3",
     "int2",
     "int2:bits=1+2",
     "int2:bits=1+1",
@@ -149,13 +150,13 @@ def chosen_recipes(names: list[str]) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def chosen_runs(path: Path, recipes: list[str] | None) -> list[Run]:
+def chosen_runs(paths: list[Path], recipes: list[str] | None) -> list[Run]:
     """Return the runs of some recipes, or of all; raise ValueError if a recipe has none."""
-    runs = read(path)
+    runs = [run for path in paths for run in read(path)]
     if recipes is None:
         return runs
     if missing := sorted({*recipes} - {run.recipe for run in runs}):
-        raise ValueError(f"{path} has no runs of {', '.join(missing)}")
+        raise ValueError(f"{', '.join(map(str, paths))}: no runs of {', '.join(missing)}")
     return [run for run in runs if run.recipe in recipes]
 
 
@@ -259,7 +260,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--table", type=Path, metavar="CSV", help="print a table of the rows in a file")
     parser.add_argument("--plot", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw the rows of a file")
     parser.add_argument(
-        "--front", type=Path, nargs=2, metavar=("CSV", "SVG"), help="draw the bytes and gaps of a file's rows"
+        "--front",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="CSV files, then an SVG to draw: bytes and gaps of their rows",
     )
     parser.add_argument("--link", default="1gbit", help="rate of each worker's link, for the plot over time")
     options = parser.parse_args(arguments)
@@ -268,10 +273,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(table(read(options.table)))
         if options.plot:
             source, drawing = options.plot
-            drawing.write_text(draw(chosen_runs(source, options.recipes), options.link))
+            drawing.write_text(draw(chosen_runs([source], options.recipes), options.link))
         if options.front:
-            source, drawing = options.front
-            drawing.write_text(draw_front(chosen_runs(source, options.recipes)))
+            *sources, drawing = options.front
+            if not sources:
+                raise ValueError("--front needs a CSV file, or several, and the SVG to draw")
+            drawing.write_text(draw_front(chosen_runs(sources, options.recipes)))
         if options.table or options.plot or options.front:
             return 0
         setting, device = chosen_setting(options), chosen_device(options)

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from gradwire.lab.rates import parse_rate
-from runs import Run, by_recipe, setting_of
-
-BASE = "fp32"
+from runs import BASE, Run, by_recipe, gaps_to, has_overfitted, setting_of
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -18,11 +16,11 @@ def table(runs: Sequence[Run]) -> str:
     """
     setting = setting_of(runs)
     base = {run.seed: run for run in runs if run.recipe == BASE}
-    losses_of: dict[str, Callable[[Run], float]] = {"held-out loss": lambda run: run.loss}
-    if any(run.lowest < run.loss for run in base.values()):
-        losses_of["lowest on the way"] = lambda run: run.lowest
+    names = {"held-out loss": False}
+    if has_overfitted(base.values()):
+        names["lowest on the way"] = True
     header = ["recipe", "bytes a step", "less than fp32"]
-    header += [cell for name in losses_of for cell in (name, "gap to fp32")]
+    header += [cell for name in names for cell in (name, "gap to fp32")]
     header += ["seeds"]
     first = runs[0]
     machines = " and ".join(dict.fromkeys(f"{run.machine}, {run.versions}" for run in runs))
@@ -36,12 +34,11 @@ def table(runs: Sequence[Run]) -> str:
     for recipe, same in by_recipe(runs).items():
         less = f"{base[min(base)].bytes_per_step / same[0].bytes_per_step:.1f}x" if base else "-"
         cells = [f"`{recipe}`", f"{same[0].bytes_per_step / 1e6:.3g} MB", less]
-        for loss_of in losses_of.values():
-            losses = [loss_of(run) for run in same]
-            gaps = [100 * (loss_of(run) / loss_of(base[run.seed]) - 1) for run in same if run.seed in base]
+        for lowest in names.values():
+            losses = [run.lowest if lowest else run.loss for run in same]
             cells += [
                 f"{statistics.mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})",
-                _gap(gaps) if recipe != BASE else "-",
+                _gap(gaps_to(base, same, lowest=lowest)) if recipe != BASE else "-",
             ]
         lines.append(f"| {' | '.join([*cells, str(len(same))])} |")
     return "\n".join(lines)

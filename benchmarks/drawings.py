@@ -19,6 +19,10 @@ MESSAGES: dict[str, tuple[str, list[tuple[str, float, str]]]] = {
     "int8": ("one bf16 scale, 256 integers of 8 bits", [("scale", 2, ORANGE), ("int8", 256, BLUE)]),
     "fp8": ("one bf16 scale, 256 floats of 8 bits (e4m3)", [("scale", 2, ORANGE), ("e4m3", 256, BLUE)]),
     "int4": ("two bf16 scales, 256 integers of 4 bits", [("scales", 4, ORANGE), ("int4", 128, BLUE)]),
+    "int3": (
+        "256 of 1024 values that were rotated together: a quarter of a scale, 256 codes of 3 bits",
+        [("scale", 0.5, ORANGE), ("3 bits", 96, BLUE)],
+    ),
     "int2": (
         "256 of 1024 values that were rotated together: a quarter of a scale, 256 codes of 2 bits",
         [("scale", 0.5, ORANGE), ("2 bits", 64, BLUE)],

@@ -1,6 +1,7 @@
 """Models, one for each of several workers in this process, averaged by local SGD."""
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
+from branches import record_branches
 from gradwire.averaging import Bucket
 from gradwire.buckets import Layouts, Memory
 from gradwire.errors import Place
@@ -193,30 +195,13 @@ class LocalTrainer:
             self._backward_of(worker, own)
 
     def _graphed(self) -> Callable[[Tensor], None]:
-        """Record `_backward_all` as a CUDA graph, with a branch for each worker.
+        """Record `_backward_all` as a CUDA graph."""
+        places = self.places[0].clone()
+        pairs = zip(self.workers, places, strict=True)
+        replay, _ = record_branches([functools.partial(self._backward_of, *pair) for pair in pairs])
 
-        A model has 600 small kernels, none of which fills the GPU: branches run side by side.
-        """
-        places, main = self.places[0].clone(), torch.cuda.current_stream()
-        branches = [torch.cuda.Stream() for _ in self.workers]
-
-        def run_branches(main: torch.cuda.Stream, num_times: int) -> None:
-            for branch, worker, own in zip(branches, self.workers, places, strict=True):
-                branch.wait_stream(main)
-                with torch.cuda.stream(branch):
-                    for _ in range(num_times):
-                        self._backward_of(worker, own)
-            for branch in branches:
-                main.wait_stream(branch)
-
-        run_branches(main, 3)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run_branches(torch.cuda.current_stream(), 1)
-
-        def replay(new_places: Tensor) -> None:
+        def backward(new_places: Tensor) -> None:
             places.copy_(new_places)
-            graph.replay()
+            replay()
 
-        return replay
+        return backward

@@ -1,12 +1,14 @@
 """Time steps of DiLoCo on slow links: all at once, in fragments, and without communication.
 
     python benchmarks/outer.py                       two hosts, links of 10 Mbit/s; needs root
-    python benchmarks/outer.py --link 100mbit --width 256 --period 20
-    python benchmarks/outer.py --compute-ms 50       a step sleeps, as if a device computed
+    python benchmarks/outer.py --link 100mbit --width 512 --period 20
+    python benchmarks/outer.py --compute-ms 18       a step sleeps, as if a device computed
 
 Each row trains for some periods on hosts of a lab. A time is that of a period over its steps, with
-all waiting. Rows take turns, and the median of the rounds is shown. Peak over average: the most bytes that a
-host's link carries while one fragment has its turn, over the mean of such times.
+all waiting. Rows take turns, and the median of the rounds is shown. Link busy: the mean rate over the
+link's. Peak over mean: the most bytes that a host's link carries in the time between two turns of fragments,
+over the mean of such times. A fragment should have several times the 80 KiB that a lab's link lets through
+at once: a smaller one does not feel the link's rate.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.headroom import Machine
 from gradwire.lab import Lab
+from gradwire.lab.rates import parse_rate
 from gradwire.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -39,7 +42,7 @@ def bytes_sent() -> int:
 def job(
     rank: int, rows: dict[str, tuple[gradwire.DiLoCo | None, str]], options: argparse.Namespace
 ) -> list[tuple[str, float, float, float]]:
-    """Return a name, ms a step, bytes a step, and the peak over the average, for each row and round."""
+    """Return a name, ms a step, bytes a step, and the peak over the mean, for each row and round."""
     text, _ = corpus()
     places = starts(text, (options.period, BATCH), LENGTH, seed=rank)
     found = []
@@ -71,8 +74,6 @@ def time_row(
     sent = []
     with gradwire.LocalSGD(model, optimizer, period=period, recipe=recipe, outer=outer) as local:
         for step in range((1 + NUM_PERIODS) * options.period):
-            if step == options.period:  # the first period compares layouts
-                begin = time.perf_counter()
             if options.compute_ms:
                 time.sleep(options.compute_ms / 1e3)
                 move(model, step)
@@ -81,16 +82,26 @@ def time_row(
                 model(*pieces(text, places[step % options.period], LENGTH)).backward()
                 optimizer.step()
             local.step()
-            sent.append(bytes_sent())
-        elapsed = time.perf_counter() - begin
-    num_steps = NUM_PERIODS * options.period
-    window = options.period // (outer.num_fragments if outer is not None else 1)
-    if outer is not None and not outer.streams:
-        window = options.period // options.fragments
-    carried = [sent[i] - sent[i - window] for i in range(options.period, len(sent))]
-    mean = (sent[-1] - sent[options.period - 1]) / num_steps
-    peak = max(carried) / (mean * window) if outer is not None else float("nan")
-    return 1e3 * elapsed / num_steps, mean, peak
+            sent.append((time.perf_counter(), bytes_sent()))
+    sent = sent[options.period - 1 :]  # the first period compares layouts
+    (begin, before), (end, after) = sent[0], sent[-1]
+    num_steps = len(sent) - 1
+    peak = peak_over_mean(sent, (end - begin) * options.period / num_steps / options.fragments)
+    return 1e3 * (end - begin) / num_steps, (after - before) / num_steps, peak if outer else float("nan")
+
+
+def peak_over_mean(sent: list[tuple[float, int]], window_s: float) -> float:
+    """Return the most bytes in any window over the mean of windows; bytes between samples count evenly."""
+    (begin, before), (end, after) = sent[0], sent[-1]
+
+    def carried_until(when: float) -> float:
+        later = next(i for i, (at, _) in enumerate(sent) if at >= when)
+        (t0, b0), (t1, b1) = sent[max(later - 1, 0)], sent[later]
+        return b1 if t1 == t0 else b0 + (b1 - b0) * (when - t0) / (t1 - t0)
+
+    ends = [at for at, _ in sent if at - begin >= window_s]
+    most = max(carried_until(at) - carried_until(at - window_s) for at in ends)
+    return most / max((after - before) * window_s / (end - begin), 1.0)
 
 
 def main() -> None:
@@ -99,7 +110,7 @@ def main() -> None:
     )
     parser.add_argument("--link", default="10mbit")
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--period", type=int, default=40)
     parser.add_argument("--fragments", type=int, default=4)
@@ -120,15 +131,16 @@ def main() -> None:
     with Lab(options.hosts, options.link) as lab:
         found = run_ranks(job, options.hosts, 900, args=(rows, options), lab=lab)
     print(f"{options.hosts} hosts, links of {options.link}, period {options.period}; {Machine.here()}")
-    print("| | ms a step | over no communication | bytes a step | peak over average |")
-    print("|---|---:|---:|---:|---:|")
+    print("| | ms a step | over no communication | bytes a step | link busy | peak over mean |")
+    print("|---|---:|---:|---:|---:|---:|")
     base = 0.0
     for name in rows:
         # The slowest rank's time in each round.
         rounds = [max(own, key=lambda row: row[1]) for own in zip(*found, strict=True) if own[0][0] == name]
         ms, sent, peak = (statistics.median(row[i] for row in rounds) for i in (1, 2, 3))
         base = base or ms
-        print(f"| {name} | {ms:.1f} | {ms / base:.2f} | {sent:.0f} | {peak:.2f} |")
+        busy = 8 * sent / (ms / 1e3) / parse_rate(options.link)
+        print(f"| {name} | {ms:.1f} | {ms / base:.2f} | {sent:.0f} | {busy:.0%} | {peak:.2f} |")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 import csv
 import dataclasses
 import fcntl
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+BASE = "fp32"
+"""The recipe that others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -146,3 +149,17 @@ def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for run in runs:
         found.setdefault(run.recipe, []).append(run)
     return found
+
+
+def has_overfitted(base: Iterable[Run]) -> bool:
+    """Return True if a loss of fp32 has risen before the end, so that the lowest losses compare better."""
+    return any(run.lowest < run.loss for run in base)
+
+
+def gaps_to(base: Mapping[int, Run], runs: Iterable[Run], *, lowest: bool = False) -> list[float]:
+    """Return the gaps to fp32 with the same seed, by final or by lowest loss, in percent."""
+
+    def loss_of(run: Run) -> float:
+        return run.lowest if lowest else run.loss
+
+    return [100 * (loss_of(run) / loss_of(base[run.seed]) - 1) for run in runs if run.seed in base]

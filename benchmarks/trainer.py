@@ -1,5 +1,6 @@
 """One model, trained by several virtual workers with a recipe between them."""
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from branches import record_branches
 from gradwire.testing import VirtualRanks
 from optimizers import OPTIMIZERS
 from runs import Setting
@@ -42,35 +44,28 @@ class Trainer:
         shape = (setting.steps, setting.workers, setting.batch)
         # Draw all places at once, since each transfer waits for the device.
         self.places = self.data.draw(shape, seed)
-        self.backward = self.graphed() if self.device.type == "cuda" and not eager else self.backward_of
+        is_graphed = self.device.type == "cuda" and not eager
+        self.backward = self._graphed() if is_graphed else self._backward
 
-    def backward_of(self, places: Tensor) -> None:
-        loss_of(self.model, self.data, places).backward()
+    def _backward(self, step: int, rank: int) -> None:
+        loss_of(self.model, self.data, self.places[step, rank]).backward()
 
-    def graphed(self) -> Callable[[Tensor], None]:
-        """Record `backward_of` as a CUDA graph: its 600 small kernels take longer to launch than to run."""
-        parameters = list(self.model.parameters())
-        gradients = [torch.zeros_like(p) for p in parameters]
-        places = self.places[0, 0].clone()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.backward_of(places)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            torch._foreach_zero_(gradients)
-            self.backward_of(places)
+    def _graphed(self) -> Callable[[int, int], None]:
+        """Record the backward passes of all workers as one CUDA graph."""
+        parameters, places = list(self.model.parameters()), self.places[0].clone()
 
-        def replay(new_places: Tensor) -> None:
-            places.copy_(new_places)
-            graph.replay()
-            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], gradients)
+        def gradients_at(own: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(loss_of(self.model, self.data, own), parameters)
 
-        return replay
+        replay, gradients = record_branches([functools.partial(gradients_at, own) for own in places])
+
+        def backward(step: int, rank: int) -> None:
+            if rank == 0:
+                places.copy_(self.places[step])
+                replay()
+            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], gradients[rank])
+
+        return backward
 
     @property
     def num_steps(self) -> int:
@@ -80,7 +75,7 @@ class Trainer:
         step = self.num_steps
         for rank in range(self.setting.workers):
             with self.ranks.backward_of(rank):
-                self.backward(self.places[step, rank])
+                self.backward(step, rank)
         self.ranks.average()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
