@@ -1,13 +1,23 @@
 """Programs that never detach still end as they should."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+import weakref
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.testing import run_ranks
 
 # Importing torch takes seconds and DDP some more, so it is done once: each rank is then forked, before there
 # are threads, and ends as a program does.
@@ -80,6 +90,42 @@ def said_by(file):
 @pytest.mark.parametrize("how", WAYS)
 def test_a_program_that_never_detaches_ends_with_code_0_and_nothing_on_stderr(endings, how):
     assert endings[how] == [("", 0), ("", 0)]
+
+
+def drop_while_busy(rank, how):
+    """Drop a model whose group runs a callback, which needs the GIL once more."""
+    group = dist.new_group()
+    store = dist.distributed_c10d._get_default_store()
+    model = DistributedDataParallel(torch.nn.Linear(5, 5), process_group=group)
+    wire = gradwire.attach(model, "bf16")
+    model(torch.ones(2, 5)).sum().backward()
+    if how == "detached":
+        wire.detach()
+    is_called = threading.Event()
+
+    def wait_a_little(_):
+        is_called.set()
+        time.sleep(0.2)  # without the GIL
+
+    if rank == 1:
+        store.wait(["listening"])
+    future = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
+    if rank == 0:
+        future.then(wait_a_little)
+        store.set("listening", "")
+        is_called.wait()
+    else:
+        future.wait()
+    dist.destroy_process_group(group)
+    reducer = weakref.ref(model.reducer)
+    del group, model, wire, future
+    gc.collect()
+    assert reducer() is None
+
+
+@pytest.mark.parametrize("how", ["attached", "detached"])
+def test_a_model_can_be_dropped_while_a_thread_of_its_group_needs_the_gil(how):
+    run_ranks(drop_while_busy, 2, args=[how])
 
 
 def test_importing_gradwire_imports_no_numba():

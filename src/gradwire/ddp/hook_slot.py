@@ -126,6 +126,7 @@ def free_slot(ddp: DistributedDataParallel) -> HookSlot:
                 "_register_builtin_comm_hook out, and attach 'fp32' or 'fp16'"
             )
         slot = _slots[ddp] = HookSlot(ddp)
+        _keep_group_beyond_reducer(ddp)
     if slot.bridge is not None and slot.give_way is None:
         if slot.owner is not None:
             raise HookTaken(f"{slot.owner} trains this model already; call detach() on it first")
@@ -133,3 +134,18 @@ def free_slot(ddp: DistributedDataParallel) -> HookSlot:
             f"{slot.bridge.runner.name} is attached to this model already; call detach() on its wire first"
         )
     return slot
+
+
+# Note [The last reference to a group]
+# Gloo's threads need the GIL to drop the tensors of a collective that is over, and a group that is destroyed
+# waits for its threads. torch releases the GIL for that if Python held the last reference to the group. If
+# DDP's reducer held it, torch does not, and all wait for ever. That happens on a busy machine, in a program
+# that destroys its groups and then drops its model. `tests/test_exit.py` makes it happen.
+def _keep_group_beyond_reducer(ddp: DistributedDataParallel) -> None:
+    """Hold the model's group in Python until the reducer is gone."""
+    for owner in (ddp.reducer, ddp.logger):  # a logger holds its reducer
+        weakref.finalize(owner, _let_go, ddp.process_group).atexit = False
+
+
+def _let_go(group: dist.ProcessGroup) -> None:
+    """Take a group that nothing holds any more once this returns."""
