@@ -15,7 +15,7 @@ from gradwire import recipes
 from gradwire.codecs import Raw
 from gradwire.ddp import attachment_of
 from gradwire.exchanges import TwoShot
-from gradwire.recipes.resolution import detect_node_size
+from gradwire.recipes import detect_node_size
 from gradwire.testing import run_ranks
 from tests.sizes import usually
 
