@@ -18,7 +18,7 @@ from gradwire.averaging.job import Job, Scaling, run_jobs
 from gradwire.averaging.regroup import Regrouper
 from gradwire.buckets import BucketLayout, Memory, Slot
 from gradwire.codecs import Affine, Blocks, Cast, Raw, Rotated
-from gradwire.ddp import DDPBucket, HookRunner, SteppingRunner, attachment_of
+from gradwire.ddp import DDPBucket, HookRunner, SteppingRunner, ddp_attachment_of
 from gradwire.errors import Place
 from gradwire.exchanges import Context, Scratch
 from gradwire.exchanges.scatter import Seeds, Sum
@@ -61,7 +61,7 @@ class Branches(nn.Module):
 def attach(model, spec, enough_bytes=0, **options):
     """Attach with buckets that wait until they have so many bytes to send, as they do on a stream."""
     wire = gradwire.attach(model, spec, **options)
-    attachment_of(wire).engine.coalescer = Coalescer(enough_bytes)
+    ddp_attachment_of(wire).engine.coalescer = Coalescer(enough_bytes)
     return wire
 
 

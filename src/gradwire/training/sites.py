@@ -16,9 +16,9 @@ from gradwire.averaging import Grid, checkpoint, is_disabled
 from gradwire.buckets import Layouts, canonical_name, trainable_parameters
 from gradwire.ddp import (
     Wire,
-    attachment_of,
     bucketed_parameters,
     claim_of,
+    ddp_attachment_of,
     device_of,
     is_ddp,
     resolve_for_model,
@@ -134,7 +134,7 @@ class DDPSite(Site):
 
     def attach(self, recipe: Recipe, timeout: timedelta) -> Wire:
         wire = attach(self._ddp, recipe, timeout=timeout)
-        attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
+        ddp_attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
         return wire
 
     def regrouped(self, sites: object) -> Site:
