@@ -30,7 +30,7 @@ from gradwire.sharded import ShardedModel, ShardLayouts, attach, group_of, is_sh
 from gradwire.torch_private import uncompiled
 from gradwire.training.parameter_buckets import MakesLayouts
 from gradwire.training.site_call import SitesCall
-from gradwire.training.site_ranks import OneRank, ShardRanks
+from gradwire.training.site_ranks import OneRank, ShardRanks, SiteRanks
 
 log = logging.getLogger("gradwire")
 
@@ -41,7 +41,7 @@ class Site(abc.ABC):
     module: nn.Module
     group: dist.ProcessGroup
     """The ranks to average with: one of each site."""
-    ranks: OneRank
+    ranks: SiteRanks
     """The ranks of this site."""
     layouts: MakesLayouts
     shards: dist.ProcessGroup | None = None
