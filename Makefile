@@ -70,8 +70,8 @@ test-gpu:
 # The tests of the core, on a torch of your choice, in a .venv of its own that is kept. Builds for CUDA take 5 GB.
 # With NumPy 2.4 the interpreter of an older Triton fails.
 TORCH_VENV = .venv-torch-$(TORCH)
-CORE_TESTS = attach bridge codecs ddp_comm_hooks low_rank low_rank_kernels low_rank_memory matrix powersgd_hook \
-	precision resume torch_private
+CORE_TESTS = attach codecs ddp_comm_hooks errors hook_groups low_rank low_rank_kernels low_rank_memory matrix \
+	powersgd_hook precision raw_hooks resume resume_elsewhere torch_private user_hooks
 test-torch:
 	@test -n "$(TORCH)" || { echo "Say which: make test-torch TORCH=2.6.0"; exit 2; }
 	@test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from convergence import SETTINGS
-from gradwire.recipes.resolution import table_names
+from gradwire.recipes import table_names
 from tasks import Data, data_of
 from trainer import Trainer
 

@@ -34,7 +34,7 @@ import local_rows
 from curves import draw, table
 from front_drawing import draw_front
 from gradwire.headroom import Machine
-from gradwire.recipes.resolution import require_averaging
+from gradwire.recipes import require_averaging
 from local_trainer import LocalTrainer
 from optimizers import OPTIMIZERS
 from rows import Row, Taken

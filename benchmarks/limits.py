@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 import gradwire
-from gradwire.ddp import attachment_of
+from gradwire.ddp import ddp_attachment_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class BucketClock:
 
     def __init__(self, wire: gradwire.Wire) -> None:
         self._wire, self._times = wire, list[float]()
-        bridge: Any = attachment_of(wire).bridge
+        bridge: Any = ddp_attachment_of(wire).bridge
         run: Callable[[GradBucket], Future[Tensor]] = bridge.run
 
         def note_and_run(bucket: GradBucket) -> Future[Tensor]:

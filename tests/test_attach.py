@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 import gradwire
-from gradwire.ddp import attachment_of
+from gradwire.ddp import ddp_attachment_of
 from gradwire.ddp.options import Options
 from gradwire.ddp_comm_hooks import default_hooks, powerSGD_hook
 from gradwire.ddp_comm_hooks.debugging_hooks import noop_hook
@@ -239,7 +239,7 @@ def job_without_a_trace(rank, folder):
     """Fail to attach in several ways: model, state and disk change only when all ranks agree."""
     model, told = small_model(), []
     first = gradwire.attach(model, "bf16")
-    attachment_of(first).give_way(lambda: told.append("gave way"))
+    ddp_attachment_of(first).give_way(lambda: told.append("gave way"))
     state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
     path = folder / f"{rank}.jsonl"
     telemetry = gradwire.Telemetry(jsonl=str(folder / "{rank}.jsonl"))

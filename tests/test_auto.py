@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.averaging import NativeMean
-from gradwire.ddp import AttachedModel, Attachments, attachment_of
+from gradwire.ddp import AttachedModel, Attachments, ddp_attachment_of
 from gradwire.recipes import ENCODINGS, with_node_size
 from gradwire.scripts import Observations, summarize
 from gradwire.testing import VirtualRanks
@@ -221,12 +221,12 @@ def test_parameters_that_are_unfrozen_are_noticed(two_ranks):
 
 def check_exact(rank):
     def times():
-        encodings = set(attachment_of(wire).tuned.tuner.encodings.values()) or {"bf16"}
+        encodings = set(ddp_attachment_of(wire).tuned.tuner.encodings.values()) or {"bf16"}
         return Times({"fp32": 0.5, "bf16": 1.0}.get(max(encodings), 2.0), 0.3, 0.3)
 
     started = []
     model, optimizer, wire = make("auto:feedback=true,floor=int4", times)
-    engine = attachment_of(wire).engine
+    engine = ddp_attachment_of(wire).engine
     start = NativeMean.start
     NativeMean.start = lambda *args: started.append(args) or start(*args)
     with wire:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.ddp import attachment_of, user_hooks
+from gradwire.ddp import ddp_attachment_of, user_hooks
 from gradwire.peers.agreement import describe_differences
 from gradwire.peers.gloo import GlooGroup
 from gradwire.peers.groups import PeerUnreachable, gather
@@ -145,7 +145,7 @@ def test_messages_of_different_sizes_are_an_error_and_do_not_end_the_process(thr
 def check_messages(rank):
     model = model_of()
     with gradwire.attach(model, "fp32") as wire:
-        workers = attachment_of(wire).engine._lane._pool.workers
+        workers = ddp_attachment_of(wire).engine._lane._pool.workers
         sent, before = [], sum(worker.group.traffic.num_messages for worker in workers)
         for step in range(5):
             backward(model, step)

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire import recipes
 from gradwire.codecs import Raw
-from gradwire.ddp import attachment_of
+from gradwire.ddp import ddp_attachment_of
 from gradwire.exchanges import TwoShot
-from gradwire.recipes.resolution import detect_node_size
+from gradwire.recipes import detect_node_size
 from gradwire.testing import run_ranks
 from tests.sizes import usually
 
@@ -42,7 +42,7 @@ class Net(nn.Module):
 
 def held_back(wire):
     """Return the mean over ranks of every parameter's residual."""
-    residuals = attachment_of(wire).state.memory.named().get("residual", {})
+    residuals = ddp_attachment_of(wire).state.memory.named().get("residual", {})
     means = {}
     for name, residual in sorted(residuals.items()):
         means[name] = residual.double().clone()
@@ -241,7 +241,7 @@ def job_alone(rank):
     model = DistributedDataParallel(nn.Linear(5, 3))
     with gradwire.attach(model, "int4") as wire:
         model(torch.ones(2, 5)).square().sum().backward()
-        memory = attachment_of(wire).state.memory
+        memory = ddp_attachment_of(wire).state.memory
         memory.named()["residual"]["weight"].fill_(0.25)
         before = model.module.weight.grad.clone()
         model.zero_grad()

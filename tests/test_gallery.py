@@ -7,6 +7,7 @@ import pytest
 from benchmarks import drawings, gallery
 
 import gradwire
+from gradwire.recipes import for_others
 
 # Recipes on the page of another.
 SHARED = {"fp16": "bf16", "int3": "int2"}
@@ -44,5 +45,5 @@ def test_every_recipe_has_a_page_that_says_when_it_goes_wrong():
 def test_drawn_bytes_are_those_that_are_sent(recipe):
     numel = 1 << 20
     drawn = sum(part[1] for part in drawings.MESSAGES[recipe][1])
-    sent = gradwire.recipe(recipe).for_others().wire_bytes(numel, world_size=2)
+    sent = for_others(gradwire.recipe(recipe)).wire_bytes(numel, world_size=2)
     assert sent * 256 / numel == pytest.approx(drawn, rel=1e-3)

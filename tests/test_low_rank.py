@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.buckets.memory import Memory
 from gradwire.codecs import Blocks, Raw, Rotated
-from gradwire.ddp import attachment_of
+from gradwire.ddp import ddp_attachment_of
 from gradwire.exchanges import Context, LowRank, Scratch, average
 from gradwire.exchanges.matrices import plan_of
 from gradwire.exchanges.one_shot import one_round_pays, sum_encoded
@@ -117,7 +117,7 @@ def test_a_gradient_of_rank_one_comes_back_whatever_its_size_and_full_rank_is_al
 
 
 def memory_of(wire):
-    return attachment_of(wire).state.memory.named()
+    return ddp_attachment_of(wire).state.memory.named()
 
 
 def job_laws(rank):

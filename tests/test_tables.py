@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.recipes import route_tables, with_node_size
-from gradwire.recipes.resolution import route_module_tables, table_names
+from gradwire.recipes import route_module_tables, route_tables, table_names, with_node_size
 from gradwire.testing import VirtualRanks, run_ranks
 
 

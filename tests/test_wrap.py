@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.ddp import attachment_of, bucket_size
+from gradwire.ddp import bucket_size, ddp_attachment_of
 from tests.models import backward, gradients
 
 
@@ -73,7 +73,7 @@ def check_options(rank):
         assert cap_mb(model) == 3
         assert (model.gradient_as_bucket_view, model.find_unused_parameters) == (False, True)
         assert model.process_group is group
-        assert attachment_of(wire).checks_nonfinite
+        assert ddp_attachment_of(wire).checks_nonfinite
     with pytest.raises(TypeError, match="bucket_cap"):
         gradwire.wrap(net(), "fp16", bucket_cap=3)
 

@@ -58,7 +58,7 @@ class Engine:
         self.state = state or RunState()
         self.coalescer = coalescer or Coalescer()
         self.native: NativeMean | None = None
-        """Averages buckets in place of the recipe, where it makes no difference but in time."""
+        """Takes exact means faster than the lane does, for buckets that `_goes_natively` lets through."""
         self._lane: Lane | None = None
         self._regrouper = Regrouper(self.state.timeline)
         self._meter = meter

@@ -24,7 +24,7 @@ def memory_of(
     """Return the tensors of one rank of ``grid``; ValueError if a rank's tensors are missing or wrong.
 
     Residuals on another number of shards are cut anew from those of whole parameters, whose ``shapes`` are
-    given. Factors of a shard are those of no other: they start anew.
+    given. Low-rank factors fit one shard alone, so they start anew.
     """
     saved, shard = fields.grid, rank % grid.num_shards
     if saved == grid:

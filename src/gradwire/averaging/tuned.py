@@ -1,4 +1,4 @@
-"""The tuner of recipe ``auto`` on the way of buckets to an engine, and what it changes."""
+"""The link between an engine and the tuner of recipe ``auto``: it shows buckets and sets the exchange."""
 
 from __future__ import annotations
 

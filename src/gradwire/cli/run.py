@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import typing
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 import gradwire
 from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS, stop
-from gradwire.cli.options import check_writable
-from gradwire.ddp import OnNonfinite
+from gradwire.cli.options import takes_options
+from gradwire.cli.run_options import RunOptions
 from gradwire.processes import free_port, rank_environment
 from gradwire.scripts import (
     RunTask,
@@ -31,64 +28,8 @@ from gradwire.scripts import (
 from gradwire.sharded import attach_to_all
 
 
-def run(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="A script, with its own arguments."),
-    ] = None,
-    recipe: Annotated[
-        str,
-        typer.Option(
-            "--recipe", metavar="RECIPE", help="A recipe, such as int4; `gradwire recipes` lists them."
-        ),
-    ] = "bf16",
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Ranks to start on this machine, with torchrun. Default: this process is one rank.",
-            show_default=False,
-        ),
-    ] = None,
-    on_nonfinite: Annotated[
-        str,
-        typer.Option(
-            "--on-nonfinite",
-            metavar="MODE",
-            help="If an averaged gradient is infinite or NaN: propagate it, skip the step, or raise.",
-        ),
-    ] = "propagate",
-    verify_every: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Compare gradients and parameters over ranks every N steps; 0 is never."
-        ),
-    ] = 0,
-    telemetry: Annotated[
-        Path | None,
-        typer.Option(
-            "--telemetry",
-            metavar="FILE",
-            help="Append events and errors to this file, as lines of JSON, every 100 steps.",
-            show_default=False,
-        ),
-    ] = None,
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state",
-            metavar="DIR",
-            help="Save what the recipe remembers here, and load it when the script resumes.",
-            show_default=False,
-        ),
-    ] = None,
-    state_every: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Save it every N steps, and at the end.")
-    ] = 100,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary at the end.")] = False,
-) -> None:
+@takes_options(RunOptions)
+def run(options: RunOptions) -> None:
     """Run a training script as it is, with gradwire in every DDP or FSDP2 model it makes.
 
     Put it in place of python in the command that starts each rank, under torchrun
@@ -108,29 +49,16 @@ def run(
     interrupted. With --ranks 1 if a rank fails, and the output says which and how.
     """
     try:
-        gradwire.recipe(recipe)
-        wanted = Script.of(script or [], module)
-        if on_nonfinite not in typing.get_args(OnNonfinite):
-            modes = ", ".join(typing.get_args(OnNonfinite))
-            raise ValueError(f"--on-nonfinite is one of {modes}, not {on_nonfinite!r}")
-        check_writable("--telemetry", telemetry)
-        if state is not None:
-            _make_folder(state)
-        if ranks is not None and "RANK" in os.environ:
-            raise ValueError("this process is a rank already: leave out --ranks")
+        gradwire.recipe(options.recipe)
+        script = options.script()
+        options.check()
     except ValueError as error:
         stop("run", str(error), WRONG_ARGUMENTS)
-    file, folder = (None if path is None else str(path.resolve()) for path in (telemetry, state))
-    task = RunTask(recipe, on_nonfinite, verify_every, file, folder, state_every)
     try:
-        if ranks is not None:
-            words = ["--recipe", recipe, "--on-nonfinite", on_nonfinite, "--verify-every", str(verify_every)]
-            words += ["--telemetry", str(telemetry)] if telemetry is not None else []
-            words += ["--state", str(state), "--state-every", str(state_every)] if state is not None else []
-            words += [*(["--module"] if wanted.is_module else []), *(["--quiet"] if quiet else [])]
-            _run_torchrun(ranks, [*words, "--", *wanted.words])
+        if options.num_ranks is not None:
+            _run_torchrun(options.num_ranks, options.rank_words(script))
         else:
-            _run_as_rank(wanted, task, quiet)
+            _run_as_rank(script, options.task(), options.quiet)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 
@@ -165,14 +93,6 @@ def _run_as_rank(script: Script, task: RunTask, quiet: bool) -> None:
                 lines = [] if children is None else children.summaries()
                 num_children = 0 if children is None else children.num_attached
                 typer.echo(summarize(attachments, seen, lines, num_children, states, saved_at), err=True)
-
-
-def _make_folder(folder: Path) -> None:
-    """Make the folder of ``--state``; ValueError if that is impossible."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--state: cannot make the folder {folder}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

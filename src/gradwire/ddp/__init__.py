@@ -35,7 +35,7 @@ from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
 from gradwire.ddp.user_hooks import HookRunner, check_result, require_future
 from gradwire.ddp.verification import hash_of_parameters
-from gradwire.ddp.wire import Wire, attached_of, attachment_of
+from gradwire.ddp.wire import Wire, attached_of, ddp_attachment_of
 from gradwire.ddp.wrapping import wrap
 
 __all__ = [
@@ -62,10 +62,10 @@ __all__ = [
     "attach",
     "attach_to_all",
     "attached_of",
-    "attachment_of",
     "bucketed_parameters",
     "check_result",
     "claim_of",
+    "ddp_attachment_of",
     "device_of",
     "hash_of_parameters",
     "hook_name",

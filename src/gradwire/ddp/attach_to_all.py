@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.attaching import attach
-from gradwire.ddp.attachment import Attachment
-from gradwire.ddp.wire import Wire, attached_of, attachment_of
+from gradwire.ddp.ddp_attachment import DDPAttachment
+from gradwire.ddp.wire import Wire, attached_of, ddp_attachment_of
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 
@@ -87,13 +87,13 @@ def attach_to_all(
         make(self, *args, **kwargs)
         wire = attachments.add(attach, self, options, "DDP")
         if wire is not None:
-            attachment_of(wire).give_way(functools.partial(_give_way, attachments, wire))
+            ddp_attachment_of(wire).give_way(functools.partial(_give_way, attachments, wire))
             after_attach(self, wire)
 
     @functools.wraps(register)
     def register_instead(self: DistributedDataParallel, state: Any, hook: Any) -> None:
         attached = [attached_of(each.wire) for each in attachments.made if each.wire.attached]
-        if any(isinstance(each, Attachment) and each.is_on(self) for each in attached):
+        if any(isinstance(each, DDPAttachment) and each.is_on(self) for each in attached):
             # DDP takes one hook, and has ours: attach the script's hook behind it.
             attach(self, hook, state=state)
         else:

@@ -22,10 +22,10 @@ from gradwire.averaging import (
     open_engine,
 )
 from gradwire.buckets import Layouts
-from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.bucket_size import suggest_buckets
 from gradwire.ddp.choice import Choice, choose
+from gradwire.ddp.ddp_attachment import DDPAttachment
 from gradwire.ddp.gradients import DDPGradients
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
@@ -84,7 +84,7 @@ def attach(
     if is_disabled():
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and DDP averages as usual", choice.name)
         bridge = Bridge(Engine(noop(), None), layouts, group.rank())
-        return Wire(Attachment(slot, bridge, choice, layouts, limit, is_disabled=True))
+        return Wire(DDPAttachment(slot, bridge, choice, layouts, limit, is_disabled=True))
     bridge = _open_bridge(ddp, slot, choice, options, layouts, call.rendezvous)
     details = {"recipe": bridge.runner.name, "world_size": group.size(), "device": str(device)}
     bridge.checks.record_event("attach", 0, **details)
@@ -92,7 +92,7 @@ def attach(
         suggest_buckets(ddp, choice.recipe)
     if choice.communicates:
         watch_for_steps(ddp, slot, bridge, layouts)
-    return Wire(Attachment(slot, bridge, choice, layouts, limit))
+    return Wire(DDPAttachment(slot, bridge, choice, layouts, limit))
 
 
 def _open_bridge(

@@ -115,8 +115,9 @@ class Bridge:
     def _wait_for_shadows(
         self, future: Future[Tensor], place: Place, device: torch.device, *, is_last: bool
     ) -> None:
-        """Wait for the buckets of a step outside a backward pass, once the last one has come."""
-        # Not earlier: a regrouped step is averaged only when all its buckets have arrived.
+        """Wait for the buckets of zeros that ``join()`` makes for a rank without input, when all are here."""
+        # Not earlier: a regrouped step is averaged only when all its buckets have arrived. They are called
+        # shadows, as in torch: the rank takes part in the collectives of the others.
         self._shadows.append(future)
         if is_last:
             shadows, self._shadows = self._shadows, []

@@ -12,7 +12,7 @@ from torch import nn
 from gradwire.averaging import checkpoint
 from gradwire.buckets import BucketLayout
 from gradwire.ddp.attached import Attached
-from gradwire.ddp.attachment import Attachment
+from gradwire.ddp.ddp_attachment import DDPAttachment
 from gradwire.ddp.hook_info import Hook
 from gradwire.errors import WireError
 from gradwire.lanes import Uncopied, open_lane
@@ -247,7 +247,7 @@ def attached_of(wire: Wire) -> Attached:
     return wire._attachment
 
 
-def attachment_of(wire: Wire) -> Attachment:
+def ddp_attachment_of(wire: Wire) -> DDPAttachment:
     """Return the attachment behind a wire on a DDP model; internal to gradwire."""
-    assert isinstance(wire._attachment, Attachment), "this wire is not on a DDP model"
+    assert isinstance(wire._attachment, DDPAttachment), "this wire is not on a DDP model"
     return wire._attachment

@@ -268,9 +268,8 @@ class _LowRankStep:
             return
         left_out = None if own is None else self._scratch("left out", factor.numel()).zero_()
         rest = message[factor.numel() :]
-        # With a codec, even one that changes nothing, they travel with the factor.
         seeds = seeds_of(self._codec, self._options.seed, self._context)
-        exact = Raw(rest.dtype)
+        exact = Raw(rest.dtype)  # a codec that changes nothing, so that the rest travels with the factor
         shapes: list[tuple[Codec, int]] = [(self._codec, factor.numel()), (exact, rest.numel())]
         in_one_round = _message_rounds(shapes, self._context.group.size) == 1
         yield (

@@ -16,11 +16,11 @@ from gradwire.exchanges.selector import Selector
 from gradwire.ops import Family, cached_on_owner
 from gradwire.torch_private import copy_all_
 
-Stretch = tuple[int, int]
-"""The first value of neighbours in a bucket, and the one behind the last."""
+Run = tuple[int, int]
+"""The start and end, in a bucket, of values that lie one behind the other."""
 
-Part = tuple[Exchange, BucketLayout, tuple[Stretch, ...]]
-"""An exchange, the layout of its part of a bucket, and the stretches of the bucket that it consists of."""
+Part = tuple[Exchange, BucketLayout, tuple[Run, ...]]
+"""An exchange, the layout of its part of a bucket, and the runs of the bucket that it consists of."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,18 @@ class Route:
         return _split(layout, self)
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
-        for number, (exchange, layout, stretches) in enumerate(self.split(context.layout)):
-            if not stretches:
+        for number, (exchange, layout, runs) in enumerate(self.split(context.layout)):
+            if not runs:
                 continue  # all its parameters are empty
             inner, num_shards = replace(context, layout=layout), layout.num_shards
-            if len(stretches) == 1 and (num_shards == 1 or layout.numel == flat.numel()):
-                ((begin, end),) = stretches
+            if len(runs) == 1 and (num_shards == 1 or layout.numel == flat.numel()):
+                ((begin, end),) = runs
                 yield from exchange.rounds(flat[begin:end], inner)
                 continue
             size = layout.numel * flat.element_size()
             part = context.scratch.bytes(f"route{number}", size, flat.device).view(flat.dtype)
             rows = flat.view(num_shards, -1)
-            there = [rows[:, begin // num_shards : end // num_shards] for begin, end in stretches]
+            there = [rows[:, begin // num_shards : end // num_shards] for begin, end in runs]
             here = list(part.view(num_shards, -1).split([each.shape[1] for each in there], dim=1))
             copy_all_(here, there)
             yield from exchange.rounds(part, inner)
@@ -110,12 +110,12 @@ def _split(layout: BucketLayout, route: Route) -> tuple[Part, ...]:
             # Each part has its own index, since seeds of stochastic rounding must differ between parts.
             index = layout.index * len(route.routes) + number
             part = BucketLayout.packed(index, layout.dtype, own, layout.num_shards)
-            parts.append((exchange, part, tuple(_stretches(own))))
+            parts.append((exchange, part, tuple(_runs(own))))
     return tuple(parts)
 
 
-def _stretches(slots: Iterable[Slot]) -> Iterator[Stretch]:
-    """Yield the stretches of a bucket that these parameters fill."""
+def _runs(slots: Iterable[Slot]) -> Iterator[Run]:
+    """Yield the runs of a bucket that these parameters fill."""
     begin = end = 0
     for slot in slots:
         if slot.offset != end:

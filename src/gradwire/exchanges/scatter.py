@@ -38,7 +38,7 @@ class Seeds:
         return self.of_chunk(chunk).of_rank(rank)
 
     def of_chunk(self, chunk: int) -> Seed:
-        """Return the seed that those of all ranks follow from."""
+        """Return the seed of a chunk, from which each rank's own is made."""
         return Seed.of(self.seed, self.step, self.index, chunk)
 
 
@@ -66,7 +66,7 @@ class Sum:
 
     @property
     def used_codec(self) -> Codec:
-        """The codec, of which exact values have one too."""
+        """The codec; `Raw` for exact values."""
         return self.codec or Raw(self.values.dtype)
 
 
@@ -111,7 +111,7 @@ class Scatter:
         messages.finish()
 
     def terms(self, number: int) -> tuple[Tensor, Seed]:
-        """Return the rows that have arrived for one of the sums, and the seed that theirs follow from."""
+        """Return the rows that have arrived for one of the sums, and the seed of this rank's chunk."""
         segment = self._segments[number]
         begin, end = segment.place
         rows = self._arriving[:, begin : begin + aligned(end - begin)]

@@ -27,7 +27,7 @@ def printable(text: str) -> str:
 
 
 def read_field(data: object, key: str, *kinds: type | None) -> Any:
-    """Return ``data[key]``. Raises ValueError if it is missing or of another type; None stands for null."""
+    """Return ``data[key]``. Raises ValueError unless it is there and of one of ``kinds``, None for null."""
     if not isinstance(data, dict):
         raise ValueError(f"an object with {key!r} was expected, not {_shown(data)}")
     if key not in data:
@@ -40,22 +40,25 @@ def read_field(data: object, key: str, *kinds: type | None) -> Any:
     return value
 
 
-def read_text(data: object, key: str, *kinds: None) -> Any:
-    """Return a text that can be shown; with a kind None, null is allowed too."""
-    value = read_field(data, key, str, *kinds)
+def read_text(data: object, key: str, *, or_null: bool = False) -> Any:
+    """Return a text that can be shown; with ``or_null``, null is allowed too."""
+    kinds = (str, None) if or_null else (str,)
+    value = read_field(data, key, *kinds)
     if value is not None and (len(value) > _MAX_TEXT or printable(value) != value):
         raise ValueError(f"{key!r} must be at most {_MAX_TEXT} printable characters, not {_shown(value)}")
     return value
 
 
-def read_whole(data: object, key: str, low: int, high: int, *kinds: None) -> Any:
-    """Return a whole number from ``low`` to ``high``; with a kind None, null is allowed too."""
-    return _check_range(key, read_field(data, key, int, *kinds), low, high)
+def read_whole(data: object, key: str, low: int, high: int, *, or_null: bool = False) -> Any:
+    """Return a whole number from ``low`` to ``high``; with ``or_null``, null is allowed too."""
+    kinds = (int, None) if or_null else (int,)
+    return _check_range(key, read_field(data, key, *kinds), low, high)
 
 
-def read_number(data: object, key: str, low: float, high: float, *kinds: None) -> Any:
-    """Return a number from ``low`` to ``high``; with a kind None, null is allowed too."""
-    return _check_range(key, read_field(data, key, float, int, *kinds), low, high)
+def read_number(data: object, key: str, low: float, high: float, *, or_null: bool = False) -> Any:
+    """Return a number from ``low`` to ``high``; with ``or_null``, null is allowed too."""
+    kinds = (float, int, None) if or_null else (float, int)
+    return _check_range(key, read_field(data, key, *kinds), low, high)
 
 
 def _check_range(key: str, value: float | None, low: float, high: float) -> float | None:

@@ -91,17 +91,17 @@ def _read_record(data: object) -> Record:
         threads_per_rank=read_whole(data, "threads_per_rank", 1, _MAX_THREADS),
         backend=read_text(data, "backend"),
         device=read_text(data, "device"),
-        link=read_text(data, "link", None),
+        link=read_text(data, "link", or_null=True),
         one_machine=read_field(data, "one_machine", bool),
         interleaved=read_field(data, "interleaved", bool),
-        bucket_mb=read_number(data, "bucket_mb", _MIN_MB, _MAX_MB, None),
+        bucket_mb=read_number(data, "bucket_mb", _MIN_MB, _MAX_MB, or_null=True),
         workload=read_text(data, "workload"),
         num_parameters=read_whole(data, "num_parameters", 1, _MAX_PARAMETERS),
         gradient_bytes=read_whole(data, "gradient_bytes", 1, _MAX_BYTES),
         rows=tuple(map(_read_row, rows)),
-        delay=read_text(data, "delay", None),
+        delay=read_text(data, "delay", or_null=True),
         proposal=_read_proposal(data),
-        sharding=read_text(data, "sharding", None),
+        sharding=read_text(data, "sharding", or_null=True),
     )
 
 
@@ -117,7 +117,7 @@ def _read_proposal(data: object) -> Proposal | None:
     return Proposal(
         read_text(found, "recipe"),
         read_whole(found, "bytes_per_step", 0, _MAX_BYTES),
-        read_number(found, "error", 0, _MAX_ERROR, None),
+        read_number(found, "error", 0, _MAX_ERROR, or_null=True),
         tuple((read_text({"encoding": name}, "encoding"), count) for name, count in counts),
     )
 
@@ -133,10 +133,10 @@ def _read_row(data: object) -> Row:
     return Row(
         recipe=read_text(data, "recipe"),
         samples_ms=tuple(map(float, samples)),
-        bytes_per_step=read_whole(data, "bytes_per_step", 0, _MAX_BYTES, None),
-        bucket_mb=read_number(data, "bucket_mb", _MIN_MB, _MAX_MB, None),
-        num_messages=read_whole(data, "num_messages", 0, _MAX_MESSAGES, None),
-        wait_ms=read_number(data, "wait_ms", 0, _MAX_MS, None),
-        work_ms=read_number(data, "work_ms", 0, _MAX_MS, None),
-        gradient_error=read_number(data, "gradient_error", 0, _MAX_ERROR, None),
+        bytes_per_step=read_whole(data, "bytes_per_step", 0, _MAX_BYTES, or_null=True),
+        bucket_mb=read_number(data, "bucket_mb", _MIN_MB, _MAX_MB, or_null=True),
+        num_messages=read_whole(data, "num_messages", 0, _MAX_MESSAGES, or_null=True),
+        wait_ms=read_number(data, "wait_ms", 0, _MAX_MS, or_null=True),
+        work_ms=read_number(data, "work_ms", 0, _MAX_MS, or_null=True),
+        gradient_error=read_number(data, "gradient_error", 0, _MAX_ERROR, or_null=True),
     )

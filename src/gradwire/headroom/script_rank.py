@@ -35,8 +35,8 @@ class _EnoughSteps(BaseException):
 class _Stopwatch:
     """Notes when each training step ends, and raises after the last one that was asked for.
 
-    One step may call several optimizers, such as a generator's and its critic's. Only its first call
-    counts. The next step's first call is that of an optimizer which this step has called before.
+    One step may call several optimizers, such as a generator's and its critic's. Only the first call counts.
+    When an optimizer is called a second time, the next step has begun.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -105,7 +105,7 @@ def _run_until_enough(task: ScriptTask) -> None:
 
 
 def _totals(attachments: Attachments) -> WireTotals:
-    """Add up the figures of all models: of a step, the means of each model's last two."""
+    """Add up the figures of all models, each a mean over the model's last two steps."""
     # A recipe may send one thing in even steps and another in odd ones.
     last_steps = [attachment.wire.stats().steps[-2:] for attachment in attachments.made]
     layouts = [layout for attachment in attachments.made for layout in attachment.wire.layout()]

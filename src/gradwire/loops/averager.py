@@ -99,8 +99,8 @@ class Averager(Uncopied):
         self._in_flight: list[AveragingHandle] = []
         self._may_have_state = keeps_state(self._recipe)
         self._is_closed = False
-        is_nccl = self._device.type == "cuda" and backend_name(self._group, self._device) == "nccl"
-        self._device_types = ("cuda",) if is_nccl else ("cpu", "cuda")
+        self._is_nccl = self._device.type == "cuda" and backend_name(self._group, self._device) == "nccl"
+        self._device_types = ("cuda",) if self._is_nccl else ("cpu", "cuda")
         state = RunState(timeline=Timeline(None))
         if self._is_disabled:
             log.warning("GRADWIRE_DISABLE is set: torch averages instead of %s", self._recipe)
@@ -109,7 +109,7 @@ class Averager(Uncopied):
             self._engine = open_engine(
                 self._recipe, self._group, self._device, call.rendezvous, state, may_wait=True
             )
-        self._halves = HalfRunner(self._engine, self._device if is_nccl else None)
+        self._halves = HalfRunner(self._engine, self._device if self._is_nccl else None)
         self._tuned = self._make_tuner()
 
     @property
@@ -365,7 +365,7 @@ class Averager(Uncopied):
     def _packing_of(self, named: Mapping[str, Tensor], is_weighted: bool, place: Place) -> Packing:
         """Return the packing of these tensors; on NCCL, compare one that is new with the other ranks'."""
         packing, is_new = self._packings.of(named)
-        if is_new and self._device_types == ("cuda",) and self._recipe.exchange.communicates:
+        if is_new and self._is_nccl and self._recipe.exchange.communicates:
             claim = packing.weighted_claim if is_weighted else packing.claim
             compare(claim, self._engine, place, self._device)
         return packing

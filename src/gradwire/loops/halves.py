@@ -17,7 +17,7 @@ from gradwire.peers import SealedClaim, require_same
 from gradwire.recipes import Recipe
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Unlike the names of tensors: what an average holds back of a tensor goes by its name.
+# No tensor of an average has this name, so none of their residuals belongs to it.
 _NAME = "(a flat tensor)"
 
 

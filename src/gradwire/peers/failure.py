@@ -65,7 +65,7 @@ class Failure:
     def wait_until_known(self) -> None:
         """Wait up to two seconds until all ranks know of the failure, if this process may host the store.
 
-        For the end of a process: with the store, the failure's text would be gone.
+        Call it when this process ends: the store, and the failure's text in it, may end with the process.
         """
         if self.error is None or self.store is None or not _may_host_store():
             return

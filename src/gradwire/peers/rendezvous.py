@@ -8,7 +8,7 @@ import math
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -127,40 +127,66 @@ def _meet(group: dist.ProcessGroup, session: _Session, timeout: timedelta, calle
     if group.size() == 1:
         return session.process_name
     store = limited_store(group, timeout)
-    rank, others, name = group.rank(), range(1, group.size()), ""
-
-    def answer_keys() -> list[str]:
-        return [_answer_key(name, peer) for peer in others]
-
-    def is_seen() -> bool:
-        nonlocal name
-        first = _read(store, _FIRST_KEY)
-        if first is not None and first != name:
-            name = first
-            store.set(_answer_key(name, rank), session.process_name)
-        seen = _read(store, _seen_key(name)) if name else None
-        return seen is not None and session.process_name in json.loads(seen)
-
-    if rank == 0:
-        name = session.process_name
-        store.set(_FIRST_KEY, name)
-
-    def missing() -> list[int]:
-        return [peer for peer in others if name and not store.check([_answer_key(name, peer)])] or [0]
-
+    meeting = (_FirstRank if group.rank() == 0 else _OtherRank)(store, group, session.process_name)
     slow = WaitLog(group, timeout, caller)
 
     def is_over() -> bool:
-        slow.tell(missing)
-        return store.check(answer_keys()) if rank == 0 else is_seen()
+        slow.tell(meeting.missing)
+        return meeting.is_over()
 
     if not _poll(is_over, time.monotonic() + timeout.total_seconds()):
-        rendezvous = _rendezvous_name(name, session.num_rendezvous)
-        raise missing_ranks_error(group, rendezvous, missing(), timeout, caller)
-    if rank == 0:
-        answers = [answer.decode() for answer in store.multi_get(answer_keys())]
-        store.set(_seen_key(name), json.dumps(answers))
-    return name
+        rendezvous = _rendezvous_name(meeting.name, session.num_rendezvous)
+        raise missing_ranks_error(group, rendezvous, meeting.missing(), timeout, caller)
+    return meeting.name
+
+
+class _FirstRank:
+    """Rank 0 in Note [Stores that outlive their ranks]: it writes its name, and waits for all answers."""
+
+    def __init__(self, store: LimitedStore, group: dist.ProcessGroup, process_name: str) -> None:
+        self.name = process_name
+        self._store = store
+        self._others = range(1, group.size())
+        store.set(_FIRST_KEY, self.name)
+
+    def is_over(self) -> bool:
+        keys = [_answer_key(self.name, peer) for peer in self._others]
+        if not self._store.check(keys):
+            return False
+        answers = [answer.decode() for answer in self._store.multi_get(keys)]
+        self._store.set(_seen_key(self.name), json.dumps(answers))
+        return True
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not answered."""
+        return _without_answer(self._store, self.name, self._others) or [0]
+
+
+class _OtherRank:
+    """Any other rank: it answers to rank 0's name, and waits until rank 0 has seen the answer."""
+
+    def __init__(self, store: LimitedStore, group: dist.ProcessGroup, process_name: str) -> None:
+        self.name = ""
+        """The name of rank 0; empty until rank 0 has written it."""
+        self._store = store
+        self._rank, self._others = group.rank(), range(1, group.size())
+        self._process_name = process_name
+
+    def is_over(self) -> bool:
+        first = _read(self._store, _FIRST_KEY)
+        if first is not None and first != self.name:
+            self.name = first
+            self._store.set(_answer_key(self.name, self._rank), self._process_name)
+        seen = _read(self._store, _seen_key(self.name)) if self.name else None
+        return seen is not None and self._process_name in json.loads(seen)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not answered; rank 0 if it has no name yet, or all have answered."""
+        return (_without_answer(self._store, self.name, self._others) if self.name else []) or [0]
+
+
+def _without_answer(store: LimitedStore, name: str, ranks: Iterable[int]) -> list[int]:
+    return [rank for rank in ranks if not store.check([_answer_key(name, rank)])]
 
 
 def _rendezvous_name(session: str, number: int) -> str:

@@ -74,7 +74,7 @@ class Calibration:
                 torch_version=read_text(data, "torch_version"),
                 costs={name: _read_costs(figures, name) for name in figures},
                 num_cores=read_whole(data, "num_cores", 1, 1_000_000),
-                load_average=read_number(data, "load_average", 0, 1e9, None),
+                load_average=read_number(data, "load_average", 0, 1e9, or_null=True),
             )
         except ValueError as error:
             raise ValueError(f"not a calibration of this gradwire: {error}") from None

@@ -4,13 +4,20 @@ Protocols do not belong here but to `exchanges`, and encodings to `codecs`.
 """
 
 from gradwire.recipes import fingerprint
-from gradwire.recipes.composed import placed, recipe, route, route_tables, schedule, with_node_size
+from gradwire.recipes.composed import recipe, route, schedule
 from gradwire.recipes.halves import can_scatter, gathered, scattered
+from gradwire.recipes.nodes import (
+    agree_on_nodes,
+    common_node_size,
+    detect_node_size,
+    kernels_of,
+    placed,
+    require_nodes,
+    with_node_size,
+)
 from gradwire.recipes.plan import WirePlan, make_plan
 from gradwire.recipes.registry import (
     RECIPES,
-    Recipe,
-    Reduction,
     acp,
     auto,
     bf16,
@@ -26,19 +33,11 @@ from gradwire.recipes.registry import (
     sign,
     topk,
 )
-from gradwire.recipes.resolution import (
-    agree_on_nodes,
-    common_node_size,
-    detect_node_size,
-    kernels_of,
-    require_averaging,
-    require_fixed,
-    require_nodes,
-    resolve_for_module,
-    route_module_tables,
-)
+from gradwire.recipes.resolution import require_averaging, require_fixed, resolve_for_module
 from gradwire.recipes.spelling import is_factory
+from gradwire.recipes.tables import for_others, route_module_tables, route_tables, table_names
 from gradwire.recipes.tuning import ENCODINGS, Encoding, Tuning
+from gradwire.recipes.value import Recipe, Reduction
 
 __all__ = [
     "ENCODINGS",
@@ -56,6 +55,7 @@ __all__ = [
     "common_node_size",
     "detect_node_size",
     "fingerprint",
+    "for_others",
     "fp8",
     "fp16",
     "fp32",
@@ -81,6 +81,7 @@ __all__ = [
     "scattered",
     "schedule",
     "sign",
+    "table_names",
     "topk",
     "with_node_size",
 ]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradwire.exchanges import Route, Schedule, Selector
-from gradwire.recipes.option_text import parse_options
-from gradwire.recipes.registry import RECIPES, Recipe
+from gradwire.recipes.registry import parse_spec
 from gradwire.recipes.spelling import InvalidRecipeText, recipe_type_error
-
-_MANY_RANKS = 32
+from gradwire.recipes.value import Recipe
 
 
 def recipe(spec: str | Recipe) -> Recipe:
@@ -87,55 +84,6 @@ def route(routes: Mapping[str, str | Recipe]) -> Recipe:
     return _compose(Route, chosen)
 
 
-def with_node_size(whole: Recipe, local_size: int) -> Recipe:
-    """Return ``whole`` for nodes of ``local_size`` ranks; each recipe in it changes as it would alone.
-
-    >>> print(with_node_size(schedule({0: "fp32", 9: "int4"}), local_size=8))
-    schedule(0=fp32; 9=int4:local_size=8)
-    """
-    return map_leaves(whole, lambda each: each.with_node_size(local_size))
-
-
-def placed(whole: Recipe, local_size: int, world_size: int) -> Recipe:
-    """Return ``whole`` for ``world_size`` ranks in nodes of ``local_size``, each recipe in it as it would be.
-
-    Many ranks without nodes become a grid: a rank of a grid of n by n exchanges messages with 2 (n - 1)
-    others instead of n^2 - 1. That pays from 32 ranks on: see docs/performance.md.
-
-    >>> print(placed(recipe("int8"), local_size=1, world_size=64))
-    int8:local_size=8,within=same
-    >>> print(placed(recipe("int8"), local_size=1, world_size=16))
-    int8
-    """
-    if local_size > 1 or world_size < _MANY_RANKS:
-        return with_node_size(whole, local_size)
-    num_columns = _largest_divisor(world_size, math.isqrt(world_size))
-    return map_leaves(whole, lambda each: each.over_grid(num_columns))
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return next(divisor for divisor in range(limit, 0, -1) if number % divisor == 0)
-
-
-def route_tables(whole: Recipe, names: Iterable[str]) -> Recipe:
-    """Return a route of the parameters ``names`` by the recipe for tables, and of all others by ``whole``.
-
-    In a schedule, each stage has its own recipe for tables. Returns ``whole`` itself if it has no recipe
-    for tables, if it is a route, if there are no names, or if no name can stand in a route.
-
-    >>> print(route_tables(recipe("powersgd"), ["embed.weight"]))
-    route(embed.weight=int4; *=powersgd:tables=same)
-    >>> print(route_tables(recipe("schedule(0=int4; 9=sign)"), ["embed.weight"]))
-    route(embed.weight=int4; *=schedule(0=int4; 9=sign:tables=same))
-    """
-    chosen = [name for name in names if not set(name) & set("*?[=;&<>()")]
-    is_same = all(each.tables == "same" for each in whole.leaves())
-    if not chosen or is_same or isinstance(whole.exchange, Route):
-        return whole
-    tables = _merge_stages(map_leaves(whole, Recipe.for_tables))
-    return route({**dict.fromkeys(chosen, tables), "*": map_leaves(whole, Recipe.for_others)})
-
-
 def _compose(kind: type[Schedule] | type[Route], chosen: Mapping[Any, Recipe]) -> Recipe:
     """Return the recipe of a schedule or a route, from its recipes by step or selector."""
     name, parts = kind.__name__.lower(), tuple(chosen.items())
@@ -156,7 +104,7 @@ def map_leaves(whole: Recipe, change: Callable[[Recipe], Recipe]) -> Recipe:
     return _compose(kind, {key: map_leaves(each, change) for key, each in whole.parts})
 
 
-def _merge_stages(whole: Recipe) -> Recipe:
+def merge_stages(whole: Recipe) -> Recipe:
     """Drop each stage of a schedule that equals the one before; return a single stage by itself."""
     recipes = [each for _, each in whole.parts]
     changes = zip(whole.parts, [None, *recipes], strict=False)
@@ -172,10 +120,11 @@ def _parse(spec: str) -> Recipe:
     for kind, parse in {"schedule(": _parse_schedule, "route(": _parse_route}.items():
         if spec.startswith(kind) and spec.endswith(")"):
             return parse(_split_items(spec[len(kind) : -1]))
-    name, _, options = spec.partition(":")
-    if name not in RECIPES:
-        raise InvalidRecipeText(f"there is no recipe {name!r}", spec)
-    return RECIPES[name](**parse_options(RECIPES[name], options))
+    found = parse_spec(spec)
+    if found is None:
+        raise InvalidRecipeText(f"there is no recipe {spec.partition(':')[0]!r}", spec)
+    factory, arguments = found
+    return factory(**arguments)
 
 
 def _split_items(text: str) -> list[str]:

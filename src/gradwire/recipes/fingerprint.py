@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, canonical_name, dtype_name
-from gradwire.recipes.registry import Recipe
+from gradwire.recipes.value import Recipe
 from gradwire.version import __version__
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from gradwire.codecs import Top
 from gradwire.exchanges import Gathered, Hierarchical, LowRank, Noop, Scattered, TwoShot
 from gradwire.recipes.composed import map_leaves
-from gradwire.recipes.option_text import parse_options
-from gradwire.recipes.registry import RECIPES, Recipe
+from gradwire.recipes.registry import parse_spec
+from gradwire.recipes.value import Recipe
 
 
 @functools.lru_cache(64)
@@ -73,6 +73,5 @@ def _half(kind: type[Scattered] | type[Gathered], what: str, leaf: Recipe) -> Re
 
 def _asks_for_residuals(leaf: Recipe) -> bool:
     """Return True if the recipe's text asks for residuals; a default that keeps them does not count."""
-    name, _, options = leaf.name.partition(":")
-    given = parse_options(RECIPES[name], options) if name in RECIPES else {}
+    _, given = parse_spec(leaf.name) or (None, {})
     return bool(given.get("feedback")) or "residual" in given

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gradwire.buckets import BucketLayout
 from gradwire.exchanges import Exchange, Route, Selector
-from gradwire.recipes.registry import Recipe
+from gradwire.recipes.value import Recipe
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,23 @@
-"""The recipe value, a factory for each name, and the only registry of names."""
+"""A factory for each recipe, and the only registry of their names."""
 
 from __future__ import annotations
 
-import inspect
 import typing
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
-from gradwire.buckets import BucketLayout, Slot
 from gradwire.codecs import Blocks, Cast, Codec, Raw, Rotated, Top
-from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Noop, Selector, TwoShot
+from gradwire.exchanges import Hierarchical, LowRank, Noop, TwoShot
 from gradwire.recipes.option_text import format_spec, parse_options
 from gradwire.recipes.tuning import DEFAULT_BUDGET, Encoding, Tuning, between
+from gradwire.recipes.value import Recipe, Reduction, Tables
 
-Reduction = Literal["mean", "sum"]
 Residual = Literal["fp32", "bf16"]
 Rounding = Literal["nearest", "stochastic"]
 Factors = Literal["fp32", "int8", "int4", "int2"]
 Within = Literal["fp32", "same"]
-Tables = Literal["same", "fp32", "bf16", "int8", "int4"]
 Bits = Literal["1+1", "1+2", "2+2"]
 
 # The default rank and the codec of low-rank factors. Each of these ranks sends the bytes of rank 4 in fp32.
@@ -32,135 +28,6 @@ _FACTORS: dict[str, tuple[int, Codec | None]] = {
     "int2": (64, Rotated(2, 128)),
 }
 _RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A way to average a bucket: an exchange with its codec, to a mean or a sum.
-
-    Make one by a factory such as `bf16`, or from text by `recipe`.
-
-    >>> bf16().exchange
-    TwoShot(codec=Cast(dtype=torch.bfloat16), feedback=None, seed=0)
-    """
-
-    name: str
-    """The text from which `recipe` makes this recipe: a name, and the options that are not defaults."""
-    exchange: Exchange
-    reduction: Reduction = "mean"
-    local_size: int | None = None
-    """Ranks in a node, for an exchange in two levels; 1 for one level; None for what the launcher gives."""
-    tables: Tables = "same"
-    """The recipe for embedding tables, whose gradients this one would lose; "same" for this one."""
-    parts: tuple[tuple[int | Selector, Recipe], ...] = field(default=(), repr=False)
-    """The recipes of a schedule by first step, or of a route by selector; empty for any other recipe."""
-    tuning: Tuning | None = field(default=None, repr=False)
-    """The options of ``auto``, which changes its exchange while it runs; None for a recipe that does not."""
-
-    def __post_init__(self) -> None:
-        if self.reduction not in typing.get_args(Reduction):
-            raise ValueError(f"reduction must be 'mean' or 'sum', not {self.reduction!r}")
-        if self.tables not in typing.get_args(Tables):
-            allowed = ", ".join(map(repr, typing.get_args(Tables)))
-            raise ValueError(f"tables must be one of {allowed}, not {self.tables!r}")
-
-    def __str__(self) -> str:
-        return self.name
-
-    def with_node_size(self, local_size: int) -> Recipe:
-        """Return this recipe, which has no parts, for nodes of ``local_size`` ranks.
-
-        Returns the recipe itself if its node size is given, or if its exchange cannot have two levels.
-        """
-        return self._in_two_levels(local_size=local_size)
-
-    def over_grid(self, num_columns: int) -> Recipe:
-        """Return this recipe, which has no parts, for ranks in rows of ``num_columns``.
-
-        Messages along rows are encoded too. Returns the recipe itself where `with_node_size` does.
-        """
-        factory = RECIPES.get(self.name.partition(":")[0])
-        if factory is not None and "within" not in inspect.signature(factory).parameters:
-            return self
-        return self._in_two_levels(local_size=num_columns, within="same")
-
-    def _in_two_levels(self, **options: Any) -> Recipe:
-        if self.local_size is not None or options["local_size"] == 1:
-            return self
-        if not isinstance(self.exchange, TwoShot) and self.tuning is None:
-            return self
-        name, _, given = (text := self._name_with(**options)).partition(":")
-        if name not in RECIPES:
-            exchange = Hierarchical(self.exchange, options["local_size"], "within" in options)  # type: ignore[arg-type]
-            return replace(self, name=text, exchange=exchange, local_size=options["local_size"])
-        made = RECIPES[name](**parse_options(RECIPES[name], given))
-        if made.tuning is None or self.tuning is None:
-            return made
-        return replace(made, tuning=replace(made.tuning, tables=self.tuning.tables))
-
-    def leaves(self) -> Iterator[Recipe]:
-        """Yield the recipes that this one is composed of; if it has no parts, yield itself."""
-        if not self.parts:
-            yield self
-        for _, each in self.parts:
-            yield from each.leaves()
-
-    def for_tables(self) -> Recipe:
-        """Return the recipe that averages tables."""
-        if self.tables == "same":
-            return self
-        nodes = {} if self.local_size is None else {"local_size": self.local_size}
-        return RECIPES[self.tables](reduction=self.reduction, **nodes)
-
-    def for_others(self) -> Recipe:
-        """Return the recipe that averages everything but tables: this one, without a recipe for them."""
-        if self.tables == "same":
-            return self
-        return replace(self, name=self._name_with(tables="same"), tables="same")
-
-    def _name_with(self, **options: object) -> str:
-        name, _, given = self.name.partition(":")
-        if name not in RECIPES:  # a recipe that the user made of an exchange
-            return f"{self.name}:{','.join(f'{option}={value}' for option, value in options.items())}"
-        return format_spec(RECIPES[name], {**parse_options(RECIPES[name], given), **options})
-
-    def link_bytes(
-        self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
-    ) -> Links:
-        """Return `wire_bytes`, split into those to ranks of the same node and those to other nodes.
-
-        A recipe in one level does not know its nodes: all of its bytes count as sent to other nodes.
-
-        >>> int8(local_size=8).link_bytes(1 << 20, world_size=16)
-        Links(within=7340032, across=132096)
-        >>> int8().link_bytes(1 << 20, world_size=16)
-        Links(within=0, across=1981440)
-        """
-        if self.exchange.sees_parameters:
-            raise ValueError(
-                f"what {self} sends depends on the parameters in a bucket, not on how many values it has: "
-                "attach it to a model, and see wire.plan()"
-            )
-        values = Slot("values", 0, torch.Size([numel]), (1,))
-        layout = BucketLayout.packed(0, dtype, [values])
-        sent = [self.exchange.link_bytes(layout, world_size, step)[rank] for step in self.exchange.starts]
-        return max(sent, key=sum)
-
-    def wire_bytes(
-        self, numel: int, dtype: torch.dtype = torch.float32, *, rank: int = 0, world_size: int
-    ) -> int:
-        """Return the exact number of bytes that ``rank`` sends in a step for a bucket of ``numel`` values.
-
-        In a schedule, that is the number of the stage that sends most. The votes on parameters that may be
-        unused are not counted. Raises ValueError if the number depends on the parameters in the bucket, as
-        in a route and for low rank; `Wire.plan` gives it for a model.
-
-        >>> fp32().wire_bytes(1024, world_size=2)
-        4096
-        >>> bf16().wire_bytes(1024, world_size=2)
-        2048
-        """
-        return sum(self.link_bytes(numel, dtype, rank=rank, world_size=world_size))
 
 
 def noop() -> Recipe:
@@ -376,6 +243,25 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     factory.__name__: factory
     for factory in (noop, fp32, fp16, bf16, int8, fp8, int4, int3, int2, sign, topk, powersgd, acp, auto)
 }
+
+
+def parse_spec(text: str) -> tuple[Callable[..., Recipe], dict[str, object]] | None:
+    """Return the factory that ``text`` names, and the arguments that it gives; None for any other text.
+
+    Raises ValueError for options that the factory does not take.
+    """
+    name, _, options = text.partition(":")
+    factory = RECIPES.get(name)
+    return None if factory is None else (factory, parse_options(factory, options))
+
+
+def spec_with(recipe: Recipe, **options: object) -> str:
+    """Return the text of ``recipe`` with these options instead of its own."""
+    found = parse_spec(recipe.name)
+    if found is None:  # a recipe that the user made of an exchange
+        return f"{recipe.name}:{','.join(f'{option}={value}' for option, value in options.items())}"
+    factory, given = found
+    return format_spec(factory, {**given, **options})
 
 
 def _rank_and_codec(rank: int | None, name: str | None) -> tuple[int, Codec | None]:

@@ -4,13 +4,9 @@ Measuring the script does not belong here.
 """
 
 from gradwire.scripts.children import RunTask, note_forks, reach_children, serve_as_child
+from gradwire.scripts.launchers import hide_from_launchers, refuse_launchers
 from gradwire.scripts.launching import Script, run_script, show_error
-from gradwire.scripts.observing import (
-    Observations,
-    hide_from_launchers,
-    observe,
-    refuse_launchers,
-)
+from gradwire.scripts.observing import Observations, observe
 from gradwire.scripts.state_files import ScriptStates
 from gradwire.scripts.summary import summarize
 

@@ -1,4 +1,4 @@
-"""The private side of torch's ZeroRedundancyOptimizer."""
+"""Private names of ZeroRedundancyOptimizer, and of the optimizers that it makes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# Rows of `PRIVATE_NAMES`.
+ZERO_NAMES = tuple(
+    (path, "steps inside a hook", "refuse ZeRO steps in hooks")
+    for path in (
+        "zero:_overlap_with_ddp",
+        "zero:_default_device",
+        "zero:_all_params",
+        "zero:_optim_constructor",
+        "zero:_optim_defaults",
+        "zero:_overlap_info",
+        "zero:_clear_cache",
+        "zero:_partition_parameters_cache",
+        "zero:_partition_param_group",
+        "zero:_sync_param_groups",
+        "torch.distributed.optim.zero_redundancy_optimizer:_OverlapStatus",
+        "torch.distributed.optim.utils:functional_optim_map",
+    )
+)
 
 
 def zero_overlaps(zero: Any) -> bool:
@@ -46,3 +65,10 @@ def zero_share(zero: Any, kind: Any, owners: dict[Tensor, int]) -> None:
 def zero_sync(zero: Any) -> None:
     """Copy learning rates and the like from the groups that the user sees to the inner optimizer."""
     zero._sync_param_groups(zero.param_groups, zero.optim.param_groups)
+
+
+def optimizer_class(functional: Any) -> Any:
+    """Return the optimizer whose functional form is ``functional``, or None."""
+    from torch.distributed.optim.utils import functional_optim_map
+
+    return {made: kind for kind, made in functional_optim_map.items()}.get(functional)

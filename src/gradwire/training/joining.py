@@ -40,9 +40,9 @@ class Newest:
     source: int
     """The rank that has it, and that the others take it from."""
     is_current: bool
-    """True if this site has it too: averagings since would have moved it by as much."""
+    """True if this site can go on with its own state, since it has taken part in the same averagings."""
     is_everywhere: bool
-    """True if all sites have all of it."""
+    """True if all sites are current, with the same averagings under way."""
     is_apart: bool
     """True if this site has as many averages, but took part in others."""
 

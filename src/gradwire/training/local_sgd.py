@@ -189,9 +189,10 @@ class LocalSGD(Uncopied):
         with self._site.call(self._timeout, "LocalSGD.load_state_dict") as call:
             num_steps, loop = self._read(state)
             memory, of_wire = read_parts(state, self._site)
-            turn = Turn() if loop is None else loop.turn
+            turn = _turn_of(loop)
             claim = turn.claim()
-            if not (self._is_timed and loop is not None):
+            steps_differ = self._is_timed and loop is not None  # each rank takes as many as it can
+            if not steps_differ:
                 claim["the saved step"] = str(num_steps)
                 claim["averagings under way"] = str(turn.under_way)
                 claim["the wire's saved layout"] = str(of_wire.timeline)
@@ -199,7 +200,7 @@ class LocalSGD(Uncopied):
             call.agree({**claim, **self._site.claim(fingerprint.of_recipe(self.recipe))})
         self._settle()
         self._gradients.use_for(num_steps)
-        if not (self._is_timed and loop is not None):
+        if not steps_differ:
             self._gradients.load(state["wire"])
         self._state.memory.load_state_dict(memory, self._site.device)
         self._num_steps, self._loop = num_steps, loop
@@ -233,7 +234,7 @@ class LocalSGD(Uncopied):
             if state is not None:
                 num_steps, loop = self._read(state)
                 memory = read_own_residuals(state, site)
-                note = Position(num_steps, Turn() if loop is None else loop.turn).note()
+                note = Position(num_steps, _turn_of(loop)).note()
             claim = site.claim(fingerprint.of_recipe(self.recipe))
             found = newest(call.agree(claim, note), site.group.rank(), self.warmup_steps)
         if found is None or self._gradients.is_disabled:
@@ -299,7 +300,7 @@ class LocalSGD(Uncopied):
             chosen, for_gradients = options.choose(site, self._optimizer)
             self.recipe = agree_on_nodes(chosen, call, options.claim(site, chosen))
         with site.call(timeout, "gradwire.LocalSGD") as positions:
-            own = Position(self._num_steps, Turn() if self._loop is None else self._loop.turn)
+            own = Position(self._num_steps, _turn_of(self._loop))
             self._group_name, found = meet(positions, own, self.warmup_steps)
         num_steps = 0 if found is None else found.position.num_steps
         with contextlib.ExitStack() as undo:
@@ -391,3 +392,8 @@ class LocalSGD(Uncopied):
             loop.go_on(turn)
         load_tensors([] if loop is None else loop.fragments, {"mean": {}, **state})
         return num_steps, loop
+
+
+def _turn_of(loop: OuterLoop | None) -> Turn:
+    """Return the place of a run between its averagings; that of its beginning during warm-up."""
+    return Turn() if loop is None else loop.turn

@@ -17,7 +17,7 @@ from gradwire.errors import Place, WireError
 from gradwire.training.fragments import Fragment, tensors_of
 from gradwire.training.local_state import Turn
 from gradwire.training.outer import DiLoCo
-from gradwire.training.site_ranks import OneRank
+from gradwire.training.site_ranks import SiteRanks
 from gradwire.training.turns import Turns, TurnsByTime
 
 # The weight of a rank that has done nothing. Not 0, so that a mean over such ranks alone is defined.
@@ -47,7 +47,7 @@ class OuterLoop:
     turns: Turns
     streaming: DiLoCo
     """Its delay and alpha count here."""
-    ranks: OneRank
+    ranks: SiteRanks
     """The ranks of this site."""
     lr_of: Callable[[int], float]
     """The inner learning rate by number of the param group."""

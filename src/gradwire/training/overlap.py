@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwire.ddp import Runner, SteppingRunner, Wire, attachment_of, step_parameters, unwrap
+from gradwire.ddp import Runner, SteppingRunner, Wire, ddp_attachment_of, step_parameters, unwrap
 from gradwire.lanes import open_local_lane
 from gradwire.peers import Group
 from gradwire.torch_private import num_writes
@@ -177,7 +177,7 @@ def overlap_optimizer(
                 after_backward=overlapped.note_gradients,
             )
 
-        attachment_of(wire).wrap_runner(wrap)
+        ddp_attachment_of(wire).wrap_runner(wrap)
     return overlapped
 
 
@@ -212,7 +212,7 @@ def _check(optimizer: Optimizer, wire: Wire) -> None:
         raise ValueError(
             f"{type(optimizer).__name__} needs a closure, so it cannot step bucket by bucket: step as usual"
         )
-    if attachment_of(wire).checks_nonfinite:
+    if ddp_attachment_of(wire).checks_nonfinite:
         raise ValueError(
             "this wire was attached with on_nonfinite=, which checks all gradients before any step is "
             "taken; attach without it, or step as usual"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,30 +12,48 @@ import torch.distributed as dist
 from gradwire.errors import WireError
 
 
+class SiteRanks(Protocol):
+    """The ranks of one site, as one of them sees them."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those of all sites."""
+        ...
+
+    def failure(self, own: WireError | None, *, may_ask: bool) -> WireError | None:
+        """Return the failure of any rank of this site; others are asked only if they all ``may_ask`` now."""
+        ...
+
+    def total(self, work: float) -> float:
+        """Return the work of all ranks of this site; collective there."""
+        ...
+
+    def any_of(self, flag: bool) -> bool:
+        """Return True if the flag is True on any rank of this site; collective there."""
+        ...
+
+
 @dataclass
 class OneRank:
     """The only rank of a site: there is nobody to ask."""
 
     rank: int
-    """The number of this rank among those of all sites."""
 
     def failure(self, own: WireError | None, *, may_ask: bool) -> WireError | None:
-        """Return the failure of any rank of this site; others are asked only if they all ``may_ask`` now."""
         return own
 
     def total(self, work: float) -> float:
-        """Return the work of all ranks of this site; collective there."""
         return work
 
     def any_of(self, flag: bool) -> bool:
-        """Return True if the flag is True on any rank of this site; collective there."""
         return flag
 
 
 @dataclass
-class ShardRanks(OneRank):
+class ShardRanks:
     """Ranks that hold the shards of one model. Each averages with other ranks than the others do."""
 
+    rank: int
     group: dist.ProcessGroup
     device: torch.device
     share_failure: Callable[[WireError | None], WireError | None]

@@ -16,9 +16,9 @@ from gradwire.averaging import Grid, checkpoint, is_disabled
 from gradwire.buckets import Layouts, canonical_name, trainable_parameters
 from gradwire.ddp import (
     Wire,
-    attachment_of,
     bucketed_parameters,
     claim_of,
+    ddp_attachment_of,
     device_of,
     is_ddp,
     resolve_for_model,
@@ -30,7 +30,7 @@ from gradwire.sharded import ShardedModel, ShardLayouts, attach, group_of, is_sh
 from gradwire.torch_private import uncompiled
 from gradwire.training.parameter_buckets import MakesLayouts
 from gradwire.training.site_call import SitesCall
-from gradwire.training.site_ranks import OneRank, ShardRanks
+from gradwire.training.site_ranks import OneRank, ShardRanks, SiteRanks
 
 log = logging.getLogger("gradwire")
 
@@ -41,7 +41,7 @@ class Site(abc.ABC):
     module: nn.Module
     group: dist.ProcessGroup
     """The ranks to average with: one of each site."""
-    ranks: OneRank
+    ranks: SiteRanks
     """The ranks of this site."""
     layouts: MakesLayouts
     shards: dist.ProcessGroup | None = None
@@ -134,7 +134,7 @@ class DDPSite(Site):
 
     def attach(self, recipe: Recipe, timeout: timedelta) -> Wire:
         wire = attach(self._ddp, recipe, timeout=timeout)
-        attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
+        ddp_attachment_of(wire).slot.owner = "a gradwire.LocalSGD"
         return wire
 
     def regrouped(self, sites: object) -> Site:

@@ -31,7 +31,7 @@ from gradwire.recipes import Recipe, Tuning, WirePlan, make_plan
 from gradwire.torch_private import is_joining
 
 
-class Attachment(Attached):
+class DDPAttachment(Attached):
     """The parts that one `attach` to a DDP model has put together; internal to gradwire.
 
     With ``GRADWIRE_DISABLE`` the bridge is not in the slot.
