@@ -67,10 +67,11 @@ def main() -> None:
     register_optimizer_step_post_hook(stopwatch)
     attaching = attach_to_all(task.recipe) if task.recipe else contextlib.nullcontext()
     with attaching as attachments, observe(), refuse_launchers():
-        _run_until_enough(task)
+        end = _run_until_enough(task)
         wires = None if attachments is None else _totals(attachments)
         is_over = len(stopwatch.ends_s) > task.num_steps
         proposal = _propose(attachments, task.budget) if attachments is not None and is_over else None
+        del end
     result = ScriptResult(
         times_s=tuple(end - begin for begin, end in pairwise(stopwatch.ends_s)),
         num_threads=torch.get_num_threads(),
@@ -90,18 +91,23 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def _run_until_enough(task: ScriptTask) -> None:
-    """Run the script until it ends or has taken enough steps; exit with its error if it fails."""
+def _run_until_enough(task: ScriptTask) -> _EnoughSteps | None:
+    """Run the script until it ends or has taken enough steps; exit with its error if it fails.
+
+    Returns what has ended it, if it has taken enough. The script's models live as long as that does: its
+    traceback holds the frames of the functions that have made them.
+    """
     try:
         run_script(task.script)
-    except _EnoughSteps:
-        pass
+    except _EnoughSteps as end:
+        return end
     except SystemExit as end:
         if end.code:
             raise
     except Exception as error:
         show_error(error)
         sys.exit(1)
+    return None
 
 
 def _totals(attachments: Attachments) -> WireTotals:
