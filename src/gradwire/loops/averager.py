@@ -49,7 +49,16 @@ from gradwire.loops.packing import Packing, Packings
 from gradwire.loops.plain import start_plain_mean
 from gradwire.loops.tensors import Tensors, named_tensors
 from gradwire.peers import CollectiveCall, backend_name, require_timeout, timeout_or_own
-from gradwire.recipes import Recipe, WirePlan, fingerprint, gathered, make_plan, noop, scattered
+from gradwire.recipes import (
+    Recipe,
+    WirePlan,
+    fingerprint,
+    gathered,
+    make_plan,
+    noop,
+    require_fixed,
+    scattered,
+)
 from gradwire.telemetry import WireStats
 from gradwire.tuning import Decision
 
@@ -190,6 +199,7 @@ class Averager(Uncopied):
             shard = averager.reduce_scatter(gradients)
             flat = averager.all_gather(shard, numel=len(gradients))
         """
+        require_fixed(self._recipe, "reduce_scatter")
         recipe, place = scattered(self._recipe), self._begin_call()
         with self._failing_all(place):
             own = require_flat(flat, self._device_types)

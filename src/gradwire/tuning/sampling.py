@@ -21,14 +21,18 @@ _FEW_VALUES = 1 << 15
 _LEAST_PIECES = 4
 # Of a parameter with so few pieces, all are taken.
 _FEW_PIECES = 4
+# The least number of pieces of a bucket of shards, together.
+_FEW_OF_CHUNKS = 64
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring values of one parameter."""
+    """Neighbouring values of one parameter, or of one chunk."""
 
     unit: int
     """The number of the parameter's unit."""
+    part: int
+    """The number of the parameter or chunk in its unit."""
     begin: int
     """Place in the bucket."""
     end: int
@@ -38,32 +42,34 @@ class Piece:
 
 @functools.lru_cache(8)
 def pieces_of(units: tuple[TuningUnit, ...], step: int) -> tuple[Piece, ...]:
-    """Return the pieces to take in a step, in order: at least one of each parameter.
+    """Return the pieces to take in a step, in order: at least one of each parameter or chunk.
 
     Pieces are spread evenly over a parameter (systematic sampling), from a start that differs from step to
-    step.
+    step, and from chunk to chunk: all chunks hold parts of the same parameters in the same places.
     """
     total = sum(unit.numel for unit in units)
     share = max(_SHARE, min(1.0, _FEW_VALUES / max(1, total)))
     pieces: list[Piece] = []
     for number, unit in enumerate(units):
         begin, least = unit.begin, _LEAST_PIECES / unit.numel
-        for size in unit.sizes:
-            places = _spread(size, max(share, PIECE * least), step)
+        few = max(1, _FEW_OF_CHUNKS // len(unit.sizes)) if unit.is_scattered else _FEW_PIECES
+        for part, size in enumerate(unit.sizes):
+            turn = step + part if unit.is_scattered else step
+            places = _spread(size, max(share, PIECE * least), few, turn)
             weight = size / sum(end - start for start, end in places)
-            pieces += [Piece(number, begin + start, begin + end, weight) for start, end in places]
+            pieces += [Piece(number, part, begin + start, begin + end, weight) for start, end in places]
             begin += size
     return tuple(pieces)
 
 
-def _spread(size: int, share: float, step: int) -> list[tuple[int, int]]:
-    """Return the starts and ends of pieces that are this share of ``size`` values, or a little more."""
+def _spread(size: int, share: float, few: int, turn: int) -> list[tuple[int, int]]:
+    """Return the starts and ends of pieces, ``few`` or more, that are at least this share of the values."""
     num_pieces = -(-size // PIECE)
-    wanted = min(num_pieces, max(_FEW_PIECES, math.ceil(share * num_pieces)))
+    wanted = min(num_pieces, max(few, math.ceil(share * num_pieces)))
     numbers = list(range(num_pieces))
     if wanted < num_pieces:
         # Multiples of the golden ratio fill an interval evenly. The last piece may be short: it is left out.
-        start = step * 0.6180339887498949 % 1
+        start = turn * 0.6180339887498949 % 1
         numbers = [int((i + start) * (num_pieces - 1) / wanted) for i in range(wanted)]
     return [(PIECE * n, min(size, PIECE * (n + 1))) for n in numbers]
 
@@ -74,6 +80,9 @@ class Sample:
     def __init__(self, units: tuple[TuningUnit, ...], step: int) -> None:
         self.units = units
         self._pieces = pieces_of(units, step)
+        self._of_bucket: dict[int, list[Piece]] = {}
+        for piece in self._pieces:
+            self._of_bucket.setdefault(units[piece.unit].bucket, []).append(piece)
         self._taken: dict[int, Tensor] = {}
 
     def take(self, index: int, flat: Tensor) -> None:
@@ -81,9 +90,8 @@ class Sample:
         values = as_real(flat)
         padding = values.new_zeros(PIECE)
         parts = []
-        for piece in self._pieces:
-            if self.units[piece.unit].bucket == index:
-                parts += [values[piece.begin : piece.end], padding[piece.end - piece.begin :]]
+        for piece in self._of_bucket.get(index, ()):
+            parts += [values[piece.begin : piece.end], padding[piece.end - piece.begin :]]
         if parts:  # one call, since on CUDA each copy is a kernel
             self._taken[index] = torch.cat(parts).view(-1, PIECE).float()
 
@@ -96,6 +104,17 @@ class Sample:
     def values(self) -> Tensor:
         """All pieces, one per row, in order; a piece that is short ends with zeros."""
         return torch.cat([taken for _, taken in sorted(self._taken.items())])
+
+    @property
+    def is_scattered(self) -> bool:
+        """True if each rank gets the sum of its chunks alone."""
+        return any(unit.is_scattered for unit in self.units)
+
+    def owners(self, num_ranks: int, device: torch.device) -> Tensor:
+        """Return the rank that sums each piece: the owner of its chunk; otherwise ranks take turns."""
+        if self.is_scattered:
+            return torch.tensor([piece.part for piece in self._pieces], device=device)
+        return torch.arange(len(self._pieces), device=device) % num_ranks
 
     def scale_up(self, sums: Tensor) -> list[list[float]]:
         """Return estimates for whole units, from sums over each piece: a row per unit, a column per sum."""
