@@ -1,65 +1,35 @@
 """Recipe `auto` on shards without replicas: it chooses an encoding for each reduce-scatter."""
 
-import io
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.buckets import BucketLayout, Slot
 from gradwire.ddp import AttachedModel, Attachments, attached_of
-from gradwire.headroom import read_records
-from gradwire.recipes import ENCODINGS
+from gradwire.exchanges import Context, Scratch, average
+from gradwire.recipes import ENCODINGS, scattered
 from gradwire.scripts import Observations, summarize
-from gradwire.tuning import times
-from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
-from gradwire.tuning.times import StepTimer, Times
-from gradwire.tuning.tuner import Tuner
+from gradwire.testing import run_virtual_ranks
+from gradwire.tuning import Choosing
+from gradwire.tuning.errors import measure_errors
+from gradwire.tuning.sampling import Sample
+from gradwire.tuning.times import Times
+from tests.auto_runs import FIRST, HIDDEN, encodings_by_unit, pretend, require_same_everywhere
 from tests.sharded_runs import (
     batch,
     exact_gradients,
     full_gradients,
     loss_of,
     make,
-    same_bits,
     shard,
     train,
     world,
 )
-
-FIRST = NUM_SETTLING + NUM_TIMED - 1
-SLOW, HIDDEN = Times(1.0, 0.9, 0.9), Times(1.0, 0.001, 0.5)
-
-
-def pretend(steps=SLOW):
-    """Let steps seem to take these times, and measuring cost nothing."""
-    StepTimer.read = lambda timer: steps() if callable(steps) else steps
-    Tuner.looking = 0.0
-
-
-def require_same_everywhere(value):
-    everyone = [None] * world()
-    dist.all_gather_object(everyone, value)
-    assert everyone.count(everyone[0]) == len(everyone), everyone
-
-
-def unit_of(name):
-    """Return the unit of a parameter of `shard`'s models: its block, or the rest."""
-    return name.rpartition(".")[0].rpartition(".")[0] if name.startswith("blocks.") else ""
-
-
-def encodings_by_unit(decision):
-    found = {}
-    for name, encoding in decision.encodings.items():
-        found.setdefault(unit_of(name), set()).add(encoding)
-    return found
 
 
 def errors_of(model, plain, rank, step):
@@ -72,6 +42,55 @@ def errors_of(model, plain, rank, step):
     whole, exact = (torch.cat([each[name].flatten() for name in want]) for each in (have, want))
     mean = sum(float(error) ** 2 * numel for error, numel in parts) / exact.numel()
     return float((whole - exact).norm() / exact.norm()), math.sqrt(mean)
+
+
+# --- errors ---
+
+
+def shards_of(sizes, num_shards):
+    """Return the layout of a bucket with this many values of each parameter in each shard."""
+    slots = [Slot(f"p{i}", 0, torch.Size([num_shards * n]), (1,)) for i, n in enumerate(sizes)]
+    return BucketLayout.packed(0, torch.float32, slots, num_shards)
+
+
+def scattered_error(exchange, layout, gradients):
+    """Return the squared error of all ranks' chunks together."""
+    size = len(gradients)
+
+    def job(group):
+        flat = gradients[group.rank].clone()
+        average(flat, exchange, Context(group, Scratch(), 1 / size, layout, step=7))
+        return flat.view(size, -1)[group.rank]
+
+    result = torch.stack(run_virtual_ranks(job, size)).view(-1).double()
+    exact = torch.stack([each.double() for each in gradients]).mean(0)
+    return float((result - exact).square().sum()), float(exact.square().sum())
+
+
+@pytest.mark.parametrize("alike", [0.0, 3.0])
+@pytest.mark.parametrize(("factor", "tolerance"), [(1, 0.03), (60, 0.1)], ids=["all", "sampled"])
+def test_sampled_errors_are_those_of_the_reduce_scatter(factor, tolerance, alike, one_thread):
+    tuning = scattered(gradwire.recipe("auto")).tuning
+    sizes = [factor * n for n in (3001, 7, 2500, 7, 1000)]
+    scales = torch.cat([torch.full((n,), s) for n, s in zip(sizes, (1.0, 30.0, 0.2, 5.0, 3.0), strict=True)])
+    layout = shards_of(sizes, 3)
+    torch.manual_seed(1)
+    # A part that all ranks share: then errors of ranks are alike too, and do not cancel out.
+    common = alike * torch.randn(layout.numel)
+    gradients = [scales.repeat(3) * (common + torch.randn(layout.numel)) for _ in range(3)]
+    choosing = Choosing([layout], tuning, 3)
+
+    def job(group):
+        sample = Sample(choosing.units, step=7)
+        sample.take(0, gradients[group.rank])
+        return measure_errors(sample.values, sample, choosing.codecs, group, 7)
+
+    tables = run_virtual_ranks(job, 3)
+    assert tables[0] == tables[1] == tables[2], "the same on every rank"
+    for number, (name, exchange) in enumerate(tuning.encodings):
+        error, norm = scattered_error(exchange, layout, gradients)
+        assert tables[0].norms[0] == pytest.approx(norm, rel=tolerance)
+        assert tables[0].errors[0][number] == pytest.approx(error, rel=tolerance, abs=1e-9 * norm), name
 
 
 # --- choices ---
@@ -186,6 +205,26 @@ def test_steps_that_are_not_finite_are_ignored(two_ranks):
     two_ranks.run(check_spoiled)
 
 
+def fail(*_):
+    raise RuntimeError("no memory for a sample")
+
+
+def check_failure(rank):
+    pretend()
+    model = shard(make())
+    with gradwire.attach(model, "auto") as wire:
+        if rank == 1:
+            attached_of(wire).tuned.tuner.work = fail
+        with pytest.raises(gradwire.WireError if rank == 0 else RuntimeError, match="no memory for a sample"):
+            train(model, range(FIRST + 1), rank)
+        assert wire.stats().num_steps == FIRST + 1
+        assert wire.decisions() == ()
+
+
+def test_an_error_of_one_rank_in_a_look_is_raised_on_all(two_ranks):
+    two_ranks.run(check_failure)
+
+
 # --- what torch does around ---
 
 
@@ -270,185 +309,3 @@ MIXED = [
 )
 def test_it_works_with_whatever_torch_does(options, num_micro, syncs_once, two_ranks):
     two_ranks.run(check_around, options, num_micro, syncs_once)
-
-
-# --- times ---
-
-
-class SteppedClock:
-    """A stand-in for the module ``time``, which a test sets."""
-
-    now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-
-def test_waiting_inside_a_backward_pass_is_exposed_too(monkeypatch):
-    clock = SteppedClock()
-    monkeypatch.setattr(times, "time", clock)
-    timer, cpu = StepTimer(), torch.device("cpu")
-    for _ in range(6):
-        timer.begin_averaging(cpu)
-        clock.now += 1  # computes
-        with timer.blocked(cpu):
-            clock.now += 5
-        timer.end_arrivals(cpu)
-        clock.now += 2
-        timer.end(cpu)
-    assert timer.read() == Times(8.0, 7.0, 8.0)
-
-
-def check_waits_are_counted(rank):
-    """Gradients that are accumulated are reduced while the pass waits."""
-    waits = []
-    model = shard(make())
-    with gradwire.attach(model, "auto") as wire:
-        timer = attached_of(wire).tuned.tuner.timer
-        for _ in range(2):
-            loss_of(model, batch(rank, 0)).backward()
-            waits.append(len(timer._blocked))
-    assert waits == [1, 3], "of three buckets two may travel; those to add to gradients may not"
-
-
-def test_a_pass_that_waits_for_its_buckets_is_timed(two_ranks):
-    two_ranks.run(check_waits_are_counted)
-
-
-# --- changes by the user, checkpoints ---
-
-
-def check_swaps(rank):
-    pretend()
-    model = shard(make())
-    with gradwire.attach(model, "int8") as wire:
-        train(model, range(3), rank)
-        wire.swap("auto")
-        train(model, range(3, 4 + FIRST), rank)
-        (decision,) = wire.decisions()
-        assert decision.step == 3 + FIRST
-        with pytest.raises(ValueError, match="keeps residuals"):
-            wire.swap("auto:feedback=true")
-        wire.swap("route(ndim<2=fp32; *=int4)")
-        assert wire.decisions() == ()
-        train(model, range(2), rank)
-    with pytest.raises(ValueError, match="keeps residuals"):
-        gradwire.attach(model, "auto:feedback=true")
-
-
-def test_it_takes_over_from_other_recipes_and_they_from_it(two_ranks):
-    two_ranks.run(check_swaps)
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def check_resumed(rank):
-    pretend()
-    model = shard(make())
-    wire = gradwire.attach(model, "auto:every=40")
-    weights = train(model, range(FIRST + 3), rank)
-    state, decisions = through_a_file(wire.state_dict()), wire.decisions()
-    want = train(model, range(FIRST + 3, 70), rank)
-    wire.detach()
-    plain = make()
-    plain.load_state_dict(weights)
-    again = shard(plain)
-    with gradwire.attach(again, "auto:every=40") as resumed:
-        resumed.load_state_dict(state)
-        assert resumed.decisions() == decisions != ()
-        assert same_bits(train(again, range(FIRST + 3, 70), rank), want)
-        assert resumed.decisions() == wire.decisions()
-        assert len(wire.decisions()) > len(decisions)
-
-
-def test_a_resumed_run_is_the_one_that_was_not_stopped(two_ranks):
-    two_ranks.run(check_resumed)
-
-
-def save_states(rank, path):
-    pretend()
-    for name, model in (("shards", shard(make())), ("whole", DistributedDataParallel(make()))):
-        wire = gradwire.attach(model, "auto:bytes=3000")  # times do not count, so there are no trials
-        for step in range(FIRST + 2):
-            model.zero_grad()
-            loss_of(model, batch(rank, step)).backward()
-        assert len(wire.decisions()) == 1
-        state = wire.state_dict(gather=True)
-        if rank == 0:
-            torch.save(state, path / name)
-        wire.detach()
-
-
-def load_states(rank, path):
-    """Encodings that differ within a unit become the finest of them, until the next look."""
-    pretend()
-    for name in ("shards", "whole"):
-        state = torch.load(path / name, weights_only=True)
-        model = shard(make())
-        with gradwire.attach(model, "auto:bytes=3000") as wire:
-            wire.load_state_dict(state)
-            (before,) = wire.decisions()
-            assert name == "shards" or len(encodings_by_unit(before)[""]) > 1
-            soon = FIRST + 2 + NUM_SETTLING + NUM_TIMED
-            is_same = name == "shards" and world() == 2
-            assert (json.loads(wire.state_dict()["tuning"])["next_look"] == soon) != is_same
-            train(model, range(2), rank)
-            for layout in wire.layout():
-                finest = min((before.encodings[slot.name] for slot in layout.slots), key=ENCODINGS.index)
-                ((exchange, _, _),) = attached_of(wire).engine.recipe.exchange.split(layout)
-                assert exchange == dict(attached_of(wire).engine.recipe.tuning.encodings)[finest]
-            train(model, range(2, soon - FIRST), rank)
-            looked = json.loads(wire.state_dict()["tuning"])["next_look"]
-            assert is_same or looked > soon, "errors differ with the number of ranks and with the exchange"
-            require_same_everywhere(wire.decisions())
-
-
-def test_states_of_other_ranks_and_of_whole_models_are_taken(two_ranks, three_ranks, tmp_path):
-    two_ranks.run(save_states, tmp_path)
-    two_ranks.run(load_states, tmp_path)
-    three_ranks.run(load_states, tmp_path)
-
-
-# --- scripts ---
-
-
-SCRIPT = """
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
-for layer in model:
-    fully_shard(layer)
-fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for step in range(20):
-    optimizer.zero_grad()
-    model(torch.randn(2, 64)).square().mean().backward()
-    optimizer.step()
-dist.destroy_process_group()
-"""
-
-
-MEASURE = ["headroom", "--steps", "12", "--quiet", "--json", "-"]
-
-
-@pytest.mark.parametrize("words", [["run", "--ranks", "2"], pytest.param(MEASURE, marks=pytest.mark.full)])
-def test_it_works_in_scripts_as_they_are(words, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "gradwire", *words, "--recipe", "auto", "--", "train.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    if words[0] == "run":
-        assert "20 steps" in ended.stderr
-        assert "its decisions" in ended.stderr
-    else:
-        (found,) = read_records(ended.stdout)
-        assert next(row.bytes_per_step for row in found.rows if row.recipe == "auto") > 0

@@ -109,7 +109,7 @@ class Choosing:
 
 def _wire_bytes(unit: TuningUnit, codec: Codec) -> int:
     """Return the bytes of a unit's values; chunks are encoded one by one, each in whole blocks."""
-    return sum(map(codec.wire_bytes, unit.sizes)) if unit.is_scattered else codec.wire_bytes(unit.numel)
+    return unit.num_chunks * codec.wire_bytes(unit.chunk_numel)
 
 
 def codec_of(exchange: Exchange) -> Codec:

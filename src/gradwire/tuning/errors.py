@@ -65,7 +65,8 @@ def measure_errors(
     # Errors travel in 16 bits: they need not be exact themselves.
     for number, error in zip(lossy, _mean_of(left_out, _SHORT, group) if lossy else (), strict=True):
         own = mean + error
-        sums[1 + number] = (_decoded(own, codecs[number], seed) if encodes_mean else own) - mean
+        own = _decoded(own, codecs[number], seed) if encodes_mean else own
+        sums[1 + number] = sample.without_padding(own - mean)
     figures = torch.stack([each.double().square().sum(1) for each in sums], dim=1)
     rows = sample.scale_up(figures)
     return ErrorTable([row[0] for row in rows], [row[1:] for row in rows])

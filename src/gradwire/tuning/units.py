@@ -24,9 +24,18 @@ class TuningUnit:
     """Number of real values."""
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Number of real values of each parameter; of each rank's chunk, if it is scattered."""
-    is_scattered: bool = False
-    """True for a bucket of shards, of which each rank gets the sum of one chunk."""
+    """Number of real values of each parameter in a chunk."""
+    num_chunks: int = 1
+    """The number of chunks of a bucket of shards, each with a part of every parameter; otherwise 1."""
+
+    @property
+    def is_scattered(self) -> bool:
+        """True if each rank gets the sum of one chunk alone."""
+        return self.num_chunks > 1
+
+    @property
+    def chunk_numel(self) -> int:
+        return self.numel // self.num_chunks
 
 
 def units_of(layouts: Iterable[BucketLayout], tables: Collection[str] = ()) -> tuple[TuningUnit, ...]:
@@ -41,9 +50,8 @@ def units_of(layouts: Iterable[BucketLayout], tables: Collection[str] = ()) -> t
         pairs = layout.real_values[0] // max(1, layout.numel)  # 2 for complex values
         if layout.num_shards > 1 and layout.numel:
             names = tuple(slot.name for slot in layout.slots)
-            numel, num_chunks = pairs * layout.numel, layout.num_shards
-            chunks = (numel // num_chunks,) * num_chunks
-            units.append(TuningUnit(layout.index, 0, numel, names, chunks, is_scattered=True))
+            sizes = tuple(pairs * slot.numel // layout.num_shards for slot in layout.slots)
+            units.append(TuningUnit(layout.index, 0, pairs * layout.numel, names, sizes, layout.num_shards))
             continue
         for slots in _group([slot for slot in layout.slots if slot.numel], least, tables):
             sizes = tuple(pairs * slot.numel for slot in slots)
