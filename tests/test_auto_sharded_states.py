@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -102,18 +103,24 @@ def through_a_file(value):
     return torch.load(file, weights_only=True)
 
 
-def check_resumed(rank):
+def check_resumed(rank, path):
     pretend()
     model = shard(make())
     wire = gradwire.attach(model, "auto:every=40")
     weights = train(model, range(FIRST + 3), rank)
     state, decisions = through_a_file(wire.state_dict()), wire.decisions()
+    if path is not None:
+        dcp.save({"wire": wire.state_dict()}, checkpoint_id=path)
     want = train(model, range(FIRST + 3, 70), rank)
     wire.detach()
     plain = make()
     plain.load_state_dict(weights)
     again = shard(plain)
     with gradwire.attach(again, "auto:every=40") as resumed:
+        if path is not None:
+            state = resumed.checkpoint_template(dcp.FileSystemReader(path).read_metadata())
+            dcp.load(saved := {"wire": state}, checkpoint_id=path)
+            state = saved["wire"]
         resumed.load_state_dict(state)
         assert resumed.decisions() == decisions != ()
         assert same_bits(train(again, range(FIRST + 3, 70), rank), want)
@@ -121,8 +128,9 @@ def check_resumed(rank):
         assert len(wire.decisions()) > len(decisions)
 
 
-def test_a_resumed_run_is_the_one_that_was_not_stopped(two_ranks):
-    two_ranks.run(check_resumed)
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own file", "one checkpoint"])
+def test_a_resumed_run_is_the_one_that_was_not_stopped(is_shared, two_ranks, tmp_path):
+    two_ranks.run(check_resumed, str(tmp_path / "checkpoint") if is_shared else None)
 
 
 def save_states(rank, path):

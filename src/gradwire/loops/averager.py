@@ -191,8 +191,8 @@ class Averager(Uncopied):
                 values are undefined afterwards.
 
         Sends half of what `average_` does. Chunks are summed in fp32 and in rank order, and sums are not
-        encoded again. There are no residuals: ``int4`` goes without its own. Raises ValueError for low rank
-        and for a recipe that asks for residuals, and otherwise as `average_` does.
+        encoded again. There are no residuals: ``int4`` goes without its own. Raises ValueError for low rank,
+        for ``auto`` and for a recipe that asks for residuals, and otherwise as `average_` does.
 
         Example::
 
