@@ -25,11 +25,11 @@ class Block(nn.Module):
 class TinyTransformer(nn.Module):
     """An embedding, blocks with attention left out, and a head; 17 rows that no number of ranks divides."""
 
-    def __init__(self, num_blocks=2):
+    def __init__(self, num_blocks=2, width=WIDTH):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(num_blocks))
-        self.odd = nn.Linear(WIDTH, 17)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.odd = nn.Linear(width, 17)
         self.head = nn.Linear(17, VOCABULARY)
 
     def forward(self, tokens):

@@ -120,6 +120,25 @@ def job_fsdp(rank):
         require_near(model, 0, 1e-5)
 
 
+def job_auto(rank):
+    """Both ranks choose alike, and gradients keep the budget."""
+    mesh = mesh_of(prepare(rank), 1, 2)["shard"]
+    model = shard(build(), mesh)
+    with gradwire.attach(model, "auto:budget=0.15") as wire:
+        for step in range(70):
+            model.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+        told = [None, None]
+        dist.all_gather_object(told, wire.decisions())
+        assert told[0] == told[1] != ()
+        assert all(each.step_ms >= each.exposed_ms > 0 for each in wire.decisions())
+        assert all(each.error <= 0.15 for each in wire.decisions())
+        want, _ = exact(69)
+        have = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        found, whole = (torch.cat([each[name].flatten() for name in want]) for each in (have, want))
+        assert 0 < (found - whole).norm() < 0.15 * whole.norm()
+
+
 def job_hsdp(rank):
     """Replicas are averaged by any recipe, natively sharded or not, and end with the same bits."""
     mesh = mesh_of(prepare(rank), 2, 1)
@@ -222,5 +241,5 @@ def job_weights(rank):
 
 CHECKS = {
     f"sharded {job.__name__.removeprefix('job_')}": (lambda job=job: run_ranks(job, 2, timeout=180))
-    for job in (job_scatter, job_queue, job_weights, job_host, job_fsdp, job_hsdp)
+    for job in (job_scatter, job_queue, job_weights, job_host, job_fsdp, job_auto, job_hsdp)
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -64,6 +65,10 @@ class Tuned:
     def arrive(self, bucket: Bucket, place: Place) -> None:
         """See a bucket that is not averaged yet."""
         self.tuner.arrive(bucket.layout, bucket.flat, place.step, is_last=bucket.is_last)
+
+    def blocked(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a context in which the backward pass waits for a bucket."""
+        return self.tuner.timer.blocked(device)
 
     def end_arrivals(self, num_buckets: int, device: torch.device) -> None:
         """Note that all buckets of a step have arrived; needed if none of them was called the last."""

@@ -30,6 +30,9 @@ class Mixed:
     Neighbours in a bucket that have the same exchange are averaged together, as a *run*. A run is a view of
     the bucket, and all runs of a bucket share their messages. So a bucket costs no copy and no further
     round, unlike in a `Route`, whose parameters may lie anywhere.
+
+    A bucket of shards holds parts of each parameter, rank by rank. It is one run: all of it goes by the first
+    of the exchanges that any of its parameters has.
     """
 
     assigned: tuple[tuple[Exchange, tuple[str, ...]], ...]
@@ -90,6 +93,10 @@ class Mixed:
 @cached_on_owner
 def _split(layout: BucketLayout, mixed: Mixed) -> tuple[Run, ...]:
     by_name = {name: exchange for exchange, names in mixed.assigned for name in names}
+    if layout.num_shards > 1:
+        chosen = {by_name.get(slot.name, mixed.other) for slot in layout.slots}
+        exchange = next(each for each in mixed.exchanges if each in chosen)
+        return ((exchange, replace(layout, index=layout.index * _NUM_INDICES), 0),)
     runs: list[Run] = []
     for exchange, slots in _neighbours((by_name.get(s.name, mixed.other), s) for s in layout.slots):
         index = layout.index * _NUM_INDICES + len(runs)

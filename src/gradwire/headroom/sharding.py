@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import gradwire
-from gradwire.recipes import require_fixed, scattered
+from gradwire.recipes import scattered
 
 KINDS = ("fsdp", "hsdp")
 
@@ -31,7 +31,6 @@ class Sharding:
     def check(self, recipe: gradwire.Recipe) -> None:
         """Raise ValueError if a recipe cannot be used with this sharding."""
         if self.kind == "fsdp":
-            require_fixed(recipe, "shards (FSDP2) without replicas (HSDP)")
             scattered(recipe)
 
     def num_replicas(self, world_size: int) -> int:

@@ -49,7 +49,16 @@ from gradwire.loops.packing import Packing, Packings
 from gradwire.loops.plain import start_plain_mean
 from gradwire.loops.tensors import Tensors, named_tensors
 from gradwire.peers import CollectiveCall, backend_name, require_timeout, timeout_or_own
-from gradwire.recipes import Recipe, WirePlan, fingerprint, gathered, make_plan, noop, scattered
+from gradwire.recipes import (
+    Recipe,
+    WirePlan,
+    fingerprint,
+    gathered,
+    make_plan,
+    noop,
+    require_fixed,
+    scattered,
+)
 from gradwire.telemetry import WireStats
 from gradwire.tuning import Decision
 
@@ -182,14 +191,15 @@ class Averager(Uncopied):
                 values are undefined afterwards.
 
         Sends half of what `average_` does. Chunks are summed in fp32 and in rank order, and sums are not
-        encoded again. There are no residuals: ``int4`` goes without its own. Raises ValueError for low rank
-        and for a recipe that asks for residuals, and otherwise as `average_` does.
+        encoded again. There are no residuals: ``int4`` goes without its own. Raises ValueError for low rank,
+        for ``auto`` and for a recipe that asks for residuals, and otherwise as `average_` does.
 
         Example::
 
             shard = averager.reduce_scatter(gradients)
             flat = averager.all_gather(shard, numel=len(gradients))
         """
+        require_fixed(self._recipe, "reduce_scatter")
         recipe, place = scattered(self._recipe), self._begin_call()
         with self._failing_all(place):
             own = require_flat(flat, self._device_types)

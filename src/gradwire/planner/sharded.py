@@ -17,7 +17,7 @@ from gradwire.planner.cost import RING_TRIPS, BucketTraffic, Cluster, Prediction
 from gradwire.planner.predictions import Model, layout_traffic, ring_traffic
 from gradwire.planner.shapes import Shape, layers_of
 from gradwire.planner.sharded_cost import ShardedCosts, ShardedTraffic, UnitTraffic, predict_sharded_step
-from gradwire.recipes import placed, route_module_tables, scattered
+from gradwire.recipes import placed, require_fixed, route_module_tables, scattered
 from gradwire.sharded import row_bytes, shard_layout, unit_parameters, weights_codec
 
 
@@ -127,6 +127,7 @@ def _averages(
         # Over Gloo torch's reduce-scatter is a whole all-reduce too.
         return StepTraffic(tuple(ring_traffic(layout, cluster) for layout in layouts))
     chosen = gradwire.recipe(recipe)
+    require_fixed(chosen, "a plan")
     if isinstance(model, nn.Module):
         chosen = route_module_tables(chosen, model, trainable_parameters(model))
     node_size = cluster.workers_per_node if cluster.num_nodes > 1 else 1

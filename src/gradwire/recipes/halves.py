@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 from gradwire.codecs import Top
-from gradwire.exchanges import Gathered, Hierarchical, LowRank, Noop, Scattered, TwoShot
+from gradwire.exchanges import Exchange, Gathered, Hierarchical, LowRank, Noop, Scattered, TwoShot
 from gradwire.recipes.composed import map_leaves
 from gradwire.recipes.registry import parse_spec
 from gradwire.recipes.value import Recipe
@@ -55,20 +55,40 @@ def _half(kind: type[Scattered] | type[Gathered], what: str, leaf: Recipe) -> Re
         if kind is Gathered:
             raise ValueError(f"recipe {leaf} cannot do {what}: it sends nothing")
         return leaf
-    two_shot = exchange.between if isinstance(exchange, Hierarchical) else exchange
-    if not isinstance(two_shot, TwoShot):
+    if leaf.tuning is not None and kind is Scattered:
+        _require_no_residuals(leaf, what)
+        encodings = tuple((name, _scatter(_two_shot(own))) for name, own in leaf.tuning.encodings)
+        tuning = replace(leaf.tuning, encodings=encodings)
+        return replace(leaf, exchange=tuning.exchange(), tuning=tuning, local_size=1)
+    two_shot = _two_shot(exchange)
+    if two_shot is None:
         raise ValueError(f"recipe {leaf} cannot do {what}: use a recipe of one encoding, such as int8")
     if isinstance(two_shot.codec, Top):
         raise ValueError(
             f"recipe {leaf} cannot do {what}: most values would be lost, since it keeps no residuals. Use a "
             "recipe that sends every value, such as int4, or average over replicas: see HSDP"
         )
+    _require_no_residuals(leaf, what)
+    return replace(leaf, exchange=kind(two_shot.codec, two_shot.seed), local_size=1)
+
+
+def _two_shot(exchange: Exchange) -> TwoShot | None:
+    """Return the average of one encoding that an exchange is, or has between nodes; None if it is another."""
+    inner = exchange.between if isinstance(exchange, Hierarchical) else exchange
+    return inner if isinstance(inner, TwoShot) else None
+
+
+def _scatter(two_shot: TwoShot | None) -> Scattered:
+    assert two_shot is not None, "auto chooses from averages of one encoding"
+    return Scattered(two_shot.codec, two_shot.seed)
+
+
+def _require_no_residuals(leaf: Recipe, what: str) -> None:
     if _asks_for_residuals(leaf):
         raise ValueError(
             f"recipe {leaf} keeps residuals, and {what} keeps none: they would take as much memory on every "
             "rank as the whole gradients; leave feedback= and residual= out"
         )
-    return replace(leaf, exchange=kind(two_shot.codec, two_shot.seed), local_size=1)
 
 
 def _asks_for_residuals(leaf: Recipe) -> bool:

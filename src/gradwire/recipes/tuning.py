@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gradwire.exchanges import Exchange, Mixed
+from gradwire.exchanges import Exchange, Mixed, Scattered
 
 Encoding = Literal["fp32", "bf16", "int8", "int4", "int3", "int2"]
 ENCODINGS: tuple[Encoding, ...] = ("fp32", "bf16", "int8", "int4", "int3", "int2")
@@ -50,6 +50,11 @@ class Tuning:
     def first(self) -> int:
         """The number of the encoding to begin with: 16 bits, or the finest if that is coarser."""
         return self.names.index("bf16") if "bf16" in self.names else 0
+
+    @property
+    def is_scattered(self) -> bool:
+        """True if each rank gets the sums of its own shards alone."""
+        return all(isinstance(exchange, Scattered) for _, exchange in self.encodings)
 
     def num_allowed(self, name: str) -> int:
         """Return how many of the encodings, counted from the finest, parameter ``name`` may go by."""

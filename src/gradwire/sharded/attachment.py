@@ -105,7 +105,9 @@ class ShardedAttachment(Attached):
         return (self.group, self._model.shards) if self._model.has_replicas else (self.group,)
 
     def make_tuner(self, tuning: Tuning, engine: Engine, **options: Any) -> Tuned:
-        return super().make_tuner(tuning, engine, share=report_sharing(self._model.shards), **options)
+        if self._model.has_replicas:
+            options["share"] = report_sharing(self._model.shards)
+        return super().make_tuner(tuning, engine, **options)
 
     def leave(self) -> None:
         self._is_attached = False

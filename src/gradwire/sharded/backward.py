@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,6 +111,19 @@ class Backward:
             factor: the factor of the sum over ranks; None for a mean.
             may_be_late: True if nothing reads the result before the pass ends; otherwise this waits for it.
         """
+        with contextlib.nullcontext() if may_be_late else self._blocked():
+            self._start(flat, parameters, end, num_shards, factor)
+            if not may_be_late:
+                self._wait(0)
+
+    def _start(
+        self,
+        flat: Tensor,
+        parameters: Sequence[HasSlot],
+        end: Callable[[], None],
+        num_shards: int,
+        factor: float | None,
+    ) -> None:
         place = self._next_place()
         future: Future[Tensor] | None = None
         try:
@@ -125,13 +140,13 @@ class Backward:
             end()
             return
         self._under_way.append(_UnderWay(future, end))
-        if not may_be_late:
-            self._wait(0)
 
     def make_room(self) -> None:
         """Wait until one bucket at most is under way; each keeps the gradients of a unit in memory."""
         self._begin_pass()
-        self._wait(1)
+        if len(self._under_way) > 1:
+            with self._blocked():
+                self._wait(1)
 
     def expect(self, unit: HasEnd) -> None:
         """Let ``unit`` check at the end of this pass that it has started all it was to start."""
@@ -177,6 +192,10 @@ class Backward:
         layout, claim = self._known[key]
         self._layouts[index] = layout
         return layout, claim
+
+    def _blocked(self) -> AbstractContextManager[None]:
+        """Return a context in which the pass waits for a bucket; recipe ``auto`` counts the time."""
+        return contextlib.nullcontext() if self.tuned is None else self.tuned.blocked(self._device)
 
     def _wait(self, num_left: int) -> None:
         """Wait until at most ``num_left`` buckets are under way; on CUDA, the current stream waits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from gradwire.buckets import BucketLayout, canonical_name
 from gradwire.exchanges import Route
-from gradwire.recipes import Recipe, fingerprint, require_fixed, require_nodes, route_module_tables, scattered
+from gradwire.recipes import Recipe, fingerprint, require_nodes, route_module_tables, scattered
 from gradwire.sharded.units import ShardedParameter, find_units, require_alive
 
 
@@ -74,8 +75,6 @@ class ShardedModel:
 
     def resolve(self, recipe: Recipe) -> Recipe:
         """Return ``recipe`` for this model; ValueError if it does not fit."""
-        if not self.has_replicas:
-            require_fixed(recipe, "shards (FSDP2) without replicas (HSDP)")
         for each in recipe.leaves():
             if each.reduction == "sum":
                 raise ValueError(
@@ -88,7 +87,15 @@ class ShardedModel:
             require_nodes(routed, self.group.size())
         if isinstance(routed.exchange, Route):
             routed.exchange.check(each.slot() for each in trained)
-        return routed if self.has_replicas else scattered(routed)
+        return routed if self.has_replicas else scattered(self._with_units_of_tables(routed))
+
+    def _with_units_of_tables(self, recipe: Recipe) -> Recipe:
+        """Name the units that have tables too: a unit of unknown parameters goes by its own name."""
+        if recipe.tuning is None:
+            return recipe
+        tables = recipe.tuning.tables
+        units = tuple(unit.name for unit in self.units if not set(tables).isdisjoint(unit.names))
+        return replace(recipe, tuning=replace(recipe.tuning, tables=(*tables, *units)))
 
     def claim(self, chosen: dict[str, str]) -> dict[str, str]:
         """Return the facts that must be equal on all ranks: the ``chosen`` ones, and those of the model."""

@@ -68,7 +68,8 @@ class UnitReduceScatter:
         expected = sum(each.padded_shape.numel() for each in trained)
         if expected == numel:
             return trained
-        if not self._backward.engine.recipe.exchange.sees_parameters:
+        exchange, chooses_by_unit = self._backward.engine.recipe.exchange, self._backward.tuned is not None
+        if chooses_by_unit or not exchange.sees_parameters:
             return [UnnamedValues(self._unit.name, numel)]
         raise ValueError(
             f"unit {self._unit.name!r} has parameters without a gradient: torch reduces {numel} of "

@@ -10,7 +10,7 @@ import torch
 
 from gradwire.buckets import BucketLayout
 from gradwire.codecs import Codec
-from gradwire.exchanges import Exchange, Hierarchical, TwoShot
+from gradwire.exchanges import Exchange, Hierarchical, Scattered, TwoShot
 from gradwire.recipes import Tuning
 from gradwire.tuning.allocation import allocate
 from gradwire.tuning.errors import ErrorTable
@@ -53,9 +53,10 @@ class Choosing:
     def best(self, table: ErrorTable, num_allowed: int) -> EncodingChoice:
         """Return the best choice from the ``num_allowed`` finest encodings."""
         allowed = [self._num_allowed(unit, num_allowed) for unit in self.units]
-        sent = 2 * (self._world_size - 1) / self._world_size
+        num_phases = 1 if self._tuning.is_scattered else 2
+        sent = num_phases * (self._world_size - 1) / self._world_size
         num_bytes = [
-            [sent * codec.wire_bytes(unit.numel) for codec in self.codecs[:n]]
+            [sent * _wire_bytes(unit, codec) for codec in self.codecs[:n]]
             for unit, n in zip(self.units, allowed, strict=True)
         ]
         errors = [row[:n] for row, n in zip(self._relative(table), allowed, strict=True)]
@@ -75,9 +76,12 @@ class Choosing:
         """Return the same choice with the error that it has by now; None stands for the first encoding."""
         encodings: Mapping[str, str] = {} if choice is None else choice.encodings
         number: dict[str, int] = {name: index for index, name in enumerate(self._tuning.names)}
-        # A parameter that is new, or whose encoding is not allowed any more, goes by the first.
+        # A parameter that is new, or whose encoding is not allowed any more, goes by the first. If a unit's
+        # parameters had others, which they may in other buckets, it goes by the finest.
         first = self._tuning.first
-        numbers = [number.get(encodings.get(unit.names[0], ""), first) for unit in self.units]
+        numbers = [
+            min(number.get(encodings.get(name, ""), first) for name in unit.names) for unit in self.units
+        ]
         return self._choice(numbers, table)
 
     def _relative(self, table: ErrorTable) -> list[list[float]]:
@@ -103,7 +107,14 @@ class Choosing:
         return EncodingChoice(encodings, num_bytes, error)
 
 
+def _wire_bytes(unit: TuningUnit, codec: Codec) -> int:
+    """Return the bytes of a unit's values; chunks are encoded one by one, each in whole blocks."""
+    return unit.num_chunks * codec.wire_bytes(unit.chunk_numel)
+
+
 def codec_of(exchange: Exchange) -> Codec:
     """Return the codec of an encoding's messages between nodes."""
+    if isinstance(exchange, Scattered):
+        return exchange.codec.to_owner  # sums are not sent
     assert isinstance(exchange, TwoShot | Hierarchical)
     return exchange.codec

@@ -2,7 +2,8 @@
 
 Ranks encode their pieces, sum what these decode to, and encode the mean, as an exchange does. So errors that
 ranks share are not taken for errors that cancel out. The exact mean of the pieces travels along. All of it
-is two messages of a few percent of a bucket's bytes.
+is two messages of a few percent of a bucket's bytes. A reduce-scatter does not encode the mean, so its error
+is that of the pieces alone.
 
 Note [What a budget bounds]: let r be a unit's error over its norm. SGD takes gradients as they are, so a unit
 counts by its share of the squared gradient. Optimizers like AdamW divide each value by its recent size, so
@@ -57,14 +58,15 @@ def measure_errors(
 ) -> ErrorTable:
     """Return the errors of every codec on the pieces ``exact`` of a sample; collective."""
     lossy = [number for number, codec in enumerate(codecs) if not codec.in_place]
-    left_out = [_as_sent(exact, codecs[number], group, step) - exact for number in lossy]
+    left_out = [_as_sent(exact, sample, codecs[number], group, step) - exact for number in lossy]
     mean = _mean_of([exact], PLAIN, group)[0]
-    seed = Seed.of(_MEASURING, step)
+    seed, encodes_mean = Seed.of(_MEASURING, step), group.size > 1 and not sample.is_scattered
     sums = [mean, *(torch.zeros_like(mean) for _ in codecs)]
     # Errors travel in 16 bits: they need not be exact themselves.
     for number, error in zip(lossy, _mean_of(left_out, _SHORT, group) if lossy else (), strict=True):
         own = mean + error
-        sums[1 + number] = (_decoded(own, codecs[number], seed) if group.size > 1 else own) - mean
+        own = _decoded(own, codecs[number], seed) if encodes_mean else own
+        sums[1 + number] = sample.without_padding(own - mean)
     figures = torch.stack([each.double().square().sum(1) for each in sums], dim=1)
     rows = sample.scale_up(figures)
     return ErrorTable([row[0] for row in rows], [row[1:] for row in rows])
@@ -79,13 +81,13 @@ def _mean_of(values: Sequence[Tensor], exchange: Exchange, group: Group) -> Tens
     return means
 
 
-def _as_sent(exact: Tensor, codec: Codec, group: Group, step: int) -> Tensor:
+def _as_sent(exact: Tensor, sample: Sample, codec: Codec, group: Group, step: int) -> Tensor:
     """Return the pieces as their owners get them: a rank that sums a piece does not encode its own."""
     if group.size == 1:
         return exact
     decoded = _decoded(exact, codec.to_owner, Seed.of(_MEASURING, step, group.rank))
-    decoded[group.rank :: group.size] = exact[group.rank :: group.size]
-    return decoded
+    is_own = sample.owners(group.size, exact.device) == group.rank
+    return torch.where(is_own[:, None], exact, decoded)
 
 
 def _decoded(values: Tensor, codec: Codec, seed: Seed) -> Tensor:

@@ -63,6 +63,8 @@ class Policy:
         """Go on from ``state``. If it does not need times, the policy decides as if only bytes counted."""
         self.state = state or PolicyState(tuning.first + 1)
         self._tuning = tuning
+        self._is_other_exchange = self.state.is_scattered != tuning.is_scattered
+        self.state.is_scattered = tuning.is_scattered
         self._num_encodings = len(tuning.encodings)
         self._needs_times = needs_times and tuning.max_bytes is None
         self._fit_options()
@@ -71,9 +73,9 @@ class Policy:
         """Go on at ``step``, after a run was stopped.
 
         With ``look_soon``, end a trial that was under way, and look at errors again soon: another number of
-        ranks has others.
+        ranks has others. So has a reduce-scatter, if the state is not one of those.
         """
-        if not look_soon:
+        if not (look_soon or self._is_other_exchange):
             return
         self._end_trial()
         if self.state.phase != "measure":

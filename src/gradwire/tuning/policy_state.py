@@ -111,3 +111,5 @@ class PolicyState:
     """The errors of the last look."""
     trial: Trial | None = None
     decisions: list[Decision] = field(default_factory=list)
+    is_scattered: bool = False
+    """True if errors and times are those of reduce-scatters."""

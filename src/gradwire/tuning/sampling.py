@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -25,10 +26,11 @@ _FEW_PIECES = 4
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring values of one parameter."""
+    """Neighbouring values of one parameter; in a bucket of shards, of one chunk."""
 
     unit: int
     """The number of the parameter's unit."""
+    chunk: int
     begin: int
     """Place in the bucket."""
     end: int
@@ -47,25 +49,47 @@ def pieces_of(units: tuple[TuningUnit, ...], step: int) -> tuple[Piece, ...]:
     share = max(_SHARE, min(1.0, _FEW_VALUES / max(1, total)))
     pieces: list[Piece] = []
     for number, unit in enumerate(units):
-        begin, least = unit.begin, _LEAST_PIECES / unit.numel
-        for size in unit.sizes:
-            places = _spread(size, max(share, PIECE * least), step)
-            weight = size / sum(end - start for start, end in places)
-            pieces += [Piece(number, begin + start, begin + end, weight) for start, end in places]
-            begin += size
+        least = _LEAST_PIECES / unit.numel
+        for first, size in _strata(unit):
+            places = _spread(size, unit.num_chunks, max(share, PIECE * least), step)
+            weight = unit.num_chunks * size / sum(end - start for _, start, end in places)
+            for chunk, start, end in places:
+                begin = unit.begin + chunk * unit.chunk_numel + first
+                pieces.append(Piece(number, chunk, begin + start, begin + end, weight))
     return tuple(pieces)
 
 
-def _spread(size: int, share: float, step: int) -> list[tuple[int, int]]:
-    """Return the starts and ends of pieces that are this share of ``size`` values, or a little more."""
+def _strata(unit: TuningUnit) -> list[tuple[int, int]]:
+    """Return the parts of a chunk from which pieces are taken: the first value and the size of each.
+
+    They are its parameters. In a bucket of shards, pieces must begin where blocks of an encoding do. So there
+    they are also the pieces in which parameters meet. Vectors are in these: their gradients may be much
+    larger than those of matrices, and must not be missed.
+    """
+    ends = list(itertools.accumulate(unit.sizes))
+    cuts = {0, *ends}
+    if unit.is_scattered:
+        down = {end // PIECE * PIECE for end in ends[:-1]}
+        up = {min(ends[-1], -(-end // PIECE) * PIECE) for end in ends[:-1]}
+        cuts = {0, ends[-1], *down, *up}
+    return [(begin, end - begin) for begin, end in itertools.pairwise(sorted(cuts))]
+
+
+def _spread(size: int, num_chunks: int, share: float, step: int) -> list[tuple[int, int, int]]:
+    """Return the chunks, starts and ends of pieces that are this share of all values, or a little more.
+
+    There are ``size`` values in each chunk.
+    """
     num_pieces = -(-size // PIECE)
-    wanted = min(num_pieces, max(_FEW_PIECES, math.ceil(share * num_pieces)))
-    numbers = list(range(num_pieces))
-    if wanted < num_pieces:
+    in_all = num_chunks * num_pieces
+    wanted = min(in_all, max(_FEW_PIECES, math.ceil(share * in_all)))
+    numbers = list(range(in_all))
+    if wanted < in_all:
         # Multiples of the golden ratio fill an interval evenly. The last piece may be short: it is left out.
         start = step * 0.6180339887498949 % 1
-        numbers = [int((i + start) * (num_pieces - 1) / wanted) for i in range(wanted)]
-    return [(PIECE * n, min(size, PIECE * (n + 1))) for n in numbers]
+        numbers = [int((i + start) * (in_all - 1) / wanted) for i in range(wanted)]
+    places = [divmod(n, num_pieces) for n in numbers]
+    return [(chunk, PIECE * n, min(size, PIECE * (n + 1))) for chunk, n in places]
 
 
 class Sample:
@@ -74,6 +98,9 @@ class Sample:
     def __init__(self, units: tuple[TuningUnit, ...], step: int) -> None:
         self.units = units
         self._pieces = pieces_of(units, step)
+        self._of_bucket: dict[int, list[Piece]] = {}
+        for piece in self._pieces:
+            self._of_bucket.setdefault(units[piece.unit].bucket, []).append(piece)
         self._taken: dict[int, Tensor] = {}
 
     def take(self, index: int, flat: Tensor) -> None:
@@ -81,9 +108,8 @@ class Sample:
         values = as_real(flat)
         padding = values.new_zeros(PIECE)
         parts = []
-        for piece in self._pieces:
-            if self.units[piece.unit].bucket == index:
-                parts += [values[piece.begin : piece.end], padding[piece.end - piece.begin :]]
+        for piece in self._of_bucket.get(index, ()):
+            parts += [values[piece.begin : piece.end], padding[piece.end - piece.begin :]]
         if parts:  # one call, since on CUDA each copy is a kernel
             self._taken[index] = torch.cat(parts).view(-1, PIECE).float()
 
@@ -96,6 +122,27 @@ class Sample:
     def values(self) -> Tensor:
         """All pieces, one per row, in order; a piece that is short ends with zeros."""
         return torch.cat([taken for _, taken in sorted(self._taken.items())])
+
+    @property
+    def is_scattered(self) -> bool:
+        """True if each rank gets the sum of its chunks alone."""
+        return any(unit.is_scattered for unit in self.units)
+
+    def owners(self, num_ranks: int, device: torch.device) -> Tensor:
+        """Return the rank that sums each piece: the owner of its chunk; otherwise ranks take turns."""
+        if self.is_scattered:
+            return torch.tensor([piece.chunk for piece in self._pieces], device=device)
+        return torch.arange(len(self._pieces), device=device) % num_ranks
+
+    def without_padding(self, errors: Tensor) -> Tensor:
+        """Return errors without those of the zeros that pieces end with, where an exchange has them too.
+
+        A chunk ends with its last piece. In other buckets, further values follow.
+        """
+        if not self.is_scattered:
+            return errors
+        lengths = torch.tensor([piece.end - piece.begin for piece in self._pieces], device=errors.device)
+        return errors * (torch.arange(PIECE, device=errors.device) < lengths[:, None])
 
     def scale_up(self, sums: Tensor) -> list[list[float]]:
         """Return estimates for whole units, from sums over each piece: a row per unit, a column per sum."""

@@ -49,6 +49,7 @@ def read_state(text: str) -> PolicyState:
             table=None if found["table"] is None else _table(found["table"]),
             trial=None if found["trial"] is None else _trial(found["trial"]),
             decisions=[_decision(each) for each in _list(found["decisions"])],
+            is_scattered=_bool(found["is_scattered"]),
         )
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,11 @@ class Times:
     step: float
     """From the end of one backward pass to the end of the next."""
     exposed: float
-    """From the last bucket's arrival to the end of the backward pass: communication that nothing hides."""
+    """Communication that nothing hides: from the last bucket's arrival to the end of the backward pass.
+
+    For shards, the time in which the pass has waited for earlier buckets is added. On CUDA that is all the
+    time of their reduce-scatters, since a host cannot see which part of it other streams have hidden.
+    """
     averaging: float
     """From the first bucket's arrival to the end of the backward pass."""
 
@@ -74,11 +79,32 @@ class Moment:
         return 1e-3 * float(self._event.elapsed_time(later._event))
 
 
+@dataclass(frozen=True)
+class _Step:
+    """The moments of one step."""
+
+    before: Moment
+    """The end of the step before."""
+    first: Moment
+    last: Moment
+    end: Moment
+    blocked: list[tuple[Moment, Moment]]
+
+    @property
+    def seconds(self) -> float:
+        return self.before.until(self.end)
+
+    @property
+    def exposed(self) -> float:
+        return self.last.until(self.end) + sum(begin.until(end) for begin, end in self.blocked)
+
+
 class StepTimer:
     """Takes the times of steps; a step costs three moments."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[Moment, Moment, Moment, Moment]] = deque(maxlen=_NUM_KEPT)
+        self._steps: deque[_Step] = deque(maxlen=_NUM_KEPT)
+        self._blocked: list[tuple[Moment, Moment]] = []
         self._end: Moment | None = None
         self._first: Moment | None = None
         self._last: Moment | None = None
@@ -86,6 +112,14 @@ class StepTimer:
     def begin_averaging(self, device: torch.device) -> None:
         """Note the arrival of a step's first bucket."""
         self._first = Moment(device)
+        self._blocked = []
+
+    @contextlib.contextmanager
+    def blocked(self, device: torch.device) -> Iterator[None]:
+        """Count the time of the block as one in which the backward pass waits for a bucket."""
+        begin = Moment(device)
+        yield
+        self._blocked.append((begin, Moment(device)))
 
     def end_arrivals(self, device: torch.device) -> None:
         """Note the arrival of a step's last bucket."""
@@ -95,7 +129,7 @@ class StepTimer:
         """Note the end of a backward pass."""
         before, self._end = self._end, Moment(device)
         if before is not None and self._first is not None and self._last is not None:
-            self._steps.append((before, self._first, self._last, self._end))
+            self._steps.append(_Step(before, self._first, self._last, self._end, self._blocked))
 
     def begin(self, device: torch.device) -> None:
         """Let the next step begin now: what was done since the last one ended belongs to no step."""
@@ -109,7 +143,5 @@ class StepTimer:
         """Return medians over the last steps; unknown if there are too few."""
         if len(self._steps) < NUM_NEEDED:
             return UNKNOWN
-        taken = [
-            (before.until(end), last.until(end), first.until(end)) for before, first, last, end in self._steps
-        ]
+        taken = [(step.seconds, step.exposed, step.first.until(step.end)) for step in self._steps]
         return Times(*(statistics.median(each) for each in zip(*taken, strict=True)))

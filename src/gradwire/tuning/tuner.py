@@ -154,7 +154,8 @@ class Tuner:
 
     def load(self, state: PolicyState | None, step: int, *, look_soon: bool = False) -> None:
         """Go on at ``step`` from a state that was saved; from the beginning, if there is none."""
-        begin = PolicyState(self._tuning.first + 1, since=step, credited=step)
+        is_scattered = self._tuning.is_scattered
+        begin = PolicyState(self._tuning.first + 1, since=step, credited=step, is_scattered=is_scattered)
         self.policy = Policy(self._tuning, state or begin, needs_times=self._is_timed)
         self.policy.resume(step, look_soon=look_soon)
         self.timer.clear()

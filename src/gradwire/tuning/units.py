@@ -1,4 +1,4 @@
-"""Units: neighbouring parameters of a bucket that get their encoding together."""
+"""Units: neighbouring parameters of a bucket, or a bucket of shards, that get their encoding together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALLEST = 1 << 14
 
 @dataclass(frozen=True)
 class TuningUnit:
-    """Neighbouring parameters of one bucket."""
+    """Neighbouring parameters of one bucket, or all parameters of a bucket of shards."""
 
     bucket: int
     begin: int
@@ -24,18 +24,35 @@ class TuningUnit:
     """Number of real values."""
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    """Number of real values of each parameter."""
+    """Number of real values of each parameter in a chunk."""
+    num_chunks: int = 1
+    """The number of chunks of a bucket of shards, each with a part of every parameter; otherwise 1."""
+
+    @property
+    def is_scattered(self) -> bool:
+        """True if each rank gets the sum of one chunk alone."""
+        return self.num_chunks > 1
+
+    @property
+    def chunk_numel(self) -> int:
+        return self.numel // self.num_chunks
 
 
 def units_of(layouts: Iterable[BucketLayout], tables: Collection[str] = ()) -> tuple[TuningUnit, ...]:
     """Return the units of a model's buckets, in order; every parameter with values is in one of them.
 
-    A parameter of ``tables`` shares a unit only with others of them.
+    A parameter of ``tables`` shares a unit only with others of them. A bucket of shards is one unit, since
+    each chunk of it holds a part of every parameter.
     """
     units = []
     for layout in layouts:
         least = max(_SMALLEST, layout.numel * _SMALLEST_SHARE)
         pairs = layout.real_values[0] // max(1, layout.numel)  # 2 for complex values
+        if layout.num_shards > 1 and layout.numel:
+            names = tuple(slot.name for slot in layout.slots)
+            sizes = tuple(pairs * slot.numel // layout.num_shards for slot in layout.slots)
+            units.append(TuningUnit(layout.index, 0, pairs * layout.numel, names, sizes, layout.num_shards))
+            continue
         for slots in _group([slot for slot in layout.slots if slot.numel], least, tables):
             sizes = tuple(pairs * slot.numel for slot in slots)
             names = tuple(slot.name for slot in slots)
