@@ -1,6 +1,10 @@
 """Rules that hold for all commands."""
 
+import os
+import subprocess
+import sys
 import typing
+from pathlib import Path
 
 import pytest
 import typer
@@ -8,7 +12,10 @@ from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from gradwire.cli import app
+from gradwire.cli.consoles import open_console
+from gradwire.headroom import step_table
 from gradwire.planner import Cluster, step_traffic
+from tests.records import record
 
 COMMANDS = {each.callback.__name__: each.callback for each in app.registered_commands}
 
@@ -40,3 +47,28 @@ def test_the_list_of_recipes_says_what_the_bytes_of_low_rank_depend_on():
     for recipe, size, share in (("powersgd", 1000, 120), ("powersgd", 256, 30), ("acp", 1000, 240)):
         sent, plain = (step_traffic(r, [(size, size)], Cluster(2)).buckets[0] for r in (recipe, "fp32"))
         assert plain.worker_bytes / sent.worker_bytes == pytest.approx(share, rel=0.05)
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "20", "200"])
+def test_figures_are_whole_however_narrow_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    open_console().print(step_table(record(allreduce=100, fp32=90, int8=51.5, noop=40)))
+    shown = capsys.readouterr().out
+    assert "51.5" in shown
+    assert "…" not in shown
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+@pytest.mark.parametrize("words", [[], ["recipes"], ["--version"]], ids=" ".join)
+def test_a_full_disk_is_told_in_one_line(words):
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "gradwire", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    text = "gradwire: the output cannot be written: No space left on device. Give it another place\n"
+    assert (ended.returncode, ended.stderr) == (1, text)

@@ -187,6 +187,23 @@ def test_a_step_that_is_not_finite_is_ignored(bad):
     assert run.run(1) == [FIRST + 5], "it looks again at once"
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_run_that_is_not_finite_for_long_pays_for_few_looks(bad):
+    run = Simulated(link_s=1.0)
+    run.run(200)
+    while run.policy.wants(run.step) != "errors":
+        run.run(1)
+    run.errors["int4"], good = bad, run.errors["int4"]
+    run.looking = 2 * MAX_LOOKING
+    wanted = len(run.wanted)
+    run.run(300)
+    assert [want for _, want in run.wanted[wanted:]].count("errors") == 1
+    run.errors["int4"], run.looking = good, 0.5 * MAX_LOOKING
+    wanted = len(run.wanted)
+    run.run(CHECK_EVERY + 1)
+    assert [want for _, want in run.wanted[wanted:]].count("errors") == 1
+
+
 def test_it_does_not_look_while_looking_has_cost_too_much():
     run = Simulated()
     run.looking = 2 * MAX_LOOKING

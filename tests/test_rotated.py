@@ -64,7 +64,7 @@ def same_rows(form, a, b, n):
     seed=st.integers(0, 2**16),
     poison=st.sampled_from([None, None, math.inf, math.nan]),
     # Kernels scale blocks whose largest magnitude is outside of 2^-31 to 2^34.
-    magnitude=st.sampled_from([1.0, 1e-6, 2.0**-32, 2.0**-31, 2.0**33, 2.0**34, 1e-30, 1e30]),
+    magnitude=st.sampled_from([1.0, 1e-6, 2.0**-32, 2.0**-31, 2.0**33, 2.0**34, 1e-30, 1e30, 1e-37, 1e-42]),
     spread=st.sampled_from([2.0, 10.0]),
     worker_bits=st.sampled_from([1, 2, 3]),
 )
@@ -87,7 +87,7 @@ def test_the_kernels_equal_the_reference_bit_for_bit(form, n, seed, poison, magn
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("over", "magnitude"), [(-1, 1.0), (1, 2.0**-80)])
+@pytest.mark.parametrize(("over", "magnitude"), [(-1, 1.0), (1, 2.0**-80), (-1, 1e-37)])
 def test_the_cuda_kernels_equal_the_reference_in_tritons_interpreter(form, worker, over, magnitude):
     n = form.block + over
     compare(form, worker, cuda, draw(n, n) * magnitude, magnitude, n)
@@ -152,6 +152,16 @@ def test_a_single_value_survives_whatever_its_magnitude(form, value):
     decoded = round_trip(form, values)
     # All rotated values have one magnitude, so nothing but the scale is rounded.
     assert torch.allclose(decoded / value, values / value, rtol=0, atol=2.0**-8)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("exponent", range(-44, -34))
+def test_values_too_small_for_a_scale_do_not_come_back_larger(form, exponent):
+    values = draw(1500, 2, spread=0.0) * 10.0**exponent
+    decoded = round_trip(form, values)
+    assert decoded.double().norm() < 2 * values.double().norm()
+    if exponent < -38:
+        assert not decoded.any()
 
 
 @pytest.mark.parametrize("form", DEFAULTS, ids=str)

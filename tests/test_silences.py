@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numba.core import caching
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire import ops
@@ -176,6 +177,30 @@ def check_unaveraged(rank, way):
 @pytest.mark.parametrize("way", ["module", "no_sync", "model"])
 def test_training_past_a_wire_is_told_once_after_three_steps(way, two_ranks):
     two_ranks.run(check_unaveraged, way)
+
+
+def check_zero_gradients(rank, sparse):
+    """An optimizer of two models trains one of them first; the other has zeros left from a step before."""
+    first = small_model()
+    second = DistributedDataParallel(torch.nn.EmbeddingBag(7, 3, mode="sum", sparse=sparse))
+    tokens = torch.tensor([[1, 2]])
+    second(tokens).sum().backward()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with logged() as texts, gradwire.attach(first, "int4"), gradwire.attach(second, "int4"):
+        for _ in range(7):
+            optimizer.zero_grad(set_to_none=False)
+            first(torch.ones(4, 10)).sum().backward()
+            optimizer.step()
+        assert not texts
+        for _ in range(3):
+            second.module(tokens).sum().backward()
+            optimizer.step()
+        assert len(texts) == 1, "from now on it is trained, past its wire"
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_model_whose_gradients_are_all_zero_is_not_trained_past_its_wire(sparse, two_ranks):
+    two_ranks.run(check_zero_gradients, sparse)
 
 
 def check_local_steps(rank):

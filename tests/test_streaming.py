@@ -1,5 +1,6 @@
 """A DiLoCo that streams: fragments that are averaged in turn, while training goes on."""
 
+import math
 import os
 import signal
 from datetime import timedelta
@@ -305,6 +306,28 @@ def test_ranks_are_weighed_by_the_work_that_they_have_done(two_ranks):
     two_ranks.run(check_weights)
 
 
+def check_odd_work(rank):
+    """Refused work is not counted: ranks go on, and no weight of theirs is NaN or negative."""
+    for weigh in (True, False):
+        model, optimizer, local = make(period=2, weigh=weigh)
+        with local:
+            for work in (-1.0, math.nan, math.inf, torch.tensor(-2.0)):
+                with pytest.raises(ValueError, match="work must be finite and not negative, not"):
+                    local.step(work)
+            with pytest.raises(TypeError):
+                local.step(None)
+            assert local.num_steps == 0
+            assert train(model, optimizer, local, rank, range(3)) == [2]
+            assert local.step(torch.tensor(2.0))
+            assert local.num_averages == 2
+            assert flat(model).isfinite().all()
+            local.load_state_dict(local.state_dict())
+
+
+def test_work_that_can_be_no_weight_is_refused_before_it_counts(two_ranks):
+    two_ranks.run(check_odd_work)
+
+
 def check_skipped_steps(rank):
     """A scaler that skips steps on one rank, in the middle of a delay, keeps ranks in step."""
     model, optimizer, local = make(period=4, outer=gradwire.DiLoCo(fragments=2, delay=1))
@@ -359,6 +382,12 @@ def check_refusals(rank):
         gradwire.LocalSGD(model, optimizer, period=1.5)
     with pytest.raises(TypeError, match="timeout must be a datetime.timedelta, not 5"):
         gradwire.LocalSGD(model, optimizer, period=1, timeout=5)
+    for warmup_steps in (1.5, 0.1 * 20, "3", True):
+        with pytest.raises(TypeError, match="warmup_steps is a number of steps, not"):
+            gradwire.LocalSGD(model, optimizer, period=1, warmup_steps=warmup_steps)
+    for outer in ("diloco", gradwire.DiLoCo, optimizer):
+        with pytest.raises(TypeError, match=r"outer is an outer optimizer, such as gradwire.DiLoCo\(\)"):
+            gradwire.LocalSGD(model, optimizer, period=1, outer=outer)
     model = DistributedDataParallel(nn.Linear(3, 2), find_unused_parameters=True)
     with pytest.raises(ValueError, match="make it with find_unused_parameters=False"):
         gradwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), period=second)

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+# Tables need it. In a narrower terminal lines wrap; rich would cut off figures, and print nothing at width 0.
+_LEAST_WIDTH = 72
+
 
 def open_console(*, stderr: bool = False) -> Console:
     """Return a console without emoji: rich would replace the ``:x:`` in ``module:x: error``.
@@ -19,7 +22,16 @@ def open_console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
-    return Console(stderr=stderr, highlight=False, emoji=False)
+    console = Console(stderr=stderr, highlight=False, emoji=False)
+    console.width = max(console.width, _LEAST_WIDTH)
+    return console
+
+
+def drop_stdout() -> None:
+    """Throw away what cannot be written, so that Python does not try again when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 import sys
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from gradwire.cli.consoles import open_console
-from gradwire.cli.ending import INTERRUPTED, WRONG_ARGUMENTS
+from gradwire.cli.consoles import drop_stdout, open_console
+from gradwire.cli.ending import FAILED, INTERRUPTED, WRONG_ARGUMENTS
 
 # typer has had click inside and outside of itself; both derive BadParameter from it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+# A full disk or quota, a file that is too large, a device that fails, a reader that is gone.
+_CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 
 
 class PlainErrors(TyperGroup):
@@ -27,6 +30,8 @@ class PlainErrors(TyperGroup):
             return super().main(*args, **raising)
         try:
             code = super().main(*args, **raising)
+            if sys.stdout is not None:  # None if it is closed
+                sys.stdout.flush()
         except UsageError as error:
             context = getattr(error, "ctx", None)
             command = context.command_path if context is not None else "gradwire"
@@ -36,6 +41,15 @@ class PlainErrors(TyperGroup):
             code = WRONG_ARGUMENTS
         except typer.Abort:
             code = INTERRUPTED
+        except OSError as error:
+            if error.errno not in _CANNOT_WRITE:
+                raise
+            if sys.stdout is not None:
+                drop_stdout()
+            if error.errno != errno.EPIPE:  # a reader that has seen enough is no news
+                reason = f"gradwire: the output cannot be written: {error.strerror}. Give it another place"
+                open_console(stderr=True).print(reason, markup=False, soft_wrap=True)
+            code = FAILED
         sys.exit(code if isinstance(code, int) else 0)
 
     def _describe(self, error: Any) -> str:

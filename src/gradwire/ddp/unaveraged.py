@@ -7,6 +7,7 @@ import logging
 import weakref
 from typing import Any
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -45,8 +46,11 @@ class _Watch:
             return
         own = {id(parameter) for parameter in trained_parameters(ddp).values()}
         stepped = (each for group in optimizer.param_groups for each in group["params"] if id(each) in own)
-        self._num_steps += any(each.grad is not None for each in stepped)
-        if self._num_steps == _NUM_STEPS:
+        gradients = [each.grad for each in stepped if each.grad is not None]
+        self._num_steps += bool(gradients)
+        if self._num_steps == _NUM_STEPS and not any(map(_is_nonzero, gradients)):
+            self._num_steps = 0  # zeros that zero_grad has left: the optimizer trains another model
+        elif self._num_steps == _NUM_STEPS:
             log.warning(
                 "rank %d: %s has averaged nothing, though optimizers have taken %d steps: each rank trains "
                 "alone. Call the DistributedDataParallel itself, not its .module, and run the last backward "
@@ -55,6 +59,11 @@ class _Watch:
                 bridge.runner.name,
                 self._num_steps,
             )
+
+
+def _is_nonzero(gradient: Tensor) -> bool:
+    """Return True if a value is not zero; waits for the device."""
+    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
 
 
 _watches: list[_Watch] = []

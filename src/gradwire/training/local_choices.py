@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -36,6 +37,7 @@ class LocalOptions:
         require_timeout(self.timeout)
         streaming = streaming_of(self.outer)
         check_period(self.period, self.warmup_steps, streaming.delay)
+        check_outer(self.outer)
         if isinstance(self.period, timedelta):
             site.check_steps_may_differ()
         make_turns(self.period, streaming.num_fragments)
@@ -77,8 +79,24 @@ def check_period(period: int | timedelta, warmup_steps: int, delay: int) -> None
             f"delay must be less than the period of {period} steps, not {delay}: an averaging ends before "
             "the next one of the same parameters begins"
         )
+    if not isinstance(warmup_steps, int) or isinstance(warmup_steps, bool):
+        raise TypeError(f"warmup_steps is a number of steps, not {warmup_steps!r}")
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps must be at least 0, not {warmup_steps}")
+
+
+def check_outer(outer: object) -> None:
+    """Raise TypeError for what is no outer optimizer: the first averaging would be too late."""
+    if outer is not None and (isinstance(outer, type) or not callable(getattr(outer, "update", None))):
+        raise TypeError(f"outer is an outer optimizer, such as gradwire.DiLoCo(), or None, not {outer!r}")
+
+
+def check_work(work: float) -> float:
+    """Return the work of a step as a number; ValueError if it can be no part of a weight."""
+    number = float(work)
+    if not (number >= 0 and math.isfinite(number)):
+        raise ValueError(f"work must be finite and not negative, not {number:g}")
+    return number
 
 
 def parse_averaging(recipe: str | Recipe | None, outer: Outer | None, weigh: bool) -> Recipe:

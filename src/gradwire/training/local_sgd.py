@@ -26,7 +26,7 @@ from gradwire.training.fragments import (
 )
 from gradwire.training.gradient_wire import GradientWire
 from gradwire.training.joining import Newest, Position, meet, newest, share_state
-from gradwire.training.local_choices import LocalOptions, streaming_of
+from gradwire.training.local_choices import LocalOptions, check_work, streaming_of
 from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
 from gradwire.training.outer import Outer
 from gradwire.training.outer_loop import OuterLoop
@@ -123,8 +123,10 @@ class LocalSGD(Uncopied):
             work: how much this step has done, such as its number of samples; 0 if a ``GradScaler`` has
                 skipped it. A LocalSGD with ``weigh`` uses it.
 
-        Raises `WireError` if the averaging fails on any rank. Parameters are then as they were.
+        Raises `WireError` if the averaging fails on any rank. Parameters are then as they were. Raises
+        ValueError, and counts no step, if ``work`` is negative, infinite or NaN.
         """
+        work = check_work(work)
         self._num_steps += 1
         num_local = self._num_steps - self.warmup_steps
         self._site.prepare()

@@ -127,10 +127,13 @@ class Policy:
         """Take the report of a step; return a decision, if there is one. The choice may change without one.
 
         A report with numbers that are not finite is ignored, and one without times that are needed. The
-        policy then wants another from the next step.
+        policy then wants another from the next step, unless looks have taken too much time.
         """
         state = self.state
-        if not report.is_finite or (self._needs_times and not report.times.is_known):
+        if not report.is_finite:
+            state.looking = report.looking
+            return None
+        if self._needs_times and not report.times.is_known:
             return None
         state.credit = min(MAX_CREDIT, state.credit + REFILL * (step - state.credited))
         state.credited, state.looking = step, report.looking

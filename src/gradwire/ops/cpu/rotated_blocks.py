@@ -33,7 +33,9 @@ def _encode_rotated(
         scale = deviation / product * _UNITS
     else:
         scale = product / norm * deviation * (_UNIT / np.float32(size))
-    scale = max(scale * from_bits(np.int32(_exponent(largest) << 23)), _MIN_SCALE)
+    scale *= from_bits(np.int32(_exponent(largest) << 23))
+    if scale < _MIN_SCALE:  # too small for a scale: the block becomes zeros
+        scale = _ZERO
     if largest == 0:  # a block of zeros has no signs
         scale = _ZERO
         for j in range(size // 8):

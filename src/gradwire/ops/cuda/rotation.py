@@ -238,5 +238,7 @@ def coded(x, block, seed, size, TILE: tl.constexpr):
         scale = tl.div_rn(deviation, product) * _UNITS
     else:
         scale = tl.div_rn(product, norm) * deviation * tl.div_rn(1 / _UNITS, tl.cast(size, tl.float32))
-    scale = tl.where(largest > 0, tl.maximum(scale * down, _MIN_SCALE), 0.0)
+    scale = scale * down
+    # A block that is too small for a scale becomes zeros.
+    scale = tl.where((largest > 0) & (scale >= _MIN_SCALE), scale, 0.0)
     return words, tl.where(largest < INFINITY, scale, float("nan"))

@@ -130,8 +130,10 @@ def _encode(form: RotatedFormat, x: Tensor, signs: Tensor) -> tuple[Tensor, Tens
         product = product + (parts * of_level).sum(dim=1).to(torch.float32) * _rounded(level)
         norm = norm + of_level.sum(dim=1).to(torch.float32) * _rounded(level * level)
     scale = deviation / product * (1 / PART) if form.unbiased else product / norm * deviation * (PART / size)
-    scale = (scale * down).clamp(min=MIN_SCALE).to(torch.bfloat16)
-    scale = torch.where(largest == 0, torch.zeros_like(scale), scale)
+    scale = scale * down
+    # A block that is too small for a scale becomes zeros.
+    is_zero = (scale < MIN_SCALE) | (largest == 0)
+    scale = torch.where(is_zero, torch.zeros_like(scale), scale).to(torch.bfloat16)
     scale = torch.where(largest.isfinite(), scale, torch.full_like(scale, torch.nan))
     signs = torch.signbit(z) & (largest > 0)[:, None]  # a block of zeros has no signs
     planes = [signs, *((number >> p) & 1 for p in reversed(range(form.bits - 1)))]
