@@ -48,6 +48,12 @@ def connect_all(
         book.fail(error)
     for thread in threads:
         thread.join()
+    if book.error is None:
+        # A rank that closes its connections at once must not do so while others still make theirs.
+        try:
+            made[names[0]].barrier().wait()
+        except BaseException as error:
+            book.fail(error)
     if book.error is not None:
         # Closes connections, which frees the ranks at their other ends. The error's traceback has this frame.
         made.clear()
