@@ -66,7 +66,7 @@ def _half(kind: type[Scattered] | type[Gathered], what: str, leaf: Recipe) -> Re
     if _asks_for_residuals(leaf):
         raise ValueError(
             f"recipe {leaf} keeps residuals, and {what} keeps none: they would take as much memory on every "
-            "rank as the whole gradients; leave feedback= and residual= out"
+            "rank as the whole gradients; leave feedback=, residual= and momentum= out"
         )
     return replace(leaf, exchange=kind(two_shot.codec, two_shot.seed), local_size=1)
 
@@ -75,4 +75,4 @@ def _asks_for_residuals(leaf: Recipe) -> bool:
     """Return True if the recipe's text asks for residuals; a default that keeps them does not count."""
     name, _, options = leaf.name.partition(":")
     given = parse_options(RECIPES[name], options) if name in RECIPES else {}
-    return bool(given.get("feedback")) or "residual" in given
+    return bool(given.get("feedback")) or "residual" in given or "momentum" in given
