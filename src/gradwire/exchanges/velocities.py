@@ -51,7 +51,7 @@ def momentum_applied(
     if clears:
         new.masked_fill_(values != 0, 0)
     keeps = ~values.isfinite().all()
-    velocity.copy_(torch.where(keeps if mask is None else keeps | mask, velocity.to(new.dtype), new))
+    velocity.copy_(torch.where(keeps if mask is None else keeps | mask, velocity, new))
 
 
 def migrate_velocities(context: Context, kept: torch.dtype | None, device: torch.device) -> None:
