@@ -36,7 +36,7 @@ from front_drawing import draw_front
 from gradwire.headroom import Machine
 from gradwire.recipes import require_averaging
 from local_trainer import LocalTrainer
-from optimizers import OPTIMIZERS
+from optimizers import OPTIMIZERS, require_sgd
 from rows import Row, Taken
 from runs import Run, Setting, append, read
 from tasks import Data, data_of
@@ -198,6 +198,9 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
 def chosen_rows(options: argparse.Namespace, setting: Setting) -> list[Row]:
     """Return the rows to train, seed by seed: unfinished, they still have all recipes."""
     recipes = chosen_recipes(options.recipes or RECIPES)
+    for name in recipes:
+        if local_rows.parse(name) is None:
+            require_sgd(setting.optimizer, gradwire.recipe(name))
     seeds = dict.fromkeys(options.seeds)
     return [Row(setting, recipe, seed, options.out) for seed in seeds for recipe in recipes]
 

@@ -6,11 +6,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwire import Recipe
+
 
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
     """Make the optimizer of examples/train_lm.py."""
     is_cuda = parameters[0].is_cuda
     return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1, fused=is_cuda)
+
+
+def make_optimizer(name: str, parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
+    """Make an optimizer by name; if the recipe applies a momentum itself, SGD without one."""
+    optimizer = OPTIMIZERS[name](parameters)
+    if recipe.momentum:
+        require_sgd(name, recipe)
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.0
+    return optimizer
+
+
+def require_sgd(name: str, recipe: Recipe) -> None:
+    """Raise ValueError if a recipe applies a momentum itself, and the optimizer is not SGD."""
+    if recipe.momentum and name != "sgd":
+        raise ValueError(f"{recipe} applies the momentum of SGD itself: give --optimizer sgd, not {name}")
 
 
 def sgd(parameters: list[nn.Parameter]) -> Optimizer:

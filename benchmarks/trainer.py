@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from branches import record_branches
 from gradwire.testing import VirtualRanks
-from optimizers import OPTIMIZERS
+from optimizers import make_optimizer
 from runs import Setting
 from tasks import Data, loss_of, model_of
 
@@ -39,7 +39,8 @@ class Trainer:
         self.ranks = VirtualRanks(
             self.model, recipe, setting.workers, bucket_cap_mb=BUCKET_MB, arrival=arrival
         )
-        self.optimizer = OPTIMIZERS[setting.optimizer](list(self.model.parameters()))
+        parameters = list(self.model.parameters())
+        self.optimizer = make_optimizer(setting.optimizer, parameters, self.ranks.recipe)
         self._sent_before = 0
         shape = (setting.steps, setting.workers, setting.batch)
         # Draw all places at once, since each transfer waits for the device.

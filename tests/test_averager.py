@@ -13,26 +13,34 @@ from tests.rows import ROWS
 AVERAGING = [row for row in ROWS if row.expect != "local"]
 
 
+def states(averager, kind, expect):
+    """Return what ranks hold together of each tensor, such as residuals; zeros if that is nothing."""
+    (memory,) = averager.state_dict()["memory"].values()
+    found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for key, own in memory.items():
+        for name, tensor in own.items() if key.startswith(f"{kind}:") else ():
+            found[name] += tensor
+    for total in found.values():
+        dist.all_reduce(total)
+        total.div_(dist.get_world_size() if expect == "mean" else 1)
+    return found
+
+
 def check_recipe(rank, spec, expect):
     """Average a few times; with feedback, what results leave out is held back."""
-    size = dist.get_world_size()
+    size, momentum = dist.get_world_size(), gradwire.recipe(spec).momentum
     with gradwire.Averager(spec) as averager:
         sent, due = dict.fromkeys(SHAPES, 0.0), dict.fromkeys(SHAPES, 0.0)
         for step in range(4):
-            tensors = draw(rank, step)
+            tensors, velocities = draw(rank, step), states(averager, "velocity", expect)
             averager.average_(tensors)
             require_identical(tensors)
             for name, mean in exact(step).items():
                 due[name] = due[name] + (mean if expect == "mean" else mean * size)
+                due[name] = due[name] + momentum * velocities[name]
                 sent[name] = sent[name] + tensors[name].double()
-        memory = averager.state_dict()["memory"][f"rank{rank}"]
-        held = {
-            name: t for key, own in memory.items() if key.startswith("residual") for name, t in own.items()
-        }
-        for name, shape in SHAPES.items():
-            left = held.get(name, torch.zeros(shape)).double()
-            dist.all_reduce(left)
-            sent[name] = sent[name] + (left / size if expect == "mean" else left)
+        for name, left in states(averager, "residual", expect).items():
+            sent[name] = sent[name] + left
         assert averager.stats().num_steps == 4
         assert averager.stats().bytes_sent >= 4 * averager.plan(step=0).bytes_sent > 0
         assert averager.failure is None

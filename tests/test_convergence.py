@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gradwire
 from gradwire.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -164,6 +165,7 @@ def test_workers_of_local_sgd_start_alike_and_average_every_period(benchmark, tm
         (["--recipes", "route(*.bias=noop; *=int8)"], "leaves every rank its own gradients"),
         (["--recipes", "DiLoCo:period=often"], "DiLoCo:period=often has no valid period"),
         (["--recipes", "DiLoCo:period=4,rate=1"], "DiLoCo has no option 'rate'; put recipe= last"),
+        (["--recipes", "topk:momentum=0.9"], "applies the momentum of SGD itself: give --optimizer sgd"),
         (["--steps", 0], "steps must be at least 1, not 0"),
         (["--steps", 7], "small.csv has rows of another setting, 8 workers x 1 x 16 bytes, 6 steps"),
         (["--table", "none.csv"], "there is no file none.csv"),
@@ -227,6 +229,13 @@ def test_each_optimizer_has_a_file_of_its_own_and_no_table_mixes_them(benchmark,
     with pytest.raises(SystemExit, match="2"):
         benchmark("--table", both)
     assert "all runs must have one setting, but these have 2" in capsys.readouterr().err
+
+
+def test_sgd_has_no_momentum_where_the_recipe_applies_one(convergence):
+    optimizers, parameters = importlib.import_module("optimizers"), [torch.nn.Parameter(torch.zeros(1))]
+    for spec, momentum in (("topk", 0.9), ("topk:momentum=0.9", 0.0)):
+        optimizer = optimizers.make_optimizer("sgd", parameters, gradwire.recipe(spec))
+        assert [group["momentum"] for group in optimizer.param_groups] == [momentum]
 
 
 def test_a_file_older_than_the_column_of_optimizers_is_read_and_added_to(benchmark, folder, tmp_path):

@@ -46,6 +46,7 @@ class Planted:
         # What the matrix derives its bounds from.
         self.codec = getattr(sound, "codec", None)
         self.feedback = getattr(sound, "feedback", None)
+        self.momentum = getattr(sound, "momentum", 0.0)
         self._previous = {}
 
     def __repr__(self):

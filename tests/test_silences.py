@@ -203,6 +203,36 @@ def test_a_model_whose_gradients_are_all_zero_is_not_trained_past_its_wire(spars
     two_ranks.run(check_zero_gradients, sparse)
 
 
+def check_double_momentum(rank, spec, momentum, is_told):
+    model = small_model()
+    other = torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    with logged() as texts, gradwire.attach(model, spec):
+        for _ in range(3):
+            model(torch.ones(4, 10)).sum().backward()
+            other.step()
+            optimizer.step()
+    assert len(texts) == is_told, texts
+    if is_told:
+        assert texts[0].startswith(
+            f"rank {rank}: topk:momentum=0.9 applies a momentum before it sends, and SGD"
+        )
+        assert texts[0].endswith("Give the optimizer momentum=0")
+
+
+@pytest.mark.parametrize(
+    ("spec", "momentum", "is_told"),
+    [
+        ("topk:momentum=0.9", 0.9, True),
+        ("topk:momentum=0.9", 0.0, False),
+        ("topk", 0.9, False),
+        ("route(ndim<2=fp32; *=topk:momentum=0.9)", 0.9, False),
+    ],
+)
+def test_a_momentum_that_is_applied_twice_is_told_once(spec, momentum, is_told, two_ranks):
+    two_ranks.run(check_double_momentum, spec, momentum, is_told)
+
+
 def check_local_steps(rank):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -24,6 +24,17 @@ SWAPS = {
     "to low rank": ("int4", {4: LOW_RANK}, None),
     "from low rank to blocks": (LOW_RANK, {4: "int4"}, None),
     "to another rank": (LOW_RANK, {4: "powersgd:rank=2,start=0"}, None),
+    "to another momentum": (
+        "topk:keep=8,block=256,momentum=0.9",
+        {4: "topk:keep=8,block=256,momentum=0.5", 7: "int4:momentum=0.9"},
+        {"residual:float32", "velocity:float32"},
+    ),
+    "to velocities of bf16": (
+        "int4:momentum=0.9",
+        {4: "int4:residual=bf16,momentum=0.9"},
+        {"residual:bfloat16", "velocity:bfloat16"},
+    ),
+    "from a momentum to none": ("topk:keep=8,block=256,momentum=0.9", {4: "fp32"}, set()),
     "by schedule": ("schedule(0=int4; 3=fp32; 5=int8:feedback=true)", {}, None),
 }
 

@@ -28,7 +28,7 @@ from gradwire.averaging.state_fields import (
     require_tensors,
 )
 from gradwire.averaging.timeline import Grouping
-from gradwire.buckets import dtype_named, shard_shape
+from gradwire.buckets import dtype_named, is_gradient_state, shard_shape
 from gradwire.recipes import Reduction
 
 __all__ = [
@@ -200,13 +200,13 @@ def _require_names(
 
 
 def _require_shapes(fields: Fields, parameters: Mapping[str, Tensor], shard_dims: Mapping[str, int]) -> None:
-    """Raise ValueError for a residual of an unknown parameter, or of another shape; other states may differ.
+    """Raise ValueError for a residual or velocity of an unknown parameter, or of another shape.
 
-    Factors of one matrix for a whole bucket belong to no parameter.
+    Other states may differ: factors of one matrix for a whole bucket belong to no parameter.
     """
     for (key, name), shape in fields.entries.items():
         if name not in parameters:
-            if not key.startswith("residual:"):
+            if not is_gradient_state(key):
                 continue
             raise ValueError(f"the state has a {key} of parameter {name!r}, which this model has not")
         parameter = parameters[name]
@@ -214,7 +214,7 @@ def _require_shapes(fields: Fields, parameters: Mapping[str, Tensor], shard_dims
         wanted = shard_shape(parameter.shape, shard_dims.get(name, 0), fields.grid.num_shards)
         # A complex parameter is a pair of real values in its bucket.
         fits = shape == wanted or (parameter.is_complex() and shape == (*wanted, 2))
-        if key.startswith("residual:") and not fits:
+        if is_gradient_state(key) and not fits:
             raise ValueError(
                 f"the state has a {key} of parameter {name!r} with shape {shape}, but in this model that "
                 f"parameter{' or its shard' * (fields.grid.num_shards > 1)} has shape {wanted}"

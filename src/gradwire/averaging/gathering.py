@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.averaging.checkpoint import merge_state_dicts
-from gradwire.buckets import as_real, dtype_name, dtype_named
+from gradwire.buckets import as_real, dtype_name, dtype_named, is_gradient_state
 from gradwire.peers import CollectiveCall, all_gather_bytes, bytes_tensor
 
 # The key of a tensor's description; states have no such key.
@@ -31,9 +31,9 @@ def gather_states(
 
 
 def _add_missing_residuals(states: Sequence[dict[str, Any]]) -> None:
-    """Give all states the same residuals: a rank that has joined later has held back nothing so far."""
+    """Give all states the same residuals and velocities: a rank that has joined later has none so far."""
     everyones = [entry for state in states for entry in state["entries"]]
-    shapes = {(key, name): shape for key, name, shape in everyones if key.startswith("residual:")}
+    shapes = {(key, name): shape for key, name, shape in everyones if is_gradient_state(key)}
     for state in states:
         for memory in state["memory"].values():
             for (key, name), shape in shapes.items():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.averaging.grid import Grid
 from gradwire.averaging.state_fields import Fields, States
-from gradwire.buckets import shard_shape
+from gradwire.buckets import is_gradient_state, shard_shape
 from gradwire.recipes import Reduction
 
 
@@ -23,8 +23,8 @@ def memory_of(
 ) -> States:
     """Return the tensors of one rank of ``grid``; ValueError if a rank's tensors are missing or wrong.
 
-    Residuals on another number of shards are cut anew from those of whole parameters, whose ``shapes`` are
-    given. Low-rank factors fit one shard alone, so they start anew.
+    Residuals and velocities on another number of shards are cut anew from those of whole parameters, whose
+    ``shapes`` are given. Low-rank factors fit one shard alone, so they start anew.
     """
     saved, shard = fields.grid, rank % grid.num_shards
     if saved == grid:
@@ -82,10 +82,10 @@ def _cut(
     shapes: Mapping[str, torch.Size],
     shard_dims: Mapping[str, int],
 ) -> States:
-    """Return the residuals of one of ``num_shards`` shards, made from those of all saved shards."""
+    """Return the residuals and velocities of one of ``num_shards`` shards, made from all saved shards."""
     cut: dict[str, dict[str, Tensor]] = {}
     for key in parts[0]:
-        if not key.startswith("residual:"):
+        if not is_gradient_state(key):
             continue
         for name in parts[0][key]:
             dim, rows = shard_dims.get(name, 0), shapes[name][shard_dims.get(name, 0)]
@@ -100,14 +100,14 @@ def _cut(
 def _spread(memories: Sequence[States], num_replicas: int, reduction: Reduction) -> States:
     """Return the states of each of ``num_replicas`` new replicas, made from those of all saved ones.
 
-    Together, the new ones hold back as much as the saved ones did. A residual is in units of a rank's own
-    gradient. In a mean over W ranks it counts for 1/W, so each new rank gets the mean of the saved residuals.
-    In a sum it counts in full, so each new rank gets an equal share of their sum. Other states, such as
+    Together, the new ones hold back as much as the saved ones did. A residual or a velocity is in units of a
+    rank's own gradient. In a mean over W ranks it counts for 1/W, so each new rank gets the mean of the saved
+    ones. In a sum it counts in full, so each new rank gets an equal share of their sum. Other states, such as
     factors, are every rank's estimate of the same thing, so each new rank gets their mean.
     """
     spread: dict[str, dict[str, Tensor]] = {}
     for key, tensors in memories[0].items():
-        is_share = reduction == "sum" and key.startswith("residual:")
+        is_share = reduction == "sum" and is_gradient_state(key)
         for name, first in tensors.items():
             wide = torch.complex128 if first.is_complex() else torch.float64
             total = torch.stack([memory[key][name].to(wide) for memory in memories]).sum(0)

@@ -42,4 +42,4 @@ class RunState:
         if self.loss_scale is not None:
             self.loss_scale.residual_scale = saved.loss_scale
         elif saved.loss_scale is not None:  # the loss was scaled, and is not any more
-            self.memory.rescale("residual", torch.tensor(1 / saved.loss_scale, dtype=torch.float64))
+            self.memory.rescale(torch.tensor(1 / saved.loss_scale, dtype=torch.float64))

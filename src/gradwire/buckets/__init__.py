@@ -15,9 +15,10 @@ from gradwire.buckets.layout import (
     trainable_parameters,
 )
 from gradwire.buckets.loss_scale import LossScale
-from gradwire.buckets.memory import Memory
+from gradwire.buckets.memory import GRADIENT_STATES, Memory, is_gradient_state
 
 __all__ = [
+    "GRADIENT_STATES",
     "BucketLayout",
     "Layouts",
     "LossScale",
@@ -27,6 +28,7 @@ __all__ = [
     "canonical_name",
     "dtype_name",
     "dtype_named",
+    "is_gradient_state",
     "row_by_row",
     "shard_shape",
     "trainable_parameters",

@@ -1,4 +1,4 @@
-"""Residuals in the units of a loss whose scale changes."""
+"""Residuals and velocities in the units of a loss whose scale changes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gradwire.torch_private import loss_scale_of
 class LossScale:
     """The scale of the loss whose gradients residuals belong to, as a ``GradScaler`` changes it.
 
-    The scale and the factor stay on their device, so on CUDA the host does not wait for them. There,
-    residuals are multiplied in every step, mostly by one. All ranks see the same gradients, so their
-    scalers have the same scale.
+    Velocities follow it with the residuals. The scale and the factor stay on their device, so on CUDA the
+    host does not wait for them. There, residuals are multiplied in every step, mostly by one. All ranks see
+    the same gradients, so their scalers have the same scale.
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -31,5 +31,5 @@ class LossScale:
         if self.residual_scale is not None:
             factor = now / self.residual_scale
             if factor.is_cuda or factor != 1:
-                memory.rescale("residual", factor)
+                memory.rescale(factor)
         self.residual_scale = now

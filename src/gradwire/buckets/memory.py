@@ -15,6 +15,9 @@ from gradwire.buckets.parameter_state import ParameterState
 
 T = TypeVar("T")
 
+GRADIENT_STATES = ("residual", "velocity")
+"""States in units of a rank's own gradient. They follow the loss scale and the number of ranks and shards."""
+
 
 class Memory:
     """The states of a wire, by name; each holds one value for every value of every parameter.
@@ -59,9 +62,11 @@ class Memory:
             return [dtype for each, dtype in self._states if each == name]
 
     def owes(self, layout: BucketLayout) -> bool:
-        """Return True if any of a bucket's parameters has a residual, in any dtype."""
+        """Return True if any of a bucket's parameters has a residual or a velocity, in any dtype."""
         with self._lock:
-            return any(name == "residual" and state.has(layout) for (name, _), state in self._states.items())
+            return any(
+                name in GRADIENT_STATES and state.has(layout) for (name, _), state in self._states.items()
+            )
 
     def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
         """Forget the state ``name`` of a bucket's parameters."""
@@ -76,14 +81,14 @@ class Memory:
             made: T = self._cache[key]
         return made
 
-    def keep_only(self, name: str) -> None:
-        """Forget all states but ``name``."""
-        self._states = {key: state for key, state in self._states.items() if key[0] == name}
+    def keep_gradient_states(self) -> None:
+        """Forget all states but residuals and velocities."""
+        self._states = {key: state for key, state in self._states.items() if key[0] in GRADIENT_STATES}
 
-    def rescale(self, name: str, factor: Tensor) -> None:
-        """Multiply the state ``name`` of all parameters by ``factor``, which may be on any device."""
-        for (each, _), state in self._states.items():
-            if each == name:
+    def rescale(self, factor: Tensor) -> None:
+        """Multiply residuals and velocities by ``factor``, which may be on any device."""
+        for (name, _), state in self._states.items():
+            if name in GRADIENT_STATES:
                 for flat in state.flats():
                     flat.mul_(factor.to(flat.device))
 
@@ -125,6 +130,11 @@ class Memory:
 
     def _state(self, name: str, dtype: torch.dtype) -> ParameterState:
         return self._states.setdefault((name, dtype), ParameterState(dtype))
+
+
+def is_gradient_state(key: str) -> bool:
+    """Return True for the key of a residual or a velocity in a state, such as ``"residual:float32"``."""
+    return key.rpartition(":")[0] in GRADIENT_STATES
 
 
 def _key(name: str, layout: BucketLayout, dtype: torch.dtype) -> tuple[str, torch.dtype]:

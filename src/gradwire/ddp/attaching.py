@@ -26,6 +26,7 @@ from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.bucket_size import suggest_buckets
 from gradwire.ddp.choice import Choice, choose
 from gradwire.ddp.ddp_attachment import DDPAttachment
+from gradwire.ddp.double_momentum import watch_for_momentum
 from gradwire.ddp.gradients import DDPGradients
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
@@ -92,6 +93,7 @@ def attach(
         suggest_buckets(ddp, choice.recipe)
     if choice.communicates:
         watch_for_steps(ddp, slot, bridge, layouts)
+        watch_for_momentum(ddp, slot, bridge, choice.recipe)
     return Wire(DDPAttachment(slot, bridge, choice, layouts, limit))
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import weakref
-from typing import Any
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from gradwire.buckets import Layouts
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.hook_slot import HookSlot
-from gradwire.ddp.models import trained_parameters
+from gradwire.ddp.optimizer_steps import WatchedModel, add_watch
 
 log = logging.getLogger("gradwire")
 
@@ -25,28 +22,21 @@ _NUM_STEPS = 3
 class _Watch:
     """A wire that has averaged nothing yet, and the optimizer steps since it was attached."""
 
-    def __init__(
-        self, ddp: DistributedDataParallel, slot: HookSlot, bridge: Bridge, layouts: Layouts
-    ) -> None:
-        self._ddp, self._slot, self._bridge = weakref.ref(ddp), weakref.ref(slot), weakref.ref(bridge)
-        self._layouts = layouts
+    def __init__(self, model: WatchedModel, layouts: Layouts) -> None:
+        self._model, self._layouts = model, layouts
         self._num_steps = 0
 
     @property
     def is_over(self) -> bool:
         """True if the wire has averaged or is detached, or the warning was given."""
-        slot = self._slot()
-        is_attached = slot is not None and slot.bridge is not None and slot.bridge is self._bridge()
-        return not is_attached or bool(self._layouts.current()) or self._num_steps >= _NUM_STEPS
+        has_averaged = bool(self._layouts.current())
+        return not self._model.is_attached or has_averaged or self._num_steps >= _NUM_STEPS
 
-    def count(self, optimizer: Optimizer) -> None:
+    def look(self, optimizer: Optimizer) -> None:
         """Count a step of an optimizer, and warn if there were too many."""
-        ddp, bridge = self._ddp(), self._bridge()
-        if self.is_over or ddp is None or bridge is None:
+        if self.is_over:
             return
-        own = {id(parameter) for parameter in trained_parameters(ddp).values()}
-        stepped = (each for group in optimizer.param_groups for each in group["params"] if id(each) in own)
-        gradients = [each.grad for each in stepped if each.grad is not None]
+        gradients = [each for _, own in self._model.stepped_groups(optimizer) for each in own]
         self._num_steps += bool(gradients)
         if self._num_steps == _NUM_STEPS and not any(map(_is_nonzero, gradients)):
             self._num_steps = 0  # zeros that zero_grad has left: the optimizer trains another model
@@ -55,8 +45,8 @@ class _Watch:
                 "rank %d: %s has averaged nothing, though optimizers have taken %d steps: each rank trains "
                 "alone. Call the DistributedDataParallel itself, not its .module, and run the last backward "
                 "pass before a step outside of no_sync()",
-                ddp.process_group.rank(),
-                bridge.runner.name,
+                self._model.rank,
+                self._model.wire_name,
                 self._num_steps,
             )
 
@@ -66,29 +56,7 @@ def _is_nonzero(gradient: Tensor) -> bool:
     return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
 
 
-_watches: list[_Watch] = []
-
-
 def watch_for_steps(ddp: DistributedDataParallel, slot: HookSlot, bridge: Bridge, layouts: Layouts) -> None:
     """Warn once if optimizers step with gradients of the model, and DDP hands out no bucket."""
-    _drop_those_over()
     if ddp.process_group.size() > 1:
-        _watches.append(_Watch(ddp, slot, bridge, layouts))
-        _hear_of_steps()
-
-
-def _drop_those_over() -> None:
-    _watches[:] = [watch for watch in _watches if not watch.is_over]
-
-
-@functools.cache
-def _hear_of_steps() -> None:
-    """Hear of the steps of all optimizers from now on; a hook cannot be removed while one of them steps."""
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    if _watches:
-        _drop_those_over()
-        for watch in _watches:
-            watch.count(optimizer)
+        add_watch(_Watch(WatchedModel(ddp, slot, bridge), layouts))

@@ -63,14 +63,20 @@ class Hierarchical:
         """The dtype of residuals; None if the exchange keeps none."""
         return self.between.feedback
 
+    @property
+    def momentum(self) -> float:
+        """The momentum that ranks apply before they send."""
+        return self.between.momentum
+
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
-        self._num_nodes(context.group.size)
+        is_exact = self._num_nodes(context.group.size) == 1 and not self.encodes_within
         flat = as_real(flat)
-        yield from migrate_residuals(flat, context, self.feedback)
+        yield from migrate_residuals(flat, context, self.feedback, momentum=self.momentum)
         residual = self.between.residual(flat, context)
         values = context.scratch.converted("node", flat, self._node_dtype(flat.dtype))
         mask = yield from self.between.unused_mask(values, context)
-        with keep_unused_residuals(mask, values, residual):
+        momentum = self.between.momentum_applied(values, mask, context, is_exact=is_exact)
+        with momentum, keep_unused_residuals(mask, values, residual):
             self._average(values, residual, context)
         if values is not flat:
             flat.copy_(values)

@@ -1,4 +1,4 @@
-"""Residuals that an earlier recipe has left behind."""
+"""Residuals and velocities that an earlier recipe has left behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.unused import unused_mask
+from gradwire.exchanges.velocities import migrate_velocities
 
 _NAME = "residual"
 
@@ -15,19 +16,25 @@ _NAME = "residual"
 def add_to_shard(own: Tensor, context: Context) -> None:
     """Add residuals that replicas of this rank's shard have left behind; a reduce-scatter keeps none."""
     memory, layout = context.memory, context.layout
+    migrate_velocities(context, None, own.device)
     for dtype in memory.dtypes(_NAME):
         if memory.has(_NAME, layout, dtype):
             own.add_(memory.flat(_NAME, layout.shard(), dtype, own.device))
             memory.drop(_NAME, layout, dtype)
 
 
-def migrate_residuals(flat: Tensor, context: Context, kept: torch.dtype | None) -> Rounds:
+def migrate_residuals(
+    flat: Tensor, context: Context, kept: torch.dtype | None, *, momentum: float = 0.0
+) -> Rounds:
     """Add residuals of other dtypes to those of dtype ``kept``; if that is None, add them to ``flat``.
+
+    Velocities follow them; without a ``momentum`` they are forgotten.
 
     So nothing that an earlier recipe has held back is lost. DDP drops the gradient of a parameter that no
     rank has used in this step. Such a parameter keeps its residual.
     """
     memory, layout = context.memory, context.layout
+    migrate_velocities(context, kept if momentum else None, flat.device)
     if layout.dtype.is_complex and kept is not None:
         return  # states of complex parameters have one dtype, whichever is kept
     for dtype in memory.dtypes(_NAME):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, as_real
-from gradwire.codecs import Codec, Raw
+from gradwire.codecs import Codec, Raw, Top
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.residuals import migrate_residuals
@@ -17,6 +18,7 @@ from gradwire.exchanges.rounds import Round, Rounds
 from gradwire.exchanges.scatter import Sum
 from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, seeds_of, two_shot_bytes
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
+from gradwire.exchanges.velocities import momentum_applied
 from gradwire.ops import Family, cast_scaled
 
 
@@ -49,6 +51,8 @@ class TwoShot:
     """The dtype of residuals; None to keep none."""
     seed: int = 0
     """The seed of stochastic rounding."""
+    momentum: float = 0.0
+    """The momentum that ranks apply before they send, see Note [Momentum before sending]."""
 
     communicates = True
     sees_parameters = False
@@ -63,21 +67,27 @@ class TwoShot:
             raise ValueError(f"{self.codec} leaves out nothing that feedback could keep: leave feedback out")
         if self.feedback not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"feedback must be torch.float32, torch.bfloat16 or None, not {self.feedback}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and less than 1, not {self.momentum}")
+        if self.momentum and self.feedback is None:
+            raise ValueError("momentum needs feedback, which adds up what is not sent: leave feedback on")
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
         flat = as_real(flat)
-        yield from migrate_residuals(flat, context, self.feedback)
+        yield from migrate_residuals(flat, context, self.feedback, momentum=self.momentum)
         codec, group = self.codec.resolve(flat.dtype), context.group
         residual = self.residual(flat, context)
         if group.size == 1:
-            average_alone(flat, residual, context)
+            with self.momentum_applied(flat, None, context, is_exact=True):
+                average_alone(flat, residual, context)
             return
         if group.native_sum is not None and may_sum_natively(codec, group.size):
             _sum_natively(flat, codec, group.native_sum, context)
             return
         values = context.scratch.converted("values", flat, codec.works_in or flat.dtype)
         mask = yield from self.unused_mask(values, context)
-        with keep_unused_residuals(mask, values, residual):
+        momentum = self.momentum_applied(values, mask, context)
+        with momentum, keep_unused_residuals(mask, values, residual):
             yield (self.sum_of(values, residual, context),)
         if values is not flat:
             flat.copy_(values)
@@ -98,6 +108,13 @@ class TwoShot:
         if self.feedback is None or not context.may_have_unused or context.layout.dtype.is_complex:
             return None
         return (yield from unused_mask(values, context))
+
+    def momentum_applied(
+        self, values: Tensor, mask: Tensor | None, context: Context, *, is_exact: bool = False
+    ) -> AbstractContextManager[None]:
+        """Apply the momentum to values while they are averaged; ``is_exact`` if that encodes nothing."""
+        clears = isinstance(self.codec, Top) and not is_exact
+        return momentum_applied(self.momentum, self.feedback, values, mask, context, clears=clears)
 
     def average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
         """Average values of a dtype that the codec takes, over a group of any size."""

@@ -87,11 +87,11 @@ def _require_no_residuals(leaf: Recipe, what: str) -> None:
     if _asks_for_residuals(leaf):
         raise ValueError(
             f"recipe {leaf} keeps residuals, and {what} keeps none: they would take as much memory on every "
-            "rank as the whole gradients; leave feedback= and residual= out"
+            "rank as the whole gradients; leave feedback=, residual= and momentum= out"
         )
 
 
 def _asks_for_residuals(leaf: Recipe) -> bool:
     """Return True if the recipe's text asks for residuals; a default that keeps them does not count."""
     _, given = parse_spec(leaf.name) or (None, {})
-    return bool(given.get("feedback")) or "residual" in given
+    return bool(given.get("feedback")) or "residual" in given or "momentum" in given

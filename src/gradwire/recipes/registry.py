@@ -103,8 +103,12 @@ def int4(
     reduction: Reduction = "mean",
     local_size: int | None = None,
     within: Within = "fp32",
+    momentum: float = 0.0,
 ) -> Recipe:
-    """Send 4-bit integers with a scale for each block; error feedback sends the rest later."""
+    """Send 4-bit integers with a scale for each block; error feedback sends the rest later.
+
+    With ``momentum``, ranks apply it before they send, as `topk` does: give the optimizer none.
+    """
     return _two_shot(int4, locals(), Blocks("int4", block, rounding == "stochastic"))
 
 
@@ -163,11 +167,15 @@ def topk(
     reduction: Reduction = "mean",
     local_size: int | None = None,
     tables: Tables = "int4",
+    momentum: float = 0.0,
 ) -> Recipe:
     """Send the largest values of each block, in 4 bits with their places; feedback sends the others later.
 
-    For SGD and for outer optimizers. With AdamW it trains badly. Send tables by recipe ``tables``.
+    For SGD and for outer optimizers. With AdamW it trains badly. Send tables by recipe ``tables``. With
+    ``momentum``, ranks apply it before they choose values, which trains better: give the optimizer none.
     """
+    if momentum and tables not in ("int4", "same"):
+        raise ValueError(f"with momentum, tables must be 'int4' or 'same', which apply it, not {tables!r}")
     return _two_shot(topk, locals(), Top(keep, block))
 
 
@@ -281,7 +289,7 @@ def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Co
             allowed = " or ".join(map(repr, typing.get_args(choices)))
             raise ValueError(f"{name} must be {allowed}, not {options[name]!r}")
     feedback = _RESIDUALS[options["residual"]] if options.get("feedback") else None
-    flat = TwoShot(codec, feedback, options.get("seed", 0))
+    flat = TwoShot(codec, feedback, options.get("seed", 0), options.get("momentum", 0.0))
     local_size = options["local_size"]
     if local_size is not None and local_size < 1:
         raise ValueError(f"local_size is the number of ranks in a node, not {local_size}")

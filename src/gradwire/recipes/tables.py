@@ -57,8 +57,9 @@ def _for_tables(leaf: Recipe) -> Recipe:
     """Return the recipe that averages tables."""
     if leaf.tables == "same":
         return leaf
-    nodes = {} if leaf.local_size is None else {"local_size": leaf.local_size}
-    return RECIPES[leaf.tables](reduction=leaf.reduction, **nodes)
+    shared = {"local_size": leaf.local_size, "momentum": leaf.momentum}
+    given = {name: value for name, value in shared.items() if value}
+    return RECIPES[leaf.tables](reduction=leaf.reduction, **given)
 
 
 def table_names(module: nn.Module) -> list[str]:

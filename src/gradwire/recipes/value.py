@@ -25,7 +25,7 @@ class Recipe:
 
     >>> from gradwire.recipes import bf16
     >>> bf16().exchange
-    TwoShot(codec=Cast(dtype=torch.bfloat16), feedback=None, seed=0)
+    TwoShot(codec=Cast(dtype=torch.bfloat16), feedback=None, seed=0, momentum=0.0)
     """
 
     name: str
@@ -50,6 +50,11 @@ class Recipe:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def momentum(self) -> float:
+        """The momentum that ranks apply before they send, so that an optimizer must have none; 0 if none."""
+        return max(getattr(each.exchange, "momentum", 0.0) for each in self.leaves())
 
     def leaves(self) -> Iterator[Recipe]:
         """Yield the recipes that this one is composed of; if it has no parts, yield itself."""

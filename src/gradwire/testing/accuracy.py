@@ -14,11 +14,15 @@ most one passes, and 0 and -h never do.
 Note [Nothing is lost]: with feedback, a step sends what it does not hold back. What ranks held back before it
 and the mean of its gradients are, together, its result and what ranks hold back after it. This holds up to
 rounding, however little of a gradient a recipe sends.
+
+Note [Nothing of a velocity is lost]: with momentum, the same holds of velocities. In place of a step's
+gradients there are these gradients plus the momentum times the velocities that ranks had before the step.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +71,8 @@ class Bounds:
     """True if results are held to Note [An octave for the size]."""
     unbiased: bool = False
     """True if errors are zero on average, however large they are."""
+    momentum: float = 0.0
+    """The momentum of Note [Nothing of a velocity is lost]."""
 
 
 class Accuracy:
@@ -158,6 +164,21 @@ class Accuracy:
                 f"{where}: {name}.grad and what is held back of it do not add up: {error:.3g} is missing, "
                 f"allowed {allowed:.3g}",
             )
+
+
+def with_momentum(exact: Average, velocity: Average, momentum: float) -> Average:
+    """Return the average of new velocities, from that of gradients and of the velocities before."""
+
+    def add(name: str, value: Tensor, velocities: Mapping[str, Tensor | None]) -> Tensor:
+        before = velocities.get(name)
+        return value if before is None else value + momentum * before
+
+    values = {
+        name: None if value is None else add(name, value, velocity.values)
+        for name, value in exact.values.items()
+    }
+    magnitudes = {name: add(name, value, velocity.magnitudes) for name, value in exact.magnitudes.items()}
+    return Average(values, magnitudes)
 
 
 def _check_size(where: str, result: Values, target: Values, is_unbiased: bool) -> None:

@@ -15,15 +15,15 @@ from torch import Tensor
 from gradwire.loops import Averager
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require
+from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require, with_momentum
 from gradwire.testing.case_runs import Report, changes, require_choice, run_cases
 from gradwire.testing.expectations import expectation_of
 from gradwire.testing.invariants import (
-    average_residuals,
+    average_values,
     device_of_rank,
     groups_of_rank,
     require_identical,
-    residuals_of,
+    values_of,
 )
 
 _SHAPES = {"conv": (8, 3, 3, 3), "weight": (37, 41), "bias": (37,), "gain": (), "empty": (0, 37)}
@@ -102,6 +102,7 @@ def check_averager(
         num_roundings=1,
         residual_unit=own.residual_unit,
         unbiased=own.unbiased,
+        momentum=own.momentum,
         keeps_size=True,
     )
     args = kind, chosen, bounds, device
@@ -120,6 +121,7 @@ def _check(
     expect = "local" if not recipe.exchange.communicates else recipe.reduction
     results: list[Gradients] = []
     residuals: list[Values] = []
+    velocities: list[Values] = []
     pauses = random.Random(rank)
     with kind(recipe, group, device=device) as averager:
         for step in range(num_steps):
@@ -130,12 +132,16 @@ def _check(
             tensors = draw(step)
             _average(averager, tensors, case.form)
             results.append({name: tensor.cpu() for name, tensor in tensors.items()})
-            residuals.append(_named(residuals_of(averager.state_dict()), case.form))
+            for found, name in ((residuals, "residual"), (velocities, "velocity")):
+                found.append(_named(values_of(averager.state_dict(), name), case.form))
     held = []
     if bounds.residual_unit is not None:
-        held = average_residuals(residuals, draw(0), expect, checks)
+        held = average_values(residuals, draw(0), expect, checks)
     accuracy = Accuracy(bounds, getattr(torch, case.dtype), group.size())
     expected = _exact([draw(step) for step in range(num_steps)], expect, checks)
+    if bounds.momentum:
+        before = average_values(velocities, draw(0), expect, checks)
+        expected = [with_momentum(*pair, bounds.momentum) for pair in zip(expected, before, strict=False)]
     for step, have in enumerate(results):
         around = (held[step], held[step + 1]) if held else None
         accuracy.check(f"step {step}", have, expected[step], around)
@@ -178,10 +184,10 @@ def _average(averager: Averager, tensors: dict[str, Tensor], form: str) -> None:
         averager.average_(tensors if form == "dict" else list(tensors.values()))
 
 
-def _named(residuals: Values, form: str) -> Values:
-    """Return residuals by the names of tensors; those of a list are numbered."""
+def _named(states: Values, form: str) -> Values:
+    """Return states by the names of tensors; those of a list are numbered."""
     names = list(_SHAPES)
-    return {names[int(name)] if form == "list" else name: value for name, value in residuals.items()}
+    return {names[int(name)] if form == "list" else name: value for name, value in states.items()}
 
 
 def _exact(own: list[dict[str, Tensor]], expect: str, group: dist.ProcessGroup) -> list[Average]:

@@ -30,6 +30,8 @@ class Expectation:
     """The relative error of rounding to the residuals' dtype; None if something is left out for good."""
     unbiased: bool = False
     """True if rows are larger than what they encode, so that they are right on average."""
+    momentum: float = 0.0
+    """The momentum that ranks apply before they send."""
 
     def tolerance_or(self, given: float | None, name: str) -> float:
         """Return the ``given`` tolerance, by default that of the recipe ``name``; ValueError without one."""
@@ -61,6 +63,7 @@ def expectation_of(recipe: Recipe, world_size: int) -> Expectation:
         expect=recipe.reduction if recipe.exchange.communicates else "local",
         residual_unit=max(map(_residual_unit, lossy)) if has_feedback == {True} else None,
         unbiased=any(_is_unbiased(exchange) for exchange in lossy),
+        momentum=recipe.momentum,
     )
 
 

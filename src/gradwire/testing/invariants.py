@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwire.ddp import Wire, attach, hook_name, make_ddp
 from gradwire.recipes import Recipe
-from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require
+from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require, with_momentum
 from gradwire.testing.workload import (
     NONFINITE_STEP,
     Net,
@@ -57,6 +57,14 @@ class _Observations:
     """After each of its steps."""
     residuals: list[Values]
     """After each step of any rank; empty for a hook whose residuals are not known."""
+    velocities: list[Values]
+    """After each step of any rank, like the residuals."""
+
+    def add_states(self, wire: Wire | None, num_steps: int = 1) -> None:
+        """Add the states that a wire has after ``num_steps`` steps."""
+        state = None if wire is None else wire.state_dict()
+        for found, name in ((self.residuals, "residual"), (self.velocities, "velocity")):
+            found.extend([{} if state is None else values_of(state, name)] * num_steps)
 
 
 def check_invariants(subject: Subject, case: Case) -> float:
@@ -83,9 +91,12 @@ def check_invariants(subject: Subject, case: Case) -> float:
         run = _train(model, wire, case, batches, rank, num_steps_of_any)
 
     _check_num_buckets(model, case)
-    held_back = []
+    held_back, parameters = [], dict(net.named_parameters())
     if subject.bounds.residual_unit is not None:
-        held_back = average_residuals(run.residuals, dict(net.named_parameters()), subject.expect, checks)
+        held_back = average_values(run.residuals, parameters, subject.expect, checks)
+    if momentum := subject.bounds.momentum:
+        velocities = average_values(run.velocities, parameters, subject.expect, checks)
+        expected = [with_momentum(*pair, momentum) for pair in zip(expected, velocities, strict=False)]
     accuracy = Accuracy(subject.bounds, dtype, size)
     for step, gradients in enumerate(run.gradients):
         where = f"step {step}"
@@ -148,7 +159,7 @@ def _train(
     model: Any, wire: Wire | None, case: Case, batches: list[TrainingBatch], rank: int, num_steps: int
 ) -> _Observations:
     pauses = random.Random(rank)
-    run = _Observations([], [])
+    run = _Observations([], [], [])
     with model.join() if case.join else contextlib.nullcontext():
         for batch in batches:
             model.zero_grad()
@@ -170,31 +181,31 @@ def _train(
                     for name, p in model.module.named_parameters()
                 }
             )
-            run.residuals.append({} if wire is None else residuals_of(wire.state_dict()))
+            run.add_states(wire)
     # A rank that has run out of data has joined one more step.
     if wire is not None and len(batches) < num_steps:
-        run.residuals.extend([residuals_of(wire.state_dict())] * (num_steps - len(batches)))
+        run.add_states(wire, num_steps - len(batches))
     return run
 
 
-def residuals_of(state: Mapping[str, Any]) -> Values:
-    """Return what this rank holds back, by parameter, from the state of its wire."""
+def values_of(state: Mapping[str, Any], kind: str) -> Values:
+    """Return this rank's residuals or velocities, by parameter, from the state of its wire."""
     found: Values = {}
     for key, tensors in next(iter(state["memory"].values())).items():
-        if key.startswith("residual:"):
-            for name, residual in tensors.items():
-                found[name] = residual.cpu().double() + found.get(name, 0.0)
+        if key.startswith(f"{kind}:"):
+            for name, values in tensors.items():
+                found[name] = values.cpu().double() + found.get(name, 0.0)
     return found
 
 
-def average_residuals(
+def average_values(
     run: list[Values], parameters: Mapping[str, Tensor], expect: str, group: dist.ProcessGroup
 ) -> list[Average]:
-    """Return what ranks hold back on average before the first step and after each. Collective."""
+    """Return what ranks hold on average before the first step and after each. Collective."""
     shapes = {name: p.shape for name, p in parameters.items() if p.numel()}
     none = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     held = [none, *({**none, **after} for after in run)]
-    own = torch.stack([torch.cat([residuals[name].flatten() for name in shapes]) for residuals in held])
+    own = torch.stack([torch.cat([values[name].flatten() for name in shapes]) for values in held])
     total = torch.stack([own, own.abs()], dim=1)
     dist.all_reduce(total, group=group)
     if expect == "mean":

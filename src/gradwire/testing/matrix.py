@@ -152,6 +152,7 @@ def check_hook(
         num_roundings=num_roundings,
         residual_unit=own.residual_unit,
         unbiased=own.unbiased,
+        momentum=own.momentum,
         keeps_size=feedback or isinstance(hook, Recipe),
     )
     subject = Subject(hook, state_factory, expect, via, device, bounds)

@@ -334,7 +334,7 @@ class LocalSGD(Uncopied):
             loop.group_name = self._group_name
             loop.go_on(replace(found.position.turn, work=loop.turn.work))
         if not found.is_everywhere or found.position.turn.num_given_up:
-            self._state.memory.keep_only("residual")  # low-rank factors must be the same on all ranks
+            self._state.memory.keep_gradient_states()  # low-rank factors must be the same on all ranks
         if not found.is_everywhere:
             share_state(site.module, loop, site.group, found, site.device)
         self._num_steps, self._loop = found.position.num_steps, loop
