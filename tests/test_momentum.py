@@ -9,8 +9,7 @@ from torch import nn
 import gradwire
 from gradwire.buckets import BucketLayout, Memory, Slot
 from gradwire.exchanges import Context, Scratch, average
-from gradwire.recipes.composed import route_tables
-from gradwire.recipes.halves import scattered
+from gradwire.recipes import route_tables, scattered
 from gradwire.testing import VirtualRanks, run_virtual_ranks
 
 SIZES = {"first": 3000, "second": 700}
