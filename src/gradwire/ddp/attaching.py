@@ -27,6 +27,7 @@ from gradwire.ddp.bucket_size import suggest_buckets
 from gradwire.ddp.choice import Choice, choose
 from gradwire.ddp.ddp_attachment import DDPAttachment
 from gradwire.ddp.gradients import DDPGradients
+from gradwire.ddp.hook_guard import HookGuard, NoWatchdog
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
 from gradwire.ddp.hook_watchdog import HookWatchdog
@@ -129,9 +130,10 @@ def _open_runner(
     group, device = ddp.process_group, device_of(ddp)
     if not isinstance(choice.recipe_or_hook, Recipe):
         # On CUDA a hook's future completes as soon as its work is enqueued, so no watchdog is needed.
-        watchdog = HookWatchdog(group, rendezvous) if device.type == "cpu" else None
-        peers = NcclGroup(group) if uses_nccl(group, device) else None
-        return HookRunner(choice.recipe_or_hook, choice.state, watchdog, peers, LayoutCheck())
+        is_cpu, peers = device.type == "cpu", NcclGroup(group) if uses_nccl(group, device) else None
+        guard: HookGuard = HookWatchdog(group, rendezvous) if is_cpu else NoWatchdog(peers)
+        layout_check = LayoutCheck() if is_cpu or peers is not None else None
+        return HookRunner(choice.recipe_or_hook, choice.state, guard, layout_check)
     return open_engine(
         choice.recipe_or_hook,
         group,
