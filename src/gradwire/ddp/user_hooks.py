@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -97,7 +98,8 @@ class HookRunner:
             if compared is None:
                 call.promise.keep(result)
             else:
-                compared.add_done_callback(lambda _: call.promise.keep(result))
+                keep = _on_this_stream(functools.partial(call.promise.keep, result), result)
+                compared.add_done_callback(lambda _: keep())
             finished.set()
 
         self._pending.add(call)
@@ -145,6 +147,19 @@ class HookRunner:
         compared = self._guard.start_collective(work, place, bucket.flat.device)
         concurrent.futures.wait([compared], _PATIENCE_S)
         return compared
+
+
+def _on_this_stream(call: Callable[[], None], result: Tensor) -> Callable[[], None]:
+    """Return ``call`` for any thread: it uses the stream that is current now on the device of ``result``."""
+    if not result.is_cuda:
+        return call
+    stream = torch.cuda.current_stream(result.device)
+
+    def call_there() -> None:
+        with torch.cuda.stream(stream):
+            call()
+
+    return call_there
 
 
 def require_future(name: str, answer: object) -> Future[Any]:
