@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradwire
 from gradwire.buckets import BucketLayout, Slot
-from gradwire.ddp import AttachedModel, Attachments, attached_of
+from gradwire.ddp import AttachedModel, Attachments, attachment_of
 from gradwire.exchanges import Context, Scratch, average
 from gradwire.recipes import ENCODINGS, scattered
 from gradwire.scripts import Observations, summarize
@@ -158,7 +158,7 @@ def test_a_ceiling_of_bytes_is_kept_and_decisions_are_events(two_ranks, tmp_path
 
 def check_trials(rank):
     def steps():
-        chosen = set(attached_of(wire).tuned.tuner.encodings.values()) or {"bf16"}
+        chosen = set(attachment_of(wire).tuned.tuner.encodings.values()) or {"bf16"}
         return Times({"fp32": 2.0, "bf16": 1.0}.get(min(chosen, key=ENCODINGS.index), 1.5), 0.9, 0.9)
 
     pretend(steps)
@@ -214,7 +214,7 @@ def check_failure(rank):
     model = shard(make())
     with gradwire.attach(model, "auto") as wire:
         if rank == 1:
-            attached_of(wire).tuned.tuner.work = fail
+            attachment_of(wire).tuned.tuner.work = fail
         with pytest.raises(gradwire.WireError if rank == 0 else RuntimeError, match="no memory for a sample"):
             train(model, range(FIRST + 1), rank)
         assert wire.stats().num_steps == FIRST + 1

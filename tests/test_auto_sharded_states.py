@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.ddp import attached_of
+from gradwire.ddp import attachment_of
 from gradwire.headroom import read_records
 from gradwire.recipes import ENCODINGS
 from gradwire.tuning import times
@@ -60,7 +60,7 @@ def check_waits_are_counted(rank):
     waits = []
     model = shard(make())
     with gradwire.attach(model, "auto") as wire:
-        timer = attached_of(wire).tuned.tuner.timer
+        timer = attachment_of(wire).tuned.tuner.timer
         for _ in range(2):
             loss_of(model, batch(rank, 0)).backward()
             waits.append(len(timer._blocked))
@@ -163,8 +163,8 @@ def load_states(rank, path):
             train(model, range(2), rank)
             for layout in wire.layout():
                 finest = min((before.encodings[slot.name] for slot in layout.slots), key=ENCODINGS.index)
-                ((exchange, _, _),) = attached_of(wire).engine.recipe.exchange.split(layout)
-                assert exchange == dict(attached_of(wire).engine.recipe.tuning.encodings)[finest]
+                ((exchange, _, _),) = attachment_of(wire).engine.recipe.exchange.split(layout)
+                assert exchange == dict(attachment_of(wire).engine.recipe.tuning.encodings)[finest]
             train(model, range(2, soon - FIRST), rank)
             looked = json.loads(wire.state_dict()["tuning"])["next_look"]
             assert is_same or looked > soon, "errors differ with the number of ranks and with the exchange"

@@ -94,6 +94,34 @@ def test_it_says_what_auto_would_send_for_the_scripts_gradients(tmp_path):
     assert f"auto:budget=0.1 would send {proposed.bytes_per_step:,}".encode() in done.stdout
 
 
+SHARDED_SCRIPT = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(50):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.full
+def test_it_says_why_nothing_is_proposed_for_a_sharded_model(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SHARDED_SCRIPT)
+    options = ["--ranks", "2", "--recipe", "noop", "--steps", "1", "--budget", "0.1", "--json", "found.json"]
+    done = gradwire(tmp_path, "headroom", *options, "--", script)
+    assert done.returncode == 0, done.stderr
+    (found,) = read_records((tmp_path / "found.json").read_text())
+    assert found.proposal is None
+    assert found.no_proposal.startswith(
+        "What auto:budget=0.1 would send is not known: fully_shard has sharded"
+    )
+    assert found.no_proposal.encode() in b" ".join(done.stdout.split())
+
+
 @pytest.mark.full
 def test_a_rank_that_aborts_once_it_has_left_its_result_is_measured(tmp_path):
     done = measure(tmp_path, "--json", "record.json", "abort")

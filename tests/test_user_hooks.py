@@ -1,10 +1,13 @@
 """Users' hooks: their forms, their results, and their errors."""
 
+import contextlib
 import functools
 import gc
 import os
 import threading
 import weakref
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.futures import Future
 
 import gradwire
+from gradwire.ddp import attaching, user_hooks
 from gradwire.ddp.user_hooks import hook_name
 from gradwire.ddp_comm_hooks import default_hooks
 from gradwire.testing import run_ranks
@@ -260,6 +264,38 @@ def test_a_bad_return_is_one_clear_error_on_every_rank(name, bad_ranks, two_rank
 
 def test_a_failure_reaches_ranks_that_are_not_neighbours():
     run_ranks(check_bad, 4, timeout=180, args=("an exception", (2,)))
+
+
+# --- CUDA models over Gloo; only the device's name and its streams are stand-ins ---
+
+
+def check_cuda_over_gloo(rank):
+    with mock.patch.object(attaching, "device_of", return_value=torch.device("cuda")):
+        check_bad(rank, "an exception", (1,))
+        with pytest.raises(ValueError, match="verify_every= with a hook on cuda needs NCCL"):
+            gradwire.attach(small_model(), torch_hooks.allreduce_hook, verify_every=1)
+
+
+def test_a_hook_that_fails_on_cuda_over_gloo_raises_on_every_rank(two_ranks):
+    two_ranks.run(check_cuda_over_gloo)
+
+
+def test_a_result_that_waits_for_layouts_is_kept_on_the_stream_that_made_it(monkeypatch):
+    used, kept = ["stream of the hook"], []
+
+    @contextlib.contextmanager
+    def use(stream):
+        used.append(stream)
+        yield
+        used.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: used[-1])
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    result = SimpleNamespace(is_cuda=True, device="cuda:0")
+    keep = user_hooks._on_this_stream(lambda: kept.append(used[-1]), result)
+    with use("stream of the ring"):
+        keep()
+    assert kept == ["stream of the hook"]
 
 
 # --- join() calls hooks outside a backward pass ---

@@ -4,8 +4,8 @@ The averaging itself belongs to `averaging`; no other package but `ddp_comm_hook
 """
 
 from gradwire.ddp.attach_to_all import AfterAttach, AttachedModel, Attachments, attach_to_all
-from gradwire.ddp.attached import Attached
 from gradwire.ddp.attaching import attach
+from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.bridge import Bridge, queue_after_ddp
 from gradwire.ddp.bucket_assignment import DDPBuckets
 from gradwire.ddp.bucket_order import BucketOrder, BucketPosition
@@ -35,13 +35,13 @@ from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
 from gradwire.ddp.user_hooks import HookRunner, check_result, require_future
 from gradwire.ddp.verification import hash_of_parameters
-from gradwire.ddp.wire import Wire, attached_of, ddp_attachment_of
+from gradwire.ddp.wire import Wire, attachment_of, ddp_attachment_of
 from gradwire.ddp.wrapping import wrap
 
 __all__ = [
     "AfterAttach",
-    "Attached",
     "AttachedModel",
+    "Attachment",
     "Attachments",
     "Bridge",
     "BucketOrder",
@@ -61,7 +61,7 @@ __all__ = [
     "Wire",
     "attach",
     "attach_to_all",
-    "attached_of",
+    "attachment_of",
     "bucketed_parameters",
     "check_result",
     "claim_of",

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.attaching import attach
 from gradwire.ddp.ddp_attachment import DDPAttachment
-from gradwire.ddp.wire import Wire, attached_of, ddp_attachment_of
+from gradwire.ddp.wire import Wire, attachment_of, ddp_attachment_of
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
 
@@ -34,7 +34,7 @@ class AttachedModel:
     @property
     def num_steps(self) -> int:
         """The number of steps of the run, including those before it was resumed."""
-        return attached_of(self.wire).bridge.num_steps
+        return attachment_of(self.wire).bridge.num_steps
 
 
 @dataclass
@@ -92,7 +92,7 @@ def attach_to_all(
 
     @functools.wraps(register)
     def register_instead(self: DistributedDataParallel, state: Any, hook: Any) -> None:
-        attached = [attached_of(each.wire) for each in attachments.made if each.wire.attached]
+        attached = [attachment_of(each.wire) for each in attachments.made if each.wire.attached]
         if any(isinstance(each, DDPAttachment) and each.is_on(self) for each in attached):
             # DDP takes one hook, and has ours: attach the script's hook behind it.
             attach(self, hook, state=state)

@@ -8,6 +8,8 @@ import logging
 import weakref
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -28,6 +30,7 @@ from gradwire.ddp.choice import Choice, choose
 from gradwire.ddp.ddp_attachment import DDPAttachment
 from gradwire.ddp.double_momentum import watch_for_momentum
 from gradwire.ddp.gradients import DDPGradients
+from gradwire.ddp.hook_guard import NoWatchdog
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
 from gradwire.ddp.hook_watchdog import HookWatchdog
@@ -130,10 +133,7 @@ def _open_runner(
     """Open the runner that averages the model's buckets; collective."""
     group, device = ddp.process_group, device_of(ddp)
     if not isinstance(choice.recipe_or_hook, Recipe):
-        # On CUDA a hook's future completes as soon as its work is enqueued, so no watchdog is needed.
-        watchdog = HookWatchdog(group, rendezvous) if device.type == "cpu" else None
-        peers = NcclGroup(group) if uses_nccl(group, device) else None
-        return HookRunner(choice.recipe_or_hook, choice.state, watchdog, peers, LayoutCheck())
+        return _open_hook_runner(choice.recipe_or_hook, choice.state, group, device, rendezvous)
     return open_engine(
         choice.recipe_or_hook,
         group,
@@ -145,3 +145,16 @@ def _open_runner(
         layout_check=LayoutCheck(),
         may_have_unused=ddp.find_unused_parameters or ddp.static_graph,
     )
+
+
+def _open_hook_runner(
+    hook: Hook, state: object, group: dist.ProcessGroup, device: torch.device, rendezvous: str
+) -> HookRunner:
+    """Open the runner of a user's hook, with the guard that its device and group need; collective."""
+    if uses_nccl(group, device):
+        # A hook's future completes as soon as its work is enqueued, so no watchdog is needed.
+        return HookRunner(hook, state, NoWatchdog(NcclGroup(group)), LayoutCheck())
+    if device.type in ("cpu", "cuda"):
+        # Gloo's futures complete when other ranks have answered, those of CUDA tensors too.
+        return HookRunner(hook, state, HookWatchdog(group, rendezvous), LayoutCheck())
+    return HookRunner(hook, state)

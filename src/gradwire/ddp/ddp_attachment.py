@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.averaging import Engine, NativeMean, Tuned, checkpoint
 from gradwire.buckets import BucketLayout, Layouts
-from gradwire.ddp.attached import Attached
+from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.choice import Choice
 from gradwire.ddp.hook_slot import HookSlot
@@ -31,7 +31,7 @@ from gradwire.recipes import Recipe, Tuning, WirePlan, make_plan
 from gradwire.torch_private import is_joining
 
 
-class DDPAttachment(Attached):
+class DDPAttachment(Attachment):
     """The parts that one `attach` to a DDP model has put together; internal to gradwire.
 
     With ``GRADWIRE_DISABLE`` the bridge is not in the slot.

@@ -8,7 +8,6 @@ messages on which ranks must agree are sent over the ring.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import queue
 import threading
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.ddp.hook_guard import Completion
 from gradwire.ddp.pending_calls import note_call, note_failure
 from gradwire.errors import Place, WireError, locate
 from gradwire.lanes import CollectiveWork, is_exiting, join_threads, register_finalizer
@@ -39,9 +39,6 @@ from gradwire.peers import (
 # Seconds to wait after the ring has closed without a known failure. A peer that ends normally closes the ring
 # too, while its last messages may still travel. If a peer was killed, the hook usually notices by itself.
 _GRACE_S = 20.0
-
-Completion = concurrent.futures.Future[None]
-"""Done when a collective over the ring has ended, with or without an error."""
 
 
 class HookWatchdog:
@@ -79,8 +76,8 @@ class HookWatchdog:
         """Fail with ``error``, on every rank."""
         self._ring.fail(error)
 
-    def start_collective(self, work: CollectiveWork, place: Place) -> Completion:
-        """Run ``work`` over the ring, after the work started before it; an error in it is a failure."""
+    def start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Completion:
+        """Run ``work`` over the ring, with tensors on CPU; an error in it is a failure."""
         return self._ring.start_collective(work, place)
 
     def add_reason(self, error: WireError, place: Place, waited_s: float) -> None:

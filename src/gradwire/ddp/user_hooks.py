@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -15,12 +16,11 @@ from torch.futures import Future
 
 from gradwire.averaging import LayoutCheck, Pending
 from gradwire.ddp.ddp_bucket import DDPBucket
+from gradwire.ddp.hook_guard import Completion, HookGuard, NoWatchdog
 from gradwire.ddp.hook_info import hook_name, record_runners
-from gradwire.ddp.hook_watchdog import Completion, HookWatchdog
 from gradwire.ddp.runner import Runner
 from gradwire.errors import Place, WireError, locate, original
 from gradwire.lanes import CollectiveWork, Promise, completed
-from gradwire.peers import Group
 from gradwire.telemetry import StatsCollector
 from gradwire.torch_private import AnyFuture
 
@@ -53,8 +53,7 @@ class HookRunner:
         self,
         hook: Callable[..., Any],
         state: object,
-        watchdog: HookWatchdog | None = None,
-        peers: Group | None = None,
+        guard: HookGuard | None = None,
         layout_check: LayoutCheck | None = None,
     ) -> None:
         """Run ``hook`` with ``state``.
@@ -62,23 +61,20 @@ class HookRunner:
         Args:
             hook: called with ``(state, bucket)``.
             state: the first argument of the hook.
-            watchdog: ends the wait for peers that have failed; None if nothing waits.
-            peers: the group for collective work if there is no watchdog, whose ring is used otherwise.
+            guard: keeps failures and runs collective work; None for a hook without a watchdog or such work.
             layout_check: compares new layouts with the other ranks'; None to compare none.
         """
         self.name = hook_name(hook)
         self.stats = StatsCollector()
         self._hook = hook
         self._state = state
-        self._watchdog = watchdog
-        self._peers = peers
+        self._guard = guard or NoWatchdog()
         self._layout_check = layout_check
-        self._failure: WireError | None = None
         self._pending: Pending[_Call] = Pending()
 
     @property
     def failure(self) -> WireError | None:
-        return self._failure if self._watchdog is None else self._watchdog.failure
+        return self._guard.failure
 
     def start(self, bucket: DDPBucket, place: Place) -> Future[Tensor]:
         assert bucket.grad_bucket is not None, "hooks take only DDP's buckets"
@@ -102,37 +98,26 @@ class HookRunner:
             if compared is None:
                 call.promise.keep(result)
             else:
-                compared.add_done_callback(lambda _: call.promise.keep(result))
+                keep = _on_this_stream(functools.partial(call.promise.keep, result), result)
+                compared.add_done_callback(lambda _: keep())
             finished.set()
 
         self._pending.add(call)
-        if self._watchdog is not None:
-            self._watchdog.watch(answer, place, call.promise.give_up, finished)
+        self._guard.watch(answer, place, call.promise.give_up, finished)
         answer.add_done_callback(take)
         return call.promise.future
 
     def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
-        if self._watchdog is not None:
-            self._watchdog.start_collective(work, place).result()
-            return
-        assert self._peers is not None
-        try:
-            work(self._peers, device)
-        except Exception as error:
-            self.fail(locate(error, place))
+        self._guard.start_collective(work, place, device).result()
 
     def fail(self, error: WireError) -> None:
-        if self._watchdog is None:
-            self._failure = self._failure or error
-        else:
-            self._watchdog.fail(error)
+        self._guard.fail(error)
 
     def give_up(self) -> None:
         self._pending.give_up()
 
     def close(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.close()
+        self._guard.close()
 
     def _check(self, done: Future[Any], call: _Call) -> Tensor:
         """Return the hook's result; if it is invalid, fail and return the bucket as it was."""
@@ -146,8 +131,7 @@ class HookRunner:
                 raise failure
         except Exception as error:
             located = locate(original(error), call.place)
-            if self._watchdog is not None:
-                self._watchdog.add_reason(located, call.place, time.perf_counter() - call.begin)
+            self._guard.add_reason(located, call.place, time.perf_counter() - call.begin)
             self.fail(located)
             return local
         waited_s = time.perf_counter() - call.begin
@@ -160,13 +144,22 @@ class HookRunner:
         work = None if self._layout_check is None else self._layout_check.work_for(bucket.layout)
         if work is None:
             return None
-        if self._watchdog is None:
-            if self._peers is not None:
-                self.run_collective(work, place, bucket.flat.device)
-            return None
-        compared = self._watchdog.start_collective(work, place)
+        compared = self._guard.start_collective(work, place, bucket.flat.device)
         concurrent.futures.wait([compared], _PATIENCE_S)
         return compared
+
+
+def _on_this_stream(call: Callable[[], None], result: Tensor) -> Callable[[], None]:
+    """Return ``call`` for any thread: it uses the stream that is current now on the device of ``result``."""
+    if not result.is_cuda:
+        return call
+    stream = torch.cuda.current_stream(result.device)
+
+    def call_there() -> None:
+        with torch.cuda.stream(stream):
+            call()
+
+    return call_there
 
 
 def require_future(name: str, answer: object) -> Future[Any]:

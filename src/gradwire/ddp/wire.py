@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwire.averaging import checkpoint
 from gradwire.buckets import BucketLayout
-from gradwire.ddp.attached import Attached
+from gradwire.ddp.attachment import Attachment
 from gradwire.ddp.ddp_attachment import DDPAttachment
 from gradwire.ddp.hook_info import Hook
 from gradwire.errors import WireError
@@ -33,7 +33,7 @@ class Wire(Uncopied):
     >>> wire.detach()
     """
 
-    def __init__(self, attachment: Attached) -> None:
+    def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._first_step = 0  # the bridge counts all steps of the run, this wire only its own
 
@@ -242,7 +242,7 @@ class Wire(Uncopied):
         return f"<Wire {self._attachment.choice.name}, {'attached' if self.attached else 'detached'}>"
 
 
-def attached_of(wire: Wire) -> Attached:
+def attachment_of(wire: Wire) -> Attachment:
     """Return the parts behind a wire on any model; internal to gradwire."""
     return wire._attachment
 

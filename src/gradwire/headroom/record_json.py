@@ -66,8 +66,8 @@ def _shown_version(data: dict[str, Any]) -> str:
 
 
 def _completed(data: dict[str, Any]) -> dict[str, Any]:
-    """Return a record with the number of parameters and the sharding, which earlier ones left out."""
-    completed = {"sharding": None, **data}
+    """Return a record with the fields that earlier ones left out."""
+    completed = {"sharding": None, "no_proposal": None, **data}
     if "num_parameters" not in data:  # the model was of fp32 parameters
         completed["num_parameters"] = read_field(data, "gradient_bytes", int) // 4
     return completed
@@ -102,6 +102,7 @@ def _read_record(data: object) -> Record:
         delay=read_text(data, "delay", or_null=True),
         proposal=_read_proposal(data),
         sharding=read_text(data, "sharding", or_null=True),
+        no_proposal=read_text(data, "no_proposal", or_null=True),
     )
 
 

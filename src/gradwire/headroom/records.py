@@ -158,6 +158,8 @@ class Record:
     """The choice of recipe ``auto``; None if nobody asked for it."""
     sharding: str | None = None
     """``fsdp`` or ``hsdp`` if ``fully_shard`` has sharded the model; None for DDP."""
+    no_proposal: str | None = None
+    """The reason why there is no proposal though one was asked for, in a sentence; None otherwise."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

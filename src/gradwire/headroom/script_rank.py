@@ -71,6 +71,7 @@ def main() -> None:
         wires = None if attachments is None else _totals(attachments)
         is_over = len(stopwatch.ends_s) > task.num_steps
         proposal = _propose(attachments, task.budget) if attachments is not None and is_over else None
+        no_proposal = None if attachments is None else _reason_for_none(attachments, task.budget)
         del end
     result = ScriptResult(
         times_s=tuple(end - begin for begin, end in pairwise(stopwatch.ends_s)),
@@ -80,6 +81,7 @@ def main() -> None:
         num_optimizer_steps=len(stopwatch.ends_s),
         wires=wires,
         proposal=proposal,
+        no_proposal=no_proposal,
     )
     # Whoever waits for the file must never see a part of it.
     unfinished = result_file.with_suffix(".part")
@@ -134,6 +136,17 @@ def _totals(attachments: Attachments) -> WireTotals:
         work_ms=total("work_ms"),
         num_parameters=sum(layout.numel for layout in layouts),
         gradient_bytes=sum(layout.numel * layout.dtype.itemsize for layout in layouts),
+    )
+
+
+def _reason_for_none(attachments: Attachments, budget: float | None) -> str | None:
+    """Return why `_propose` finds nothing though a budget is given; None if it need not be said."""
+    models = [each.wire.model for each in attachments.made if each.wire.attached]
+    if budget is None or not models or any(map(is_ddp, models)):
+        return None
+    return (
+        f"What auto:budget={budget:g} would send is not known: fully_shard has sharded the model, and "
+        "--budget reads the gradients of DDP models alone."
     )
 
 

@@ -61,6 +61,8 @@ class ScriptResult:
     """None with plain DDP, whose messages nobody counts."""
     proposal: Proposal | None = None
     """The choice of recipe ``auto``; None if the task does not ask for it, or no model can have it."""
+    no_proposal: str | None = None
+    """The reason why no model can have it, in a sentence; None if there is nothing to say."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -111,6 +111,7 @@ def _to_record(script: Script, runs: _Runs, lab: Lab | None, one_machine: bool) 
         gradient_bytes=wires.gradient_bytes,
         rows=tuple(_row(recipe, results, wires.gradient_bytes) for recipe, results in runs.items()),
         proposal=idle.proposal,
+        no_proposal=idle.no_proposal,
     )
 
 

@@ -38,10 +38,10 @@ def recommend(record: Record) -> Row | None:
 
 
 def describe_proposal(record: Record) -> str:
-    """Say what recipe ``auto`` would send; an empty text if the record does not know."""
+    """Say what recipe ``auto`` would send, or why that is unknown; an empty text if nobody asked."""
     found = record.proposal
     if found is None:
-        return ""
+        return record.no_proposal or ""
     chosen = ", ".join(f"{encoding} for {count}" for encoding, count in found.counts)
     plain = record.allreduce.bytes_per_step
     share = f", 1/{plain / found.bytes_per_step:.1f} of plain DDP's" if plain and found.bytes_per_step else ""

@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer
 from torch.serialization import save
 
 from gradwire.averaging import merge_state_dicts, read_saved
-from gradwire.ddp import Wire, attached_of, hash_of_parameters, is_ddp, shared_parameters
+from gradwire.ddp import Wire, attachment_of, hash_of_parameters, is_ddp, shared_parameters
 from gradwire.peers import CollectiveCall, timeout_of
 from gradwire.scripts.observing import watch_steps
 
@@ -137,8 +137,8 @@ class StateKeeper:
         self._folder = folder
         self._every = every
         self._number = number
-        self._attached = attached_of(wire)
-        self._rank, self._world_size = self._attached.rank, self._attached.world_size
+        self._attachment = attachment_of(wire)
+        self._rank, self._world_size = self._attachment.rank, self._attachment.world_size
         self._is_new = True
         self._saved_step = -1
         self._saved_weights = ""
@@ -146,7 +146,7 @@ class StateKeeper:
     @property
     def num_steps(self) -> int:
         """The number of steps of the run so far, including those before it was resumed."""
-        return self._attached.bridge.num_steps
+        return self._attachment.bridge.num_steps
 
     def before_forward(self, model: Any) -> None:
         """Load the state that fits, the first time; later save one if it is time to."""
@@ -201,7 +201,7 @@ class StateKeeper:
         files = self._files()
         states = _readable_states([f for f in files if f.weights == weights], self._rank, self._world_size)
         common = set(states)
-        for group in self._attached.state_groups():  # with replicas of shards: both, one after the other
+        for group in self._attachment.state_groups():  # with replicas of shards: both, one after the other
             with CollectiveCall(group, timeout_of(group), "gradwire run --state") as call:
                 notes = call.agree({"--state": "is used"}, note=json.dumps(sorted(common)))
             common = set.intersection(*(set(json.loads(note)) for note in notes))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from rich.filesize import decimal
 
 import gradwire
-from gradwire.ddp import AttachedModel, Attachments, attached_of
+from gradwire.ddp import AttachedModel, Attachments, attachment_of
 from gradwire.recipes import make_plan, scattered
 from gradwire.scripts.observing import Observations
 from gradwire.scripts.state_files import ScriptStates
@@ -80,21 +80,21 @@ def describe_models(
     return lines
 
 
-def _remembers(attachment: AttachedModel) -> bool:
+def _remembers(made: AttachedModel) -> bool:
     """Return True if a run that loses the state of this wire differs from one that keeps it."""
-    attached = attached_of(attachment.wire)
-    has_state = bool(attached.state.memory.named()) or attached.tuned is not None
-    return has_state or "schedule" in str(attachment.wire.recipe)
+    attachment = attachment_of(made.wire)
+    has_state = bool(attachment.state.memory.named()) or attachment.tuned is not None
+    return has_state or "schedule" in str(made.wire.recipe)
 
 
-def _describe(attachment: AttachedModel) -> str:
-    wire, stats = attachment.wire, attachment.wire.stats()
+def _describe(made: AttachedModel) -> str:
+    wire, stats = made.wire, made.wire.stats()
     sent = stats.bytes_sent or 0
-    text = f"{stats.num_steps} steps, {decimal(sent)} sent by rank {attachment.rank}"
+    text = f"{stats.num_steps} steps, {decimal(sent)} sent by rank {made.rank}"
     layouts = wire.layout()
     is_scattered = any(layout.num_shards > 1 for layout in layouts)
     recipe = scattered(gradwire.fp32()) if is_scattered else gradwire.fp32()
-    plain = make_plan(recipe, layouts, attachment.rank, attachment.world_size)
+    plain = make_plan(recipe, layouts, made.rank, made.world_size)
     uncompressed = stats.num_steps * plain.bytes_sent
     if uncompressed:
         saved = uncompressed - sent

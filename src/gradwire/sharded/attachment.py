@@ -16,7 +16,7 @@ from torch import nn
 from gradwire.averaging import Engine, Tuned, checkpoint
 from gradwire.buckets import BucketLayout
 from gradwire.codecs import Codec
-from gradwire.ddp import Attached, Choice
+from gradwire.ddp import Attachment, Choice
 from gradwire.errors import WireError
 from gradwire.recipes import Recipe, Tuning, WirePlan, make_plan
 from gradwire.sharded.backward import Backward
@@ -25,7 +25,7 @@ from gradwire.sharded.shard_group import report_sharing
 from gradwire.sharded.weights import gather_bytes, goes_as_it_is
 
 
-class ShardedAttachment(Attached):
+class ShardedAttachment(Attachment):
     """The parts that one `attach` to a sharded model has put together; internal to gradwire."""
 
     def __init__(

@@ -35,6 +35,12 @@ DDP_NAMES = (
         "stops steps before the averaging",
         "refuse such models",
     ),
+    ("stepped:_in_backward_optimizers", "finds optimizers that step in backward()", "no such check"),
+    (
+        f"{_C10D}:Reducer._run_allreduce_hook",
+        "what the hook of mixed_precision= calls to average",
+        "refuse mixed_precision=",
+    ),
     (
         "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks:_OptimizerHookState",
         "the base class of ours in ddp_comm_hooks",

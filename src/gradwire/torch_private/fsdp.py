@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Rows of `PRIVATE_NAMES`: of torch's FSDPParamGroup, and of its FSDPParam.
+# Rows of `PRIVATE_NAMES`: most are of torch's FSDPParamGroup, and of its FSDPParam.
 FSDP_NAMES = (
     *(
         (f"param_group:{name}", purpose, "refuse sharded models")
@@ -38,6 +38,18 @@ FSDP_NAMES = (
             "_orig_size",
             "_module_info",
         )
+    ),
+    ("sharded:_get_fsdp_state", "finds the groups of parameters", "refuse sharded models"),
+    ("fsdp_state:_fsdp_param_groups", "the groups of parameters", "refuse sharded models", (2, 12), None),
+    ("fsdp_state:_fsdp_param_group", "the group of parameters", "refuse sharded models", None, (2, 12)),
+    ("param_group:_orig_dtype", "the dtype of gradients", "that of the parameters", None, (2, 15)),
+    ("torch:Tensor._post_accumulate_grad_hooks", "refuses optimizers in backward()", "no such check"),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo",
+        "takes replicas over from torch",
+        "refuse HSDP models",
+        (2, 6),
+        None,
     ),
 )
 

@@ -34,6 +34,11 @@ GROUP_NAMES = (
         "ProcessGroup.get_group_store, which newer versions have",
     ),
     ("torch.distributed.distributed_c10d:_get_default_store", "the world's store", "store_of(WORLD)"),
+    (
+        f"{_C10D}:PrefixStore._underlying_non_prefix_store",
+        "knows a TCPStore behind prefixes",
+        "PrefixStore.underlying_store, until there is no prefix",
+    ),
 )
 
 

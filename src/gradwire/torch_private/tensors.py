@@ -16,6 +16,7 @@ TENSOR_NAMES = (
     ("torch:_foreach_norm", "largest magnitudes in one call", "a loop of abs().max()"),
     ("torch.utils._pytree:tree_map_only", "moves a batch to a device", "torch.utils.pytree"),
     ("scaler:_scale", "residuals follow the loss scale", "GradScaler.get_scale, where the host waits"),
+    ("compiled:_orig_mod", "the model inside torch.compile(model)", "refuse compiled models"),
 )
 
 

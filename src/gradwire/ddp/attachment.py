@@ -35,7 +35,7 @@ class StepSource(Protocol):
     """The number of steps of the run, including those before a resume."""
 
 
-class Attached(abc.ABC):
+class Attachment(abc.ABC):
     """The parts that one `attach` has put together; internal to gradwire.
 
     With ``GRADWIRE_DISABLE``, its engine averages nothing.
