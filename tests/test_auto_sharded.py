@@ -309,6 +309,22 @@ def test_which_parameters_are_left_out_may_change(first, two_ranks):
     two_ranks.run(check_other_parameters_unused, first)
 
 
+def check_ranks_leave_out_others(rank, spec):
+    torch.manual_seed(0)
+    model = fully_shard(Either())
+    wire = gradwire.attach(model, spec)
+    for part in (0, 1):
+        model(torch.ones(4, 8), part).square().mean().backward()
+    with pytest.raises(gradwire.WireError, match="ranks do not agree"):
+        model(torch.ones(4, 8), rank).square().mean().backward()
+    wire.detach()
+
+
+@pytest.mark.parametrize("spec", ["auto", "int8"])
+def test_ranks_that_leave_out_other_parameters_are_told(spec, two_ranks):
+    two_ranks.run(check_ranks_leave_out_others, spec)
+
+
 def check_around(rank, options, num_micro, syncs_once):
     """Micro-batches are reduced each, or added up before one reduction."""
     pretend()
