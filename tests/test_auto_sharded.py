@@ -273,6 +273,58 @@ def test_parameters_without_a_gradient_may_be_left_out(two_ranks):
     two_ranks.run(check_unused)
 
 
+class Either(nn.Module):
+    """A layer, and one of two others, which differ in size."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = nn.Linear(8, 8)
+        self.parts = nn.ModuleList([nn.Linear(8, 300), nn.Linear(8, 4)])
+
+    def forward(self, x, part):
+        return self.parts[part](self.always(x))
+
+
+def check_other_parameters_unused(rank, first):
+    """The unit keeps its name when torch leaves out others of its parameters, and has another size."""
+    pretend()
+    torch.manual_seed(0)
+    model = fully_shard(Either())
+    with gradwire.attach(model, "auto:bytes=2000") as wire:
+        for step in range(FIRST + 2):
+            part = first if step < 4 else 1 - first
+            model.zero_grad()
+            values = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(values, part).square().mean().backward()
+            (layout,) = wire.layout()
+            used = [*model.always.parameters(), *model.parts[part].parameters()]
+            assert layout.numel == sum(-(-each.shape[0] // 2) * 2 * each[0].numel() for each in used)
+        (decision,) = wire.decisions()
+        assert decision.bytes_per_step == wire.plan().bytes_sent
+        require_same_everywhere(wire.decisions())
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["fewer values later", "more values later"])
+def test_which_parameters_are_left_out_may_change(first, two_ranks):
+    two_ranks.run(check_other_parameters_unused, first)
+
+
+def check_ranks_leave_out_others(rank, spec):
+    torch.manual_seed(0)
+    model = fully_shard(Either())
+    wire = gradwire.attach(model, spec)
+    for part in (0, 1):
+        model(torch.ones(4, 8), part).square().mean().backward()
+    with pytest.raises(gradwire.WireError, match="ranks do not agree"):
+        model(torch.ones(4, 8), rank).square().mean().backward()
+    wire.detach()
+
+
+@pytest.mark.parametrize("spec", ["auto", "int8"])
+def test_ranks_that_leave_out_other_parameters_are_told(spec, two_ranks):
+    two_ranks.run(check_ranks_leave_out_others, spec)
+
+
 def check_around(rank, options, num_micro, syncs_once):
     """Micro-batches are reduced each, or added up before one reduction."""
     pretend()

@@ -35,6 +35,13 @@ def test_hidden_communication_stays_in_16_bits_and_says_so():
     assert {after - before for before, after in itertools.pairwise(looks[2:])} == {100}
 
 
+def test_looks_are_never_further_apart_than_was_asked_for():
+    run = Simulated("auto:bytes=60000,every=20")
+    run.run(100)
+    looks = [step for step, want in run.wanted if want == "errors"]
+    assert looks == [FIRST + 20 * number for number in range(5)]
+
+
 def test_exact_gradients_are_kept_if_they_are_as_fast():
     run = Simulated(link_s=0.02, work_s={"bf16": 0.05, **dict.fromkeys(COARSER, 0.06)})
     run.run(150)

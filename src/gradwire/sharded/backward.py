@@ -179,7 +179,8 @@ class Backward:
     def _layout(
         self, index: int, flat: Tensor, parameters: Sequence[HasSlot], num_shards: int
     ) -> tuple[BucketLayout, SealedClaim]:
-        key = index, flat.dtype, num_shards, *(each.name for each in parameters)
+        # With the size: a unit of unknown parameters has one name, whichever of them torch leaves out.
+        key = index, flat.dtype, flat.numel(), num_shards, *(each.name for each in parameters)
         if key not in self._known:
             slots = [each.slot(num_shards) for each in parameters]
             layout = BucketLayout.packed(index, flat.dtype, slots, num_shards)

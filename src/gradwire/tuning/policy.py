@@ -164,7 +164,8 @@ class Policy:
         """Decide from new errors and times."""
         state, is_first = self.state, self.state.phase == "measure"
         state.used, state.table, state.phase = self._used_so_far(report.used), table, "keep"
-        state.next_look, state.interval = step + state.interval, min(2 * state.interval, self._tuning.every)
+        interval = min(state.interval, self._tuning.every)
+        state.next_look, state.interval = step + interval, min(2 * interval, self._tuning.every)
         now = choosing.again(state.choice, table)
         rung = state.rung if self._needs_times else self._num_encodings
         target = choosing.best(table, rung)
