@@ -380,6 +380,20 @@ def test_a_state_with_fewer_encodings_to_choose_from_is_taken():
     assert run.encodings == {"int3"}, "the new encoding is tried"
 
 
+def test_errors_of_other_encodings_are_not_used():
+    """There are five encodings in both runs. Looks are put off, and the link becomes slow before one."""
+    run = Simulated("auto:budget=0.1,every=100,floor=int3", link_s=1.0)
+    run.run(100)
+    other = Simulated("auto:budget=0.1,every=100,ceiling=bf16", link_s=1.0)
+    other.policy = Policy(other.tuning, read_state(write_state(run.policy.state)))
+    other.policy.resume(100, look_soon=True)
+    other.step, other.looking = 100, 1.0
+    other.run(100)
+    other.now.link_s = 30.0
+    other.run(200)
+    assert other.encodings == run.encodings == {"int4"}, "3 bits would leave the budget"
+
+
 def test_reports_without_the_times_that_are_needed_are_ignored():
     run = Simulated()
     report = StepReport(UNKNOWN, run.used, run.table)

@@ -78,6 +78,7 @@ class Policy:
         if not (look_soon or self._is_other_exchange):
             return
         self._end_trial()
+        self.state.table = None  # its columns may be those of other encodings
         if self.state.phase != "measure":
             self.state.next_look = step + NUM_SETTLING + NUM_TIMED
         self._reopen(())
