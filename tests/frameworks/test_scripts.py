@@ -101,10 +101,11 @@ def test_workers_of_ray_save_and_resume_their_states(whole, tmp_path):
 )
 def test_headroom_measures_a_script_without_a_change(tmp_path, name):
     record = tmp_path / "record.json"
-    options = ["--ranks", "2", "--recipe", "noop", "--steps", "6", "--json", record, "--"]
+    options = ["--ranks", "2", "--recipe", "noop", "--steps", "6", "--budget", "0.1", "--json", record, "--"]
     run_well(["-m", "gradwire", "headroom", *options, example(name), "--folder", tmp_path], tmp_path)
     (found,) = read_records(record.read_text())
     assert [row.recipe for row in found.rows] == ["allreduce", "noop"]
+    assert found.proposal is not None, "its model's gradients were looked at when the framework was done"
 
 
 def test_headroom_refuses_ray_at_once(tmp_path):

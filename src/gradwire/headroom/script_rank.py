@@ -11,21 +11,26 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradwire.ddp import Attachments, is_ddp
+from gradwire.ddp import Attachments, Wire, is_ddp
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.records import Proposal
 from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
 from gradwire.processes import end_with_parent
 from gradwire.scripts import observe, refuse_launchers, run_script, show_error
 from gradwire.sharded import attach_to_all
+
+_KeptModel = tuple[nn.Module, Wire]
+"""A model and its wire, kept after the script or its framework has dropped them."""
 
 
 class _EnoughSteps(BaseException):
@@ -65,14 +70,19 @@ def main() -> None:
     end_with_parent(lambda: os.read(lifeline, 1))
     stopwatch = _Stopwatch(task.num_steps)
     register_optimizer_step_post_hook(stopwatch)
-    attaching = attach_to_all(task.recipe) if task.recipe else contextlib.nullcontext()
+    models: list[_KeptModel] = []
+
+    def keep(model: nn.Module, wire: Wire) -> None:
+        if task.budget is not None:
+            models.append((model, wire))
+
+    attaching = attach_to_all(task.recipe, keep) if task.recipe else contextlib.nullcontext()
     with attaching as attachments, observe(), refuse_launchers():
-        end = _run_until_enough(task)
+        _run_until_enough(task)
         wires = None if attachments is None else _totals(attachments)
         is_over = len(stopwatch.ends_s) > task.num_steps
-        proposal = _propose(attachments, task.budget) if attachments is not None and is_over else None
-        no_proposal = None if attachments is None else _reason_for_none(attachments, task.budget)
-        del end
+        proposal = _propose(models, task.budget) if is_over else None
+        no_proposal = _reason_for_none(models, task.budget)
     result = ScriptResult(
         times_s=tuple(end - begin for begin, end in pairwise(stopwatch.ends_s)),
         num_threads=torch.get_num_threads(),
@@ -93,23 +103,18 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def _run_until_enough(task: ScriptTask) -> _EnoughSteps | None:
-    """Run the script until it ends or has taken enough steps; exit with its error if it fails.
-
-    Returns what has ended it, if it has taken enough. The script's models live as long as that does: its
-    traceback holds the frames of the functions that have made them.
-    """
+def _run_until_enough(task: ScriptTask) -> None:
+    """Run the script until it ends or has taken enough steps; exit with its error if it fails."""
     try:
         run_script(task.script)
-    except _EnoughSteps as end:
-        return end
+    except _EnoughSteps:
+        pass
     except SystemExit as end:
         if end.code:
             raise
     except Exception as error:
         show_error(error)
         sys.exit(1)
-    return None
 
 
 def _totals(attachments: Attachments) -> WireTotals:
@@ -139,10 +144,9 @@ def _totals(attachments: Attachments) -> WireTotals:
     )
 
 
-def _reason_for_none(attachments: Attachments, budget: float | None) -> str | None:
+def _reason_for_none(models: Sequence[_KeptModel], budget: float | None) -> str | None:
     """Return why `_propose` finds nothing though a budget is given; None if it need not be said."""
-    models = [each.wire.model for each in attachments.made if each.wire.attached]
-    if budget is None or not models or any(map(is_ddp, models)):
+    if budget is None or not models or any(is_ddp(model) for model, _ in models):
         return None
     return (
         f"What auto:budget={budget:g} would send is not known: fully_shard has sharded the model, and "
@@ -150,14 +154,14 @@ def _reason_for_none(attachments: Attachments, budget: float | None) -> str | No
     )
 
 
-def _propose(attachments: Attachments, budget: float | None) -> Proposal | None:
+def _propose(models: Sequence[_KeptModel], budget: float | None) -> Proposal | None:
     """Return what ``auto`` would send for all models together; collective. Their recipe is noop.
 
     Optimizers have stepped, and what comes after has not run, so the last gradients are still there.
     """
     if budget is None:
         return None
-    wires = [each.wire for each in attachments.made if each.wire.attached and is_ddp(each.wire.model)]
+    wires = [wire for model, wire in models if wire.attached and is_ddp(model)]
     if not wires or dist.get_world_size() == 1:
         return None
     found = [propose_encodings(wire, wire.group, budget) for wire in wires]
