@@ -18,10 +18,11 @@ def is_alive(pid):
 
 def states_of(pid):
     """Return the state of each thread of a process, a letter as ``ps`` shows it; nothing if it is gone."""
-    states = []
-    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            states.append(path.read_text().rpartition(")")[2].split()[0])
+    states, gone = [], (FileNotFoundError, ProcessLookupError)
+    with contextlib.suppress(*gone):  # the process
+        for path in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(*gone):  # the thread
+                states.append((path / "stat").read_text().rpartition(")")[2].split()[0])
     return states
 
 

@@ -203,7 +203,8 @@ dist.destroy_process_group()
 MEASURE = ["headroom", "--steps", "12", "--quiet", "--json", "-"]
 
 
-@pytest.mark.parametrize("words", [["run", "--ranks", "2"], pytest.param(MEASURE, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("words", [["run", "--ranks", "2"], MEASURE])
 def test_it_works_in_scripts_as_they_are(words, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "gradwire", *words, "--recipe", "auto", "--", "train.py"]
