@@ -29,7 +29,7 @@ def rarely(*values):
 RAW_HOOKS = [
     (default_hooks.allreduce_hook, 1e-6, "mean"),
     rarely(default_hooks.fp16_compress_hook, 2.0**-10, "mean"),
-    (default_hooks.bf16_compress_hook, 2.0**-7, "mean"),
+    rarely(default_hooks.bf16_compress_hook, 2.0**-7, "mean"),
     (debugging_hooks.noop_hook, 0.0, "local"),
     # A cast, a division and a sum, each in 16 bits and on each of up to four ranks.
     rarely(fp16_around_torch, 2.0**-8, "mean"),
@@ -39,7 +39,7 @@ RAW_HOOKS = [
 QUANTISED = [
     quantization_hooks.quantization_pertensor_hook,
     rarely(quantization_hooks.quantization_perchannel_hook),
-    narrow_channels,
+    rarely(narrow_channels),
 ]
 
 

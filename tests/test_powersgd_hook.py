@@ -171,7 +171,7 @@ def rank_two(group):
     return ours.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
 
-@pytest.mark.parametrize("via", ["ddp", "attach"])
+@pytest.mark.parametrize("via", ["ddp", pytest.param("attach", marks=pytest.mark.full)])
 def test_the_hook_keeps_the_contract(via):
     report = check_hook(
         ours.powerSGD_hook,
