@@ -1,6 +1,5 @@
 """Recipe `auto` on real and virtual ranks: all choose alike, nothing is lost, resumed runs go on."""
 
-import io
 import json
 import pickle
 
@@ -19,6 +18,7 @@ from gradwire.testing import VirtualRanks
 from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
 from gradwire.tuning.times import StepTimer, Times
 from gradwire.tuning.tuner import Tuner
+from tests.resumed_runs import through_a_file
 
 FIRST = NUM_SETTLING + NUM_TIMED - 1
 SLOW, HIDDEN = Times(1.0, 0.9, 0.9), Times(1.0, 0.001, 0.5)
@@ -297,13 +297,6 @@ def check_swaps(rank):
 
 def test_it_takes_over_from_other_recipes_and_they_from_it(two_ranks):
     two_ranks.run(check_swaps)
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def check_resumed(rank, spec):

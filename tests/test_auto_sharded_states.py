@@ -1,6 +1,5 @@
 """Recipe `auto` on shards, beside its choices: times, changes by the user, checkpoints, scripts."""
 
-import io
 import json
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from gradwire.tuning import times
 from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
 from gradwire.tuning.times import StepTimer, Times
 from tests.auto_runs import FIRST, encodings_by_unit, pretend, require_same_everywhere
+from tests.resumed_runs import through_a_file
 from tests.sharded_runs import (
     batch,
     loss_of,
@@ -94,13 +94,6 @@ def check_swaps(rank):
 
 def test_it_takes_over_from_other_recipes_and_they_from_it(two_ranks):
     two_ranks.run(check_swaps)
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def check_resumed(rank, path):

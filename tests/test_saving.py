@@ -1,7 +1,6 @@
 """States that are saved after the model is gone, on one rank alone, or at a time when they are torn."""
 
 import gc
-import io
 import weakref
 from datetime import timedelta
 
@@ -13,13 +12,7 @@ import gradwire
 from gradwire.averaging import Grid, checkpoint
 from gradwire.averaging.gathering import gather_states
 from tests.models import backward, small_model
-
-
-def through_a_file(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+from tests.resumed_runs import through_a_file
 
 
 def check_outliving(rank):
