@@ -18,7 +18,7 @@ class FarGroup:
     It leaves when its sender knows that it is awaited, as in Gloo. That news takes a unit of time, too.
     """
 
-    native_sum = native_scatter = None
+    native_sum = native_scatter = native_gather = None
 
     def __init__(self, group, sent):
         self.rank, self.size, self.traffic = group.rank, group.size, group.traffic

@@ -26,7 +26,20 @@ from gradwire.ops.cuda import casts as cuda_casts
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.ops.reference import casts as reference_casts
 from gradwire.testing import cases, check_hook, run_ranks
-from tests.gpu import auto, averager, face, faults, lowrank, outer, resume, rotated, sharded, telemetry, trust
+from tests.gpu import (
+    auto,
+    averager,
+    face,
+    faults,
+    lowrank,
+    outer,
+    recordings,
+    resume,
+    rotated,
+    sharded,
+    telemetry,
+    trust,
+)
 from tests.rows import ROWS
 
 
@@ -252,6 +265,7 @@ def main():
         **outer.CHECKS,
         **sharded.CHECKS,
         **auto.CHECKS,
+        **recordings.CHECKS,
     }
     for name, check in checks.items():
         if only and not name.startswith(only):

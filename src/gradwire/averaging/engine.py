@@ -12,14 +12,24 @@ from torch.futures import Future
 
 from gradwire.averaging.bucket import Bucket
 from gradwire.averaging.coalesce import Coalescer
-from gradwire.averaging.job import Job, run_jobs
+from gradwire.averaging.job import Job, reads_step, repeat_key, run_jobs
 from gradwire.averaging.layout_check import LayoutCheck
 from gradwire.averaging.native import NativeMean
 from gradwire.averaging.regroup import Regrouper
 from gradwire.averaging.scaling import Scaling
 from gradwire.averaging.state import RunState
 from gradwire.errors import Place, WireError
-from gradwire.lanes import CollectiveWork, Lane, Promise, Task, collective_task, completed, open_lane
+from gradwire.lanes import (
+    CollectiveWork,
+    Lane,
+    Promise,
+    RecordedRun,
+    Repeat,
+    Task,
+    collective_task,
+    completed,
+    open_lane,
+)
 from gradwire.peers import Group, Traffic
 from gradwire.recipes import Recipe
 from gradwire.telemetry import Meter, StatsCollector
@@ -169,11 +179,17 @@ class Engine:
         last, promises = batch[-1], tuple(job.promise for job in batch)
         run = functools.partial(run_jobs, batch, self.state.memory, self._may_have_unused)
         may_overlap = all(job.may_overlap for job in batch)
-        tasks = [Task(run, promises, last.place, self.stats.report, overlaps=may_overlap)]
+        tasks = [Task(run, promises, last.place, self.stats.report, may_overlap, self._repeat(batch, run))]
         if self._meter is not None and self._is_measured(last.place, last.flat):
             tasks = self._meter.measured(tasks[0], last.layout, self.state.memory, last.scaling.factor)
         for task in tasks:
             self._lane.submit(task)
+
+    def _repeat(self, batch: list[Job], run: RecordedRun) -> Repeat | None:
+        """Return how the lane can record a task; None if it cannot."""
+        assert self._lane is not None
+        key = repeat_key(batch, self.state.memory, self._may_have_unused) if self._lane.records else None
+        return None if key is None else Repeat(key, run, functools.partial(reads_step, batch))
 
     def _is_measured(self, place: Place, flat: Tensor) -> bool:
         return self._meter is not None and self._meter.is_due(place.step) and not flat.is_sparse

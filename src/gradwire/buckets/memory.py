@@ -29,6 +29,7 @@ class Memory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._states: dict[tuple[str, torch.dtype], ParameterState] = {}
+        self._num_replaced = 0
         self._cache: dict[Hashable, Any] = {}
 
     def flat(
@@ -49,6 +50,12 @@ class Memory:
         with self._lock:
             flat = self._state(*_key(name, layout, dtype)).flat(layout, device, may_change=may_change)
         return as_real(flat)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes whenever a state may lie elsewhere in memory than before, or is there no more."""
+        with self._lock:
+            return self._num_replaced, sum(state.num_moves for state in self._states.values())
 
     def has(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> bool:
         """Return True if any of a bucket's parameters has a state ``name`` in ``dtype``."""
@@ -83,7 +90,7 @@ class Memory:
 
     def keep_gradient_states(self) -> None:
         """Forget all states but residuals and velocities."""
-        self._states = {key: state for key, state in self._states.items() if key[0] in GRADIENT_STATES}
+        self._replace({key: state for key, state in self._states.items() if key[0] in GRADIENT_STATES})
 
     def rescale(self, factor: Tensor) -> None:
         """Multiply residuals and velocities by ``factor``, which may be on any device."""
@@ -101,7 +108,7 @@ class Memory:
 
     def load(self, named: dict[str, dict[str, Tensor]]) -> None:
         """Replace all states by ``named``, in the form that `named` returns."""
-        self._states.clear()
+        self._replace({})
         for name, values in named.items():
             for parameter, value in values.items():
                 self._state(name, value.dtype).put(parameter, value)
@@ -126,7 +133,11 @@ class Memory:
             state = loaded.setdefault((name, dtype), ParameterState(dtype))
             for parameter, values in tensors.items():
                 state.put(parameter, values.to(device))
-        self._states = loaded
+        self._replace(loaded)
+
+    def _replace(self, states: dict[tuple[str, torch.dtype], ParameterState]) -> None:
+        self._states = states
+        self._num_replaced += 1
 
     def _state(self, name: str, dtype: torch.dtype) -> ParameterState:
         return self._states.setdefault((name, dtype), ParameterState(dtype))

@@ -30,6 +30,8 @@ class ParameterState:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
         self._flats: dict[str, _FlatState] = {}
+        self.num_moves = 0
+        """How often values have moved to other memory, or have been forgotten."""
 
     def flat(
         self, layout: BucketLayout, device: torch.device | str = "cpu", *, may_change: bool = False
@@ -51,18 +53,21 @@ class ParameterState:
             old = self._flats.get(slot.name)
             if old is not None and not (may_change and old.view(slot.name).shape != slot.shape):
                 new.view(slot.name).copy_(_require_shape(slot, old.view(slot.name)))
+        self.num_moves += 1
         # This frees flat tensors that hold no parameter's values any more.
         self._flats.update((slot.name, new) for slot in layout.slots)
         return new.flat
 
     def put(self, name: str, value: Tensor) -> None:
         """Set a parameter's state to a copy of ``value``, whatever bucket it will lie in."""
+        self.num_moves += 1
         flat = value.detach().to(self._dtype).contiguous().flatten().clone()
         slot = Slot(name, 0, value.shape, row_by_row(value.shape))
         self._flats[name] = _FlatState(BucketLayout(-1, self._dtype, (slot,)), flat)
 
     def drop(self, layout: BucketLayout) -> None:
         """Forget the state of a bucket's parameters."""
+        self.num_moves += 1
         for slot in layout.slots:
             self._flats.pop(slot.name, None)
 

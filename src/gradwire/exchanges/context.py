@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from gradwire.buckets import BucketLayout, Memory
 from gradwire.exchanges.scratch import Scratch
 from gradwire.ops import Scale
@@ -23,3 +25,5 @@ class Context:
     step: int = 0
     may_have_unused: bool = False
     """True if a step may leave parameters unused; DDP drops the averaged gradient of those."""
+    step_on_device: Tensor | None = None
+    """The step in device memory, if the exchange is recorded; kernels that need it read it there."""

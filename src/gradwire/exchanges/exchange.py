@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -56,6 +56,14 @@ class Exchange(Protocol):
         """Return the exact bytes that each rank sends for a bucket, votes on unused parameters excepted."""
         ...
 
+    def repeats_as(self, step: int) -> Hashable | None:
+        """Return a key that is the same for steps of the same work on a device; None if no two are the same.
+
+        Work is the same if it differs in nothing but the values in memory, and the step where kernels read
+        it from `Context.step_on_device`.
+        """
+        ...
+
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
         """Return the largest number of messages that one rank sends to one peer, one after the other."""
         ...
@@ -79,3 +87,9 @@ def shared_bytes_of(parts: Sequence[tuple[Exchange, BucketLayout]], step: int) -
         return 0
     whole = [part.numel * part.dtype.itemsize for _, part in parts]
     return sum(own or all_of_it for own, all_of_it in zip(shared, whole, strict=True))
+
+
+def repeats_as_all(exchanges: Iterable[Exchange], step: int) -> Hashable | None:
+    """Return `Exchange.repeats_as` of several exchanges in one bucket."""
+    keys = tuple(exchange.repeats_as(step) for exchange in exchanges)
+    return None if None in keys else keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,6 +84,9 @@ class Hierarchical:
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         return 0  # its messages go to subgroups, which other buckets do not use
+
+    def repeats_as(self, step: int) -> Hashable | None:
+        return None
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         num_nodes, (numel, dtype) = self._num_nodes(world_size), layout.real_values

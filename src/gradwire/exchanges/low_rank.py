@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,7 +21,7 @@ from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Round, Rounds
 from gradwire.exchanges.scatter import Sum
 from gradwire.exchanges.two_phase import seeds_of, shared_two_shot_bytes
-from gradwire.exchanges.two_shot import PLAIN
+from gradwire.exchanges.two_shot import PLAIN, repeats_with
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
 from gradwire.ops import OTHER, Side
 from gradwire.torch_private import copy_all_
@@ -120,6 +120,11 @@ class LowRank:
             return PLAIN.shared_bytes(layout, step)
         messages = self._messages(layout, step)
         return sum(codec.wire_bytes(numel) for message in messages for codec, numel in message)
+
+    def repeats_as(self, step: int) -> Hashable | None:
+        if not self.warm_start or (self.factors is not None and not repeats_with(self.factors)):
+            return None
+        return step < self.start, self.num_rounds == 1 and self._side_at(step)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         if self._is_plain(layout, step):

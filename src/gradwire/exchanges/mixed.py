@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.exchange import Exchange, shared_bytes_of
+from gradwire.exchanges.exchange import Exchange, repeats_as_all, shared_bytes_of
 from gradwire.exchanges.links import Links, add_up
 from gradwire.exchanges.rounds import Rounds, side_by_side
 from gradwire.exchanges.two_phase import shared_two_shot_bytes
@@ -71,6 +71,9 @@ class Mixed:
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         return shared_bytes_of([(exchange, run) for exchange, run, _ in self.split(layout)], step)
+
+    def repeats_as(self, step: int) -> Hashable | None:
+        return repeats_as_all(self.exchanges, step)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         runs = self.split(layout)

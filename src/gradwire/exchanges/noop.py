@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +29,9 @@ class Noop:
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         return 0
+
+    def repeats_as(self, step: int) -> Hashable | None:
+        return None
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         return [Links(0, 0)] * world_size

@@ -12,7 +12,7 @@ from gradwire.exchanges.context import Context
 from gradwire.exchanges.scatter import Sum, aligned, aligned_rows, layouts_of
 from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, two_shot_bytes
 from gradwire.ops import NO_SEED, Chunk
-from gradwire.peers import gather
+from gradwire.peers import gather, gather_matrix
 
 # Bytes that a fast network sends in about the time of one more round.
 _ROUND_BYTES = 16 << 10
@@ -55,7 +55,7 @@ def sum_encoded(sums: Sequence[Sum], context: Context) -> None:
         seed = NO_SEED if each.seeds is None else each.seeds.of(group.rank, 0)
         codec.encode(Chunk(each.values, row, each.residual, seed))
         codec.decode(row, each.values, seed)
-    gather([row[:num_bytes] for row in arriving], group)
+    gather_matrix(arriving, [num_bytes] * group.size, group)
     for each, (begin, end) in zip(sums, places, strict=True):
         rows = arriving[:, begin : begin + aligned(end - begin)]
         seed = NO_SEED if each.seeds is None else each.seeds.of_chunk(0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.exchange import Exchange, shared_bytes_of
+from gradwire.exchanges.exchange import Exchange, repeats_as_all, shared_bytes_of
 from gradwire.exchanges.links import Links, add_up
 from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.selector import Selector
@@ -81,6 +81,9 @@ class Route:
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         return shared_bytes_of([(exchange, part) for exchange, part, _ in self.split(layout)], step)
+
+    def repeats_as(self, step: int) -> Hashable | None:
+        return repeats_as_all((exchange for _, exchange in self.routes), step)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         parts = [exchange.link_bytes(part, world_size, step) for exchange, part, _ in self.split(layout)]

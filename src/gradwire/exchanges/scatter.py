@@ -29,7 +29,8 @@ class Seeds:
     """Seeds of the rows of one bucket in one step, which every rank can compute for every other."""
 
     seed: int
-    step: int
+    step: int | Tensor
+    """The training step; on the device, if the exchange is recorded."""
     index: int
     """The bucket's index."""
 
@@ -39,7 +40,7 @@ class Seeds:
 
     def of_chunk(self, chunk: int) -> Seed:
         """Return the seed of a chunk, from which each rank's own is made."""
-        return Seed.of(self.seed, self.step, self.index, chunk)
+        return Seed.of(self.seed, self.index, chunk).of_step(self.step)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ class Scatter:
 
     A message is one row, in which every sum has a segment. Values are encoded into their segment and summed
     from it, so sums that share a message need no further copy. Their bits do not depend on the sharing.
+
+    Note [Two ranks gather]: a rank of two has one row to send, which the other gets. So their exchange of
+    chunks is also a gathering of two rows, and a backend may have a fast one.
     """
 
     def __init__(self, sums: Sequence[Sum], context: Context, rows: Sequence[Tensor] | None = None) -> None:
@@ -86,6 +90,13 @@ class Scatter:
         codecs = [each.used_codec.to_owner for each in sums]
         layouts = row_layouts(sums, codecs, group.size)
         sizes = row_sizes(layouts)
+        self.gather = group.native_gather if group.size == 2 and not are_rows(sums) else None
+        """The backend's own gathering, if it exchanges the chunks."""
+        arriving_bytes = sizes[group.rank] if self.gather is None else max(sizes)
+        self._arriving = aligned_rows(context.scratch, "arriving", group.size, arriving_bytes, device)
+        if self.gather is not None:
+            # See Note [Two ranks gather]. The own row of what arrives is not read.
+            rows = [self._arriving[group.rank]] * 2
         if rows is None:
             rows = values_as_rows(sums, sizes)
         if rows is None:
@@ -94,7 +105,6 @@ class Scatter:
         self._rows = [row[:num_bytes] for row, num_bytes in zip(rows, sizes, strict=True)]
         self.chunks = chunks_of(sums, self._rows, layouts)
         """The chunks of each sum, with their segments of the rows."""
-        self._arriving = aligned_rows(context.scratch, "arriving", group.size, sizes[group.rank], device)
         self._segments = [
             _Segment(codec, each.seeds, chunks, place)
             for each, codec, chunks, place in zip(sums, codecs, self.chunks, layouts[group.rank], strict=True)
@@ -103,12 +113,20 @@ class Scatter:
     def run(self) -> None:
         """Send every chunk to its owner, and receive this rank's chunk of every other rank."""
         group, own_bytes = self._group, self._rows[self._group.rank].numel()
+        if self.gather is not None:
+            (peer,) = peers_of(group)
+            self._encode(peer)
+            self.gather(self._arriving, self._rows[peer].numel())
+            return
         messages = group.post(self._arriving[:, :own_bytes].unbind())
         for peer in peers_of(group):
-            for segment in self._segments:
-                segment.encode(group.rank, peer)
+            self._encode(peer)
             messages.send(peer, self._rows[peer])
         messages.finish()
+
+    def _encode(self, peer: int) -> None:
+        for segment in self._segments:
+            segment.encode(self._group.rank, peer)
 
     def terms(self, number: int) -> tuple[Tensor, Seed]:
         """Return the rows that have arrived for one of the sums, and the seed of this rank's chunk."""
@@ -161,9 +179,14 @@ def chunks_of(sums: Sequence[Sum], rows: Sequence[Tensor], layouts: Layouts) -> 
     ]
 
 
+def are_rows(sums: Sequence[Sum]) -> bool:
+    """Return True if values are sent from their own memory."""
+    return len(sums) == 1 and sums[0].used_codec.in_place
+
+
 def values_as_rows(sums: Sequence[Sum], sizes: Sequence[int]) -> Sequence[Tensor] | None:
     """Return the memory of the values as rows, if a codec sends it as it is; None if rows must be made."""
-    if len(sums) == 1 and sums[0].used_codec.in_place:
+    if are_rows(sums):
         rows: Sequence[Tensor] = sums[0].values.view(torch.uint8).split(list(sizes))
         return rows
     return None

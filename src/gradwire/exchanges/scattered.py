@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from gradwire.exchanges.scatter import Sum, aligned_rows, even_bounds, sum_scatt
 from gradwire.exchanges.two_phase import seeds_of
 from gradwire.exchanges.two_shot import may_sum_natively
 from gradwire.ops import NO_SEED, Chunk, Family, Seed
-from gradwire.peers import gather
+from gradwire.peers import gather, gather_matrix
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,9 @@ class Scattered:
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         return 0  # whoever scatters waits for the result at once
 
+    def repeats_as(self, step: int) -> Hashable | None:
+        return None
+
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         sent = _chunk_bytes(self.codec.resolve(layout.dtype).to_owner, layout.numel, world_size)
         return [Links(0, sum(sent) - to_own) for to_own in sent]
@@ -91,11 +95,14 @@ class Gathered:
         values = _working_copy(flat, codec, context)
         bounds, seeds = even_bounds(flat.numel(), group.size), seeds_of(codec, self.seed, context)
         sizes = _chunk_bytes(codec, flat.numel(), group.size)
-        if codec.in_place:
-            rows = list(values.view(torch.uint8).split(sizes))
-        else:
+        matrix: Tensor | None = None
+        if not codec.in_place:
             matrix = aligned_rows(context.scratch, "rows", group.size, max(sizes), flat.device)
             rows = [row[:num_bytes] for row, num_bytes in zip(matrix, sizes, strict=True)]
+        else:
+            rows = list(values.view(torch.uint8).split(sizes))
+            if len({*sizes}) == 1:
+                matrix = values.view(torch.uint8).view(group.size, -1)
 
         def seed_of(rank: int) -> Seed:
             return NO_SEED if seeds is None else seeds.of(rank, rank)
@@ -103,7 +110,10 @@ class Gathered:
         start, end = bounds[group.rank]
         if start < end:
             codec.encode(Chunk(values[start:end], rows[group.rank], seed=seed_of(group.rank)))
-        gather(rows, group)
+        if matrix is None:
+            gather(rows, group)
+        else:
+            gather_matrix(matrix, sizes, group)
         for rank, ((start, end), row) in enumerate(zip(bounds, rows, strict=True)):
             if start < end:
                 codec.decode(row, values[start:end], seed_of(rank))
@@ -112,6 +122,9 @@ class Gathered:
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         return 0
+
+    def repeats_as(self, step: int) -> Hashable | None:
+        return None
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         sizes = _chunk_bytes(self.codec.resolve(layout.dtype), layout.numel, world_size)

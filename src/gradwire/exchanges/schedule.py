@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -43,6 +44,11 @@ class Schedule:
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         return self.at(step).shared_bytes(layout, step)
+
+    def repeats_as(self, step: int) -> Hashable | None:
+        start, exchange = next(stage for stage in reversed(self.stages) if stage[0] <= step)
+        key = exchange.repeats_as(step)
+        return None if key is None else (start, key)
 
     def at(self, step: int) -> Exchange:
         """Return the exchange of a step."""

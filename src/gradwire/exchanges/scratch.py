@@ -25,6 +25,11 @@ class Scratch:
         self._buffers.clear()
         self._parts.clear()
 
+    def buffers(self) -> list[Tensor]:
+        """Return all buffers, those of parts too."""
+        own = list(self._buffers.values())
+        return own + [buffer for part in self._parts.values() for buffer in part.buffers()]
+
     def bytes(self, name: str, num_bytes: int, device: torch.device) -> Tensor:
         """Return a buffer of ``num_bytes`` bytes with undefined content."""
         buffer = self._buffers.get((name, device))

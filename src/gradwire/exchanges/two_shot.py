@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, as_real
-from gradwire.codecs import Codec, Raw, Top
+from gradwire.codecs import Codec, Raw, Rotated, Top
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.residuals import migrate_residuals
@@ -97,6 +97,9 @@ class TwoShot:
         codec = self.codec.resolve(dtype)
         return 0 if may_sum_natively(codec) else codec.wire_bytes(numel)
 
+    def repeats_as(self, step: int) -> Hashable | None:
+        return 0 if not self.momentum and repeats_with(self.codec) else None
+
     def residual(self, flat: Tensor, context: Context) -> Tensor | None:
         """Return what earlier steps have left out of this bucket; None if that is not kept."""
         if self.feedback is None:
@@ -131,6 +134,13 @@ class TwoShot:
         """Return the sum over ranks that averages values of a dtype that the codec takes."""
         codec = self.codec.resolve(values.dtype)
         return Sum(values, codec, residual, seeds_of(codec, self.seed, context))
+
+
+def repeats_with(codec: Codec) -> bool:
+    """Return True if a codec does the same work in every step; `Exchange.repeats_as` says what that is."""
+    if isinstance(codec, Top):
+        return False  # sorts, which may make the host wait
+    return not codec.stochastic or isinstance(codec, Rotated)
 
 
 def may_sum_natively(codec: Codec, num_ranks: int | None = None) -> bool:

@@ -5,6 +5,7 @@ What a task computes and sends belongs to `exchanges` and `averaging`.
 
 from gradwire.lanes.lane import Lane, open_lane, open_local_lane
 from gradwire.lanes.lifetime import Uncopied, is_exiting, join_threads, register_finalizer
+from gradwire.lanes.recordings import RecordedRun, Repeat, RepeatKey
 from gradwire.lanes.task import (
     CollectiveWork,
     Promise,
@@ -19,6 +20,9 @@ __all__ = [
     "CollectiveWork",
     "Lane",
     "Promise",
+    "RecordedRun",
+    "Repeat",
+    "RepeatKey",
     "Run",
     "Task",
     "Uncopied",

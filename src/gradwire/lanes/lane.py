@@ -42,6 +42,11 @@ class Lane(Protocol):
     """True if `submit` itself runs the task; a task that waits for a later one then waits for ever."""
 
     @property
+    def records(self) -> bool:
+        """True if it records tasks that do the same in every step."""
+        ...
+
+    @property
     def failure(self) -> WireError | None:
         """The first error of this lane; once set, it stays."""
         ...

@@ -7,11 +7,13 @@ import time
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 
 from gradwire.errors import WireError, locate
 from gradwire.exchanges import Scratch
 from gradwire.lanes.current_stream import StreamInUse
 from gradwire.lanes.lifetime import register_finalizer
+from gradwire.lanes.recordings import Recordings, may_record
 from gradwire.lanes.stream_progress import StreamMark, StreamProgress
 from gradwire.lanes.task import Task
 from gradwire.peers import Failure, NcclGroup, SingleRankGroup, StallWatcher
@@ -29,10 +31,17 @@ class StreamLane:
         self._group = group
         self._failure = failure
         self._scratch = Scratch()
+        self._recordings: Recordings | None = None
+        if isinstance(group, NcclGroup) and may_record():
+            self._recordings = Recordings(group, self._scratch)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._progress = StreamProgress(timeout.total_seconds() / 2)
         watcher = StallWatcher(failure, timeout.total_seconds(), self._progress.look, "stream")
         self._finalizer = register_finalizer(self, watcher.end)
+
+    @property
+    def records(self) -> bool:
+        return self._recordings is not None
 
     @property
     def failure(self) -> WireError | None:
@@ -52,7 +61,7 @@ class StreamLane:
             if self.failure is None:  # after a failure, ranks may disagree about what to send
                 self._progress.running = task.place, time.monotonic()
                 try:
-                    results = task.results(task.flats, self._group, self._scratch)
+                    results = self._run(task)
                 except Exception as error:
                     self.fail(locate(error, task.place))
                 self._progress.running = None
@@ -61,8 +70,16 @@ class StreamLane:
             # A future completed under the side stream makes its readers wait for that stream.
             task.keep(results)
 
+    def _run(self, task: Task) -> list[Tensor]:
+        recordings, repeat = self._recordings, task.repeat
+        if recordings is not None and repeat is not None and recordings.run(task, repeat):
+            return task.flats
+        return task.results(task.flats, self._group, self._scratch)
+
     def free_scratch(self) -> None:
         self._scratch.clear()
+        if self._recordings is not None:
+            self._recordings.clear()
 
     def fail(self, error: WireError) -> None:
         if self.failure is None:
@@ -72,4 +89,6 @@ class StreamLane:
 
     def close(self) -> None:
         self._finalizer()
+        if self._recordings is not None:
+            self._recordings.clear()
         self._group.close()

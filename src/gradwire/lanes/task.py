@@ -13,6 +13,7 @@ from torch.futures import Future
 from gradwire.errors import Place
 from gradwire.exchanges import Scratch
 from gradwire.lanes.current_stream import record_end_of
+from gradwire.lanes.recordings import Repeat
 from gradwire.peers import Group, Traffic
 
 Run = Callable[[Sequence[Tensor], Group, Scratch], Sequence[Tensor]]
@@ -75,6 +76,8 @@ class Task:
     report: Report = report_nothing
     overlaps: bool = False
     """True if it may run beside other tasks that overlap; otherwise it runs alone."""
+    repeat: Repeat | None = None
+    """How a lane on a stream can record the task and replay it in later steps; None if it cannot."""
 
     @property
     def flats(self) -> list[Tensor]:

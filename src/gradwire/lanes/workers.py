@@ -29,6 +29,7 @@ class WorkerLane:
     one waits for its messages, and each group's messages have the same order on every rank.
     """
 
+    records = False
     runs_inline = False
 
     def __init__(

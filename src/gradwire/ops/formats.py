@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 from typing import Literal
@@ -20,6 +21,8 @@ LIMITS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 _STEPS = {"int8": 1, "int4": 1, "fp8": 32}
 # The smallest normal fp32 number: the inverse of a smaller scale would overflow.
 MIN_SCALE = 2.0**-126
+# The number of cached seeds: a few for each bucket, whatever the step.
+_NUM_SEEDS = 4096
 _SCALE_BYTES = 2
 
 
@@ -168,6 +171,9 @@ class RotatedFormat:
 RANK_STEP = 0x9E3779B9
 """Difference between the seeds of two ranks: odd, so that all are different."""
 
+TIME_STEP = 0x85EBCA6B
+"""Difference between the seeds of two training steps: odd, too."""
+
 
 @dataclass(frozen=True)
 class Seed:
@@ -175,13 +181,22 @@ class Seed:
 
     low: int
     high: int
+    step: Tensor | None = None
+    """A training step in device memory, from which a kernel makes the step's own seed; None if it is made."""
 
     @classmethod
+    @functools.lru_cache(_NUM_SEEDS)
     def of(cls, *numbers: int) -> Seed:
         """Return a seed made of all the numbers."""
         digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
 
+    def of_step(self, step: int | Tensor) -> Seed:
+        """Return a seed of a training step's own; of a step in device memory, once a kernel has read it."""
+        if isinstance(step, Tensor):
+            return Seed(self.low, self.high, step)
+        return Seed((self.low + step * TIME_STEP) & 0xFFFFFFFF, self.high)
+
     def of_rank(self, rank: int) -> Seed:
         """Return a seed of the rank's own, in a way that a kernel can follow."""
-        return Seed(self.low, (self.high + rank * RANK_STEP) & 0xFFFFFFFF)
+        return Seed(self.low, (self.high + rank * RANK_STEP) & 0xFFFFFFFF, self.step)

@@ -24,6 +24,7 @@ from gradwire.peers.groups import (
     Traffic,
     gather,
     gather_by_nodes,
+    gather_matrix,
     gather_rows,
 )
 from gradwire.peers.nccl import NcclGroup
@@ -65,6 +66,7 @@ __all__ = [
     "gather",
     "gather_by_nodes",
     "gather_if_same",
+    "gather_matrix",
     "gather_rows",
     "is_far",
     "is_unreachable",

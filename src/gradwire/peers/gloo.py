@@ -75,6 +75,7 @@ class GlooGroup:
 
     native_sum = None
     native_scatter = None
+    native_gather = None
 
     def __init__(
         self,

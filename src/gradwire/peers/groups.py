@@ -66,6 +66,15 @@ class Group(Protocol):
         """
         ...
 
+    @property
+    def native_gather(self) -> Callable[[Tensor, int], None] | None:
+        """The backend's own gathering of rows; None if rounds of messages are faster.
+
+        It gives every rank every rank's row of a matrix of bytes: this rank's is there, the others come in
+        place. The second argument is the number of bytes that this rank's row holds. Rows are sent whole.
+        """
+        ...
+
     def post(self, rows: Sequence[Tensor]) -> Messages:
         """Begin a round that receives the row of rank r into ``rows[r]``; empty rows are not sent."""
         ...
@@ -92,6 +101,14 @@ def gather(rows: Sequence[Tensor], group: Group) -> None:
     for distance in range(1, group.size):
         messages.send((group.rank + distance) % group.size, rows[group.rank])
     messages.finish()
+
+
+def gather_matrix(matrix: Tensor, sizes: Sequence[int], group: Group) -> None:
+    """Give every rank every rank's row of ``matrix``, of which the first ``sizes[r]`` bytes are used."""
+    if group.native_gather is not None:
+        group.native_gather(matrix, sizes[group.rank])
+    else:
+        gather([row[:size] for row, size in zip(matrix, sizes, strict=True)], group)
 
 
 def gather_by_nodes(rows: Sequence[Tensor], group: Group, node_size: int) -> None:
@@ -124,6 +141,7 @@ class SingleRankGroup:
     size = 1
     native_sum = None
     native_scatter = None
+    native_gather = None
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -143,6 +161,7 @@ class Subgroup:
 
     native_sum = None
     native_scatter = None
+    native_gather = None
 
     def __init__(self, group: Group, ranks: Sequence[int]) -> None:
         """Take ``ranks`` of ``group``, in this order; this rank must be among them."""

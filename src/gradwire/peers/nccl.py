@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
 
-# torch 2.13 has renamed it.
+# torch 2.13 has renamed them.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class NcclGroup:
@@ -22,6 +23,8 @@ class NcclGroup:
         self.rank = group.rank()
         self.size = group.size()
         self.traffic = Traffic()
+        self.begin: Callable[[Callable[[], object]], None] | None = None
+        """Begins messages, while they are recorded; None to begin them at once."""
         # Lanes are cached by process group: a strong reference from a lane would keep the group alive.
         self._group_ref = weakref.ref(group)
 
@@ -33,7 +36,7 @@ class NcclGroup:
         return group
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
-        return _NcclMessages(self, self._group, rows)
+        return _NcclMessages(self, rows)
 
     def native_sum(self, tensor: Tensor) -> None:
         """Sum by NCCL's allreduce: not in rank order, but the same on every rank."""
@@ -41,13 +44,33 @@ class NcclGroup:
         numel = 2 * (self.size - 1) * tensor.numel() // self.size
         self.traffic.bytes_sent += numel * tensor.element_size()
         self.traffic.num_messages += 2 * (self.size - 1)
-        dist.all_reduce(tensor, group=self._group)
+        self.launch(lambda: dist.all_reduce(tensor, group=self._group))
 
     def native_scatter(self, values: Tensor, own: Tensor) -> None:
         """Sum by NCCL's reduce-scatter: not in rank order."""
         self.traffic.bytes_sent += (self.size - 1) * own.numel() * own.element_size()
         self.traffic.num_messages += self.size - 1
-        _reduce_scatter(own, values, group=self._group)
+        self.launch(lambda: _reduce_scatter(own, values, group=self._group))
+
+    def native_gather(self, matrix: Tensor, num_bytes: int) -> None:
+        """Gather by NCCL's all-gather, which uses more connections than messages from rank to rank."""
+        own = matrix[self.rank]
+        # What pads rows to one length, some bytes for each sum in them, is not counted.
+        self.traffic.bytes_sent += (self.size - 1) * num_bytes
+        self.traffic.num_messages += (self.size - 1) * int(num_bytes > 0)
+        self.launch(lambda: _all_gather(matrix.view(-1), own, group=self._group))
+
+    def exchange(self, rows: list[Tensor], outgoing: list[Tensor]) -> None:
+        """Send ``outgoing[r]`` to each rank r, and receive its row into ``rows[r]``."""
+        # One grouped launch for all peers: NCCL builds its own all-to-all the same way.
+        self.launch(lambda: dist.all_to_all(rows, outgoing, group=self._group))
+
+    def launch(self, message: Callable[[], object]) -> None:
+        """Begin a message, or let the recording begin it."""
+        if self.begin is None:
+            message()
+        else:
+            self.begin(message)
 
     def close(self) -> None:
         """Do nothing: the group belongs to the user."""
@@ -56,9 +79,8 @@ class NcclGroup:
 class _NcclMessages:
     """One round of messages, launched together at the first `wait`."""
 
-    def __init__(self, owner: NcclGroup, group: dist.ProcessGroup, rows: Sequence[Tensor]) -> None:
+    def __init__(self, owner: NcclGroup, rows: Sequence[Tensor]) -> None:
         self._owner = owner
-        self._group = group
         nothing = rows[0][:0]
         self._rows = [nothing if peer == owner.rank else row for peer, row in enumerate(rows)]
         self._outgoing = [nothing] * owner.size
@@ -70,9 +92,8 @@ class _NcclMessages:
         self._owner.traffic.num_messages += int(row.numel() > 0)
 
     def wait(self, peer: int) -> None:
-        # One grouped launch for all peers: NCCL builds its own all-to-all the same way.
         if not self._launched:
-            dist.all_to_all(self._rows, self._outgoing, group=self._group)
+            self._owner.exchange(self._rows, self._outgoing)
             self._launched = True
 
     def finish(self) -> None:

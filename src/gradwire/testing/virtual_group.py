@@ -73,6 +73,7 @@ class VirtualGroup:
 
     native_sum = None
     native_scatter = None
+    native_gather = None
 
     def __init__(self, shared: _Mailbox, rank: int) -> None:
         self.rank = rank

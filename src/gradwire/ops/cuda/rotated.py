@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradwire.ops.cuda.codes import to_bf16
 from gradwire.ops.cuda.rotation import RotatedTile, coded, decoded
-from gradwire.ops.formats import RANK_STEP, RotatedFormat, Seed
+from gradwire.ops.formats import RANK_STEP, TIME_STEP, RotatedFormat, Seed
 from gradwire.ops.operands import Chunk, RotatedRows, Scale
 
 # Arguments whose values do not cause a new compilation.
@@ -33,6 +33,7 @@ _SIZES = [
 # Pointers for which Triton must not use vectors: a thread would get four neighbours, and not a column.
 _VALUES = ["values", "own"]
 _RANK_STEP = tl.constexpr(RANK_STEP)
+_TIME_STEP = tl.constexpr(TIME_STEP)
 # The most registers of a thread, by operation; more leave room for fewer warps. On an H200, encoding and
 # decoding take the same time with any number from 64 on.
 _TUNED: dict[str, int | None] = {"encode": None, "decode": None, "reduce": 128}
@@ -44,6 +45,15 @@ def _block(numel, TILE: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     start = block * (TILE.rows * 32)
     return block, start, tl.minimum(numel - start, TILE.rows * 32).to(tl.int32)
+
+
+@triton.jit
+def _low_word(low, step, STEP_ON_DEVICE: tl.constexpr):
+    """Return the low word of a seed, of the step that is on the device if it is there."""
+    if STEP_ON_DEVICE:
+        return low.to(tl.uint32) + tl.load(step).to(tl.uint32) * _TIME_STEP
+    else:
+        return low.to(tl.uint32)
 
 
 @triton.jit
@@ -101,13 +111,17 @@ def _encode_block(values, codes, scales, block, seed, m, size, TILE: tl.constexp
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
-def _encode(values, codes, scales, numel, tail_size, low, high, TILE: tl.constexpr):
+def _encode(
+    values, codes, scales, numel, tail_size, low, high, step,
+    STEP_ON_DEVICE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     block, start, m = _block(numel, TILE)
+    seed = _low_word(low, step, STEP_ON_DEVICE), high
     full: tl.constexpr = TILE.rows * 32
     if m == full:
-        _encode_block(values + start, codes, scales, block, (low, high), full, full, TILE)
+        _encode_block(values + start, codes, scales, block, seed, full, full, TILE)
     else:
-        _encode_block(values + start, codes, scales, block, (low, high), m, tail_size, TILE)
+        _encode_block(values + start, codes, scales, block, seed, m, tail_size, TILE)
 
 
 @triton.jit
@@ -118,13 +132,17 @@ def _decode_block(codes, scales, values, block, seed, m, size, TILE: tl.constexp
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
-def _decode(codes, scales, values, numel, tail_size, low, high, TILE: tl.constexpr):
+def _decode(
+    codes, scales, values, numel, tail_size, low, high, step,
+    STEP_ON_DEVICE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     block, start, m = _block(numel, TILE)
+    seed = _low_word(low, step, STEP_ON_DEVICE), high
     full: tl.constexpr = TILE.rows * 32
     if m == full:
-        _decode_block(codes, scales, values + start, block, (low, high), full, full, TILE)
+        _decode_block(codes, scales, values + start, block, seed, full, full, TILE)
     else:
-        _decode_block(codes, scales, values + start, block, (low, high), m, tail_size, TILE)
+        _decode_block(codes, scales, values + start, block, seed, m, tail_size, TILE)
 
 
 @triton.jit
@@ -151,21 +169,23 @@ def _reduce_block(
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
 def _reduce(
     rows, halves, num_rows, stride, first_scale, term_low, term_high, own, own_index, factors, factor,
-    codes, scales, numel, tail_size, low, high,
-    FACTOR_ON_DEVICE: tl.constexpr, TERM: tl.constexpr, TILE: tl.constexpr,
+    codes, scales, numel, tail_size, low, high, step,
+    FACTOR_ON_DEVICE: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, TERM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     if FACTOR_ON_DEVICE:
         factor = tl.load(factors)
     block, start, m = _block(numel, TILE)
+    seed = _low_word(low, step, STEP_ON_DEVICE), high
+    term_low = _low_word(term_low, step, STEP_ON_DEVICE)
     full: tl.constexpr = TILE.rows * 32
     terms = rows, halves + first_scale, num_rows, stride, term_low, term_high.to(tl.uint32)
     if m == full:
         _reduce_block(
-            terms, own + start, own_index, factor, codes, scales, block, (low, high), full, full, TERM, TILE
+            terms, own + start, own_index, factor, codes, scales, block, seed, full, full, TERM, TILE
         )
     else:
         _reduce_block(
-            terms, own + start, own_index, factor, codes, scales, block, (low, high), m, tail_size, TERM, TILE
+            terms, own + start, own_index, factor, codes, scales, block, seed, m, tail_size, TERM, TILE
         )
 
 
@@ -214,6 +234,8 @@ def _operands(
         "tail_size": form.tail(numel),
         "low": low,
         "high": high,
+        "step": codes if seed.step is None else seed.step,
+        "STEP_ON_DEVICE": seed.step is not None,
         "TILE": RotatedTile.of(form),
         # A warp's registers hold 1024 values well.
         "num_warps": max(form.block // 1024, 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.ops.formats import LIMITS, MIN_SCALE, BlockFormat, Seed
+from gradwire.ops.formats import LIMITS, MIN_SCALE, TIME_STEP, BlockFormat, Seed
 from gradwire.ops.operands import Chunk, Scale
 
 
@@ -146,7 +146,8 @@ def _noise(index: Tensor, seed: Seed) -> Tensor:
 
 def hashed(index: Tensor, seed: Seed) -> Tensor:
     """Return 32 random bits for each index, in 64-bit integers."""
-    return _mix((_mix((index ^ seed.low) & _WORD) + seed.high) & _WORD)
+    low = seed.low if seed.step is None else seed.low + seed.step * TIME_STEP
+    return _mix((_mix((index ^ low) & _WORD) + seed.high) & _WORD)
 
 
 _WORD = 0xFFFFFFFF
