@@ -5,13 +5,12 @@ import torch
 
 import gradwire
 from gradwire.buckets import BucketLayout, Memory, Slot
-from gradwire.exchanges import Context, Scratch, run_rounds
+from gradwire.exchanges import Context, Gathered, Scattered, Scratch, average
 from gradwire.peers import gather
 from gradwire.testing import run_virtual_ranks
 
 NUM_STEPS = 3
-# Chunks of unequal sizes, an empty one, and a bucket with a tail.
-SIZES = ((1,), (64, 65), (1000,), (3000, 130, 5))
+CODECS = {spec: gradwire.recipe(spec).exchange.codec for spec in ("int8", "int4", "fp16", "int2")}
 
 
 class Gathering:
@@ -31,43 +30,51 @@ class Gathering:
         self.traffic.bytes_sent = before + (self.size - 1) * num_bytes
 
 
-def averaged(recipe, sizes, world_size, wrap):
-    """Average buckets side by side for some steps; return each rank's values, bytes and gathers."""
+def run(exchange, shape, world_size, wrap):
+    """Run an exchange for some steps; return each rank's results, bytes and gathers."""
 
     def job(group):
         group = wrap(group)
-        scratch, memory, exchange = Scratch(), Memory(), gradwire.recipe(recipe).exchange
+        scratch, memory = Scratch(), Memory()
         generator = torch.Generator().manual_seed(group.rank)
+        strides = (shape[1], 1) if len(shape) == 2 else (1,)
+        layout = BucketLayout.packed(0, torch.float32, [Slot("p", 0, torch.Size(shape), strides)])
         results = []
         for step in range(NUM_STEPS):
-            rounds, first = [], None
-            for index, numel in enumerate(sizes):
-                values = torch.randn(numel, generator=generator)
-                shape = torch.Size([numel // 10, 10]) if numel % 10 == 0 else torch.Size([numel])
-                slot = Slot(f"p{index}", 0, shape, (10, 1) if len(shape) == 2 else (1,))
-                layout = BucketLayout.packed(index, torch.float32, [slot])
-                context = Context(group, scratch.part(index), 1 / group.size, layout, memory, step)
-                first = first or context
-                rounds.append(exchange.rounds(values, context))
-                results.append(values)
-            run_rounds(rounds, Context(group, scratch, first.scale, first.layout, memory, step))
+            values = torch.randn(layout.numel, generator=generator)
+            average(values, exchange, Context(group, scratch, 1 / group.size, layout, memory, step))
+            start, end = (layout.numel * rank // group.size for rank in (group.rank, group.rank + 1))
+            results.append(values[start:end] if isinstance(exchange, Scattered) else values)
         return torch.cat(results), group.traffic.bytes_sent, getattr(group, "num_gathers", 0)
 
     return run_virtual_ranks(job, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(
-    "recipe", ["int8", "int4", "fp16", "int2:bits=1+2", "topk", "powersgd:rank=2,factors=int4"]
-)
-def test_results_and_bytes_are_those_of_messages(recipe, sizes, world_size):
-    by_messages = averaged(recipe, sizes, world_size, lambda group: group)
-    by_gathers = averaged(recipe, sizes, world_size, Gathering)
+def assert_same(exchange, shape, world_size, num_gathers):
+    by_messages = run(exchange, shape, world_size, lambda group: group)
+    by_gathers = run(exchange, shape, world_size, Gathering)
     for (values, num_bytes, _), (expected, expected_bytes, _) in zip(by_gathers, by_messages, strict=True):
         assert expected.any()
         assert torch.equal(values, expected)
         assert num_bytes == expected_bytes
-    if "powersgd" not in recipe:
-        # Two ranks gather in both phases, more in the second one alone.
-        assert {each[2] for each in by_gathers} == {NUM_STEPS * (2 if world_size == 2 else 1)}
+    assert {each[2] for each in by_gathers} == {NUM_STEPS * num_gathers}
+
+
+@pytest.mark.parametrize("numel", [130, 1001, 5000])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_two_ranks_scatter_by_gathering(codec, numel):
+    assert_same(Scattered(codec), (numel,), 2, num_gathers=1)
+
+
+def test_more_ranks_scatter_by_messages():
+    assert_same(Scattered(CODECS["int8"]), (1000,), 3, num_gathers=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_parameters_are_gathered(codec, world_size):
+    assert_same(Gathered(codec), (1000,), world_size, num_gathers=1)
+
+
+def test_factors_of_two_ranks_are_gathered():
+    assert_same(gradwire.recipe("powersgd:rank=2,factors=int4").exchange, (64, 48), 2, num_gathers=2)

@@ -27,8 +27,8 @@ from gradwire.ops import NO_SEED, Chunk, Scale, Seed
 class TwoPhaseReduce:
     """Sum several tensors over ranks: each rank sums one chunk of every tensor, then sends it to the others.
 
-    Messages of both phases are rows as in `Scatter`. They share memory, unless the backend gathers rows: a
-    row to an owner arrives there before the owner's own row comes back to its place.
+    Messages of both phases are rows as in `Scatter`. They share memory: a row to an owner arrives there
+    before the owner's own row comes back to its place.
 
     Receives of both phases are posted at once. Gloo sends a row only when it knows of the receive, so one
     that is posted with its own phase would cost the time of a message more.
@@ -45,19 +45,16 @@ class TwoPhaseReduce:
         codecs = [each.used_codec for each in sums]
         layouts = row_layouts(sums, codecs, group.size)
         sizes = row_sizes(layouts)
-        self._matrix: Tensor | None = None
         if rows is None:
             rows = values_as_rows(sums, sizes)
         if rows is None:
             to_owners = row_sizes(row_layouts(sums, [codec.to_owner for codec in codecs], group.size))
             row_bytes, device = max(*sizes, *to_owners), sums[0].values.device
-            self._matrix = aligned_rows(context.scratch, "rows", group.size, row_bytes, device)
-            rows = self._matrix.unbind()
+            rows = aligned_rows(context.scratch, "rows", group.size, row_bytes, device).unbind()
         self._scatter = Scatter(sums, context, rows)
         self._rows = [row[:num_bytes] for row, num_bytes in zip(rows, sizes, strict=True)]
-        self._gather = None if self._matrix is None else group.native_gather
-        has_same_rows = self._scatter.gather is None and all(codec.to_owner is codec for codec in codecs)
-        chunks = self._scatter.chunks if has_same_rows else chunks_of(sums, self._rows, layouts)
+        is_one_layout = all(codec.to_owner is codec for codec in codecs)
+        chunks = self._scatter.chunks if is_one_layout else chunks_of(sums, self._rows, layouts)
         self._shares = [
             _Share(codec, own, each.seeds) for each, codec, own in zip(sums, codecs, chunks, strict=True)
         ]
@@ -69,7 +66,7 @@ class TwoPhaseReduce:
 
     def scatter_reduce(self) -> None:
         """Leave the sum of every chunk r on rank r: in its chunk r, and encoded in its row r."""
-        self._gathered = None if self._gather is not None else self._group.post(self._rows)
+        self._gathered = self._group.post(self._rows)
         self._scatter.run()
         for number, share in enumerate(self._shares):
             rows, seed = self._scatter.terms(number)
@@ -78,23 +75,13 @@ class TwoPhaseReduce:
     def gather(self) -> None:
         """Send every rank the encoded sums of all others, and decode them."""
         group, messages = self._group, self._gathered
-        if messages is None:
-            assert self._gather is not None
-            assert self._matrix is not None
-            self._gather(self._matrix, self._rows[group.rank].numel())
-            for peer in peers_of(group):
-                self._decode(peer)
-            return
         for peer in peers_of(group):
             messages.send(peer, self._rows[group.rank])
         for peer in peers_of(group):
             messages.wait(peer)
-            self._decode(peer)
+            for share in self._shares:
+                share.decode(peer)
         messages.finish()
-
-    def _decode(self, peer: int) -> None:
-        for share in self._shares:
-            share.decode(peer)
 
 
 @dataclass(frozen=True)
