@@ -207,6 +207,7 @@ def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
         if sharded.has_replicas and not sharded.is_native_hsdp:
             for unit in sharded.units:
                 unit.module.set_all_reduce_hook(plain_mean(unit, sharded.group))
+                undo.callback(_remove_all_reduce_hook, unit)
         return ShardedAttachment(sharded, backward, choice, agreed.timeout, undo, is_disabled=True)
     meter, is_nccl = options.meter(), uses_nccl(sharded.group, sharded.device)
     with contextlib.ExitStack() as undo:
@@ -272,6 +273,10 @@ def _install_gathers(
 def _restore_gather(unit: Unit, comm: Any) -> None:
     unit.module.set_custom_all_gather(comm)
     fsdp.forget_gather(unit.group)
+
+
+def _remove_all_reduce_hook(unit: Unit) -> None:
+    unit.module.set_all_reduce_hook(None)
 
 
 def _restore(unit: Unit, comm: Any) -> None:
