@@ -16,13 +16,14 @@ from gradwire.sharded import whole_tensor
 from gradwire.telemetry import WireStats
 from gradwire.training.fragments import broadcast, buckets_of, load_tensors, make_fragments, tensors_of
 from gradwire.training.inner_optimizer import InnerOptimizer
-from gradwire.training.joining import Newest, Position, newest, share_state
 from gradwire.training.local_choices import LocalOptions, check_work
 from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
 from gradwire.training.membership import join
+from gradwire.training.newest_state import Newest, Position, newest
 from gradwire.training.outer import Outer
 from gradwire.training.outer_loop import OuterLoop
 from gradwire.training.sites import Site, find_site
+from gradwire.training.state_sharing import share_state
 
 
 class LocalSGD(Uncopied):
@@ -315,7 +316,7 @@ class LocalSGD(Uncopied):
         if not found.is_everywhere or found.position.turn.num_given_up:
             self._state.memory.keep_gradient_states()  # low-rank factors must be the same on all ranks
         if not found.is_everywhere:
-            share_state(site.module, loop, site.group, found, site.device)
+            share_state(site, loop, found)
         self._num_steps, self._loop = found.position.num_steps, loop
 
     @property

@@ -11,8 +11,8 @@ from gradwire.peers import timeout_or_own
 from gradwire.recipes import Recipe, agree_on_nodes, noop
 from gradwire.training.gradient_wire import GradientWire
 from gradwire.training.inner_optimizer import InnerOptimizer
-from gradwire.training.joining import Newest, Position, meet
 from gradwire.training.local_choices import LocalOptions
+from gradwire.training.newest_state import Newest, Position, meet
 from gradwire.training.outer_loop import Members
 from gradwire.training.site_call import SitesCall
 from gradwire.training.sites import Site
