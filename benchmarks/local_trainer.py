@@ -21,9 +21,10 @@ from gradwire.peers import Group, Traffic
 from gradwire.recipes import Recipe, resolve_for_module
 from gradwire.testing import run_virtual_ranks
 from gradwire.training.fragments import load_tensors, make_fragments, tensors_of
+from gradwire.training.inner_optimizer import InnerOptimizer
 from gradwire.training.local_choices import streaming_of
 from gradwire.training.local_state import Turn
-from gradwire.training.outer_loop import OuterLoop
+from gradwire.training.outer_loop import Members, OuterLoop
 from gradwire.training.site_ranks import OneRank
 from gradwire.training.turns import make_turns
 from local_rows import parse
@@ -72,16 +73,14 @@ class Worker:
         named = dict(model.named_parameters())
         self.averaging = VirtualAveraging(resolve_for_module(row.recipe, model, named, setting.workers))
         streaming = streaming_of(row.outer)
-        fragments = make_fragments([(p, 0) for p in named.values()], Layouts(model), row.outer)
+        inner = InnerOptimizer(model, self.optimizer)
+        fragments = make_fragments(inner.parameters(), Layouts(model), row.outer)
         turns = make_turns(row.period, streaming.num_fragments)
-        ranks = OneRank(rank)
-        self.loop = OuterLoop(self.averaging, fragments, turns, streaming, ranks, self._lr_of, lambda: None)
+        members = Members(self.averaging, OneRank(rank))
+        self.loop = OuterLoop(members, fragments, turns, streaming, inner)
         self.gradients = [torch.zeros_like(parameter) for parameter in named.values()]
         for parameter, gradient in zip(named.values(), self.gradients, strict=True):
             parameter.grad = gradient
-
-    def _lr_of(self, param_group: int) -> float:
-        return float(self.optimizer.param_groups[param_group]["lr"])
 
     def inner_step(self, lr: float) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

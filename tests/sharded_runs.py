@@ -122,3 +122,15 @@ def train(model, steps, rank, lr=0.1, optimizer=None):
         loss_of(model, batch(rank, step)).backward()
         optimizer.step()
     return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
+
+
+def require_within(model, plain, step, tolerance):
+    """Compare gradients with the exact mean; zeros would not pass."""
+    want, have = exact_gradients(plain, step, world()), full_gradients(model)
+    largest = largest_local(plain, step, world())
+    assert have.keys() == want.keys()
+    for name, exact in want.items():
+        error = float((have[name].float() - exact).abs().max())
+        assert error <= tolerance * largest + 1e-6, (name, error)
+    whole, exact = (torch.cat([g.flatten() for g in each.values()]).float() for each in (have, want))
+    assert torch.cosine_similarity(whole, exact, dim=0) > 0.5

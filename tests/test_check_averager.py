@@ -13,6 +13,7 @@ TOLERANCES = {
     "powersgd": 4.0,
     "powersgd:rank=2": 8.0,
     "powersgd:rank=1,whole=true": 8.0,
+    "powersgd:rank=4,factors=int2": 8.0,
     "acp:rank=2": 8.0,
     "topk": 8.0,
     "topk:momentum=0.9": 8.0,

@@ -1,17 +1,97 @@
-"""``verify_every`` finds parameters that are not the same on every rank, whoever has changed one."""
+"""``verify_every`` finds gradients and parameters that are not the same on every rank."""
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.ddp.verification import _hash as hash_of
+from gradwire.ddp.verification import check_interval
+from tests.corrupting import FIRST_WRONG_STEP, corrupting_hook, corrupting_recipe
 from tests.models import backward
 
 
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2))
+
+
+def model_of(**options):
+    return DistributedDataParallel(net(), bucket_cap_mb=0.001, **options)
+
+
+# --- gradients ---
+
+CORRUPTING = {"a recipe": corrupting_recipe, "a hook": corrupting_hook}
+
+
+def check_corrupted(rank, name):
+    model = model_of()
+    with gradwire.attach(model, CORRUPTING[name](), verify_every=2):
+        for step in range(FIRST_WRONG_STEP + 1):  # step 3 is not verified
+            backward(model, step)
+        with pytest.raises(gradwire.WireError) as caught:
+            backward(model, FIRST_WRONG_STEP + 1)
+    text = str(caught.value)
+    # The last bucket holds the first parameters, and the weight lies behind the bias.
+    assert text.startswith(f"rank {rank}, step {FIRST_WRONG_STEP + 1}: the averaged gradient of 0."), text
+    assert "is not the same on every rank: one on rank(s) 0, 2, another on rank(s) 1." in text
+
+
+@pytest.mark.parametrize("name", CORRUPTING)
+def test_a_gradient_that_differs_is_an_error_on_all_ranks_with_its_name(name, three_ranks):
+    three_ranks.run(check_corrupted, name)
+
+
+# What is attached, and whether DDP looks for unused parameters.
+SOUND = {
+    "bf16": ("bf16", False),
+    "a sum, with unused parameters": ("fp32:reduction=sum", True),
+    "a hook": (torch_hooks.allreduce_hook, False),
+}
+
+
+def check_verified(rank, name):
+    what, finds_unused = SOUND[name]
+    model = model_of(find_unused_parameters=finds_unused)
+    with gradwire.attach(model, what, verify_every=1), model.join():
+        for step in range(2 + rank):
+            if step == 1:
+                model.module[4].weight.register_hook(lambda grad: grad * torch.inf)
+            with model.no_sync():
+                backward(model, step)
+            backward(model, step)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_gradients_that_are_the_same_pass_even_if_they_are_infinite(name, three_ranks):
+    three_ranks.run(check_verified, name)
+
+
+def test_verify_every_is_a_number_of_steps():
+    for wrong, kind in ((-1, ValueError), (True, TypeError), ("2", TypeError)):
+        with pytest.raises(kind, match="verify_every must be"):
+            check_interval(wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_a_hash_depends_on_every_bit_of_every_value(dtype):
+    torch.manual_seed(0)
+    values = torch.randn(40, dtype=dtype)
+    bits = values.view(torch.uint8).clone()
+    hashes = {hash_of(values).item()}
+    for byte in range(bits.numel()):
+        for bit in range(8):
+            changed = bits.clone()
+            changed[byte] ^= 1 << bit
+            hashes.add(hash_of(changed.view(dtype)).item())
+    assert len(hashes) == 1 + 8 * bits.numel()
+    assert hash_of(values.flip(0)).item() not in hashes
+
+
+# --- parameters ---
 
 
 def clip(model, optimizer):

@@ -171,6 +171,24 @@ def check_disabled_divisor(rank):
         del os.environ["GRADWIRE_DISABLE"]
 
 
+def check_disabled_again(rank):
+    """A wire that is disabled averages named replicas until it is detached; then another can be attached."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADWIRE_DISABLE", "1")
+        plain, (model, wire) = make(), attached("sign", False)
+        wire.detach()
+        with gradwire.attach(model, "sign", replicas=mesh_of(2, 2)["replicate"]):
+            loss_of(model, batch(rank, 0)).backward()
+            require_near(full_gradients(model), exact_gradients(plain, 0, world()), 1e-4)
+    with gradwire.attach(model, "fp32", replicas=mesh_of(2, 2)["replicate"]) as wire:
+        loss_of(model, batch(rank, 1)).backward()
+        assert wire.stats().num_steps == 1
+
+
+def test_a_disabled_wire_can_be_detached(four_ranks):
+    four_ranks.run(check_disabled_again)
+
+
 def test_a_divisor_divides_sums_when_gradwire_is_disabled(four_ranks):
     four_ranks.run(check_disabled_divisor)
 

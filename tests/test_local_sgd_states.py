@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.testing import run_ranks
-from gradwire.training import local_sgd as loop
+from gradwire.training import local_sgd, membership
 from tests.local_runs import flat, loss_of, net
 from tests.threads import lasting_threads
 
@@ -89,9 +89,9 @@ def figures(local):
     return (
         state["num_steps"],
         kept,
-        local._gradients.wire,
-        local._gradients.wire.attached,
-        str(local._gradients.wire.recipe),
+        local._membership.gradients.wire,
+        local._membership.gradients.wire.attached,
+        str(local._membership.gradients.wire.recipe),
         state["wire"]["step"],
     )
 
@@ -163,9 +163,9 @@ def job_nothing_left(rank):
 
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for name in ("open_engine", "make_fragments"):
+    for module, name in ((membership, "open_engine"), (local_sgd, "make_fragments")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no more sockets"):
-            patch.setattr(loop, name, fail)
+            patch.setattr(module, name, fail)
             gradwire.LocalSGD(model, optimizer, period=1)
         assert not lasting_threads()
     os.environ["GRADWIRE_DISABLE"] = "1"

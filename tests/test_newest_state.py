@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.training.joining import Position, newest
 from gradwire.training.local_state import Turn
+from gradwire.training.newest_state import Position, newest
 from gradwire.training.site_call import MIXED
 from tests.local_runs import flat, net, saved_bytes, train
 from tests.local_runs import make as make_ddp

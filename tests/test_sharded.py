@@ -7,8 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import gradwire
-from gradwire.scripts import Observations, summarize
-from gradwire.sharded import attach_to_all, reduce_scatter
+from gradwire.sharded import reduce_scatter
 from tests.sharded_runs import (
     batch,
     exact_gradients,
@@ -17,6 +16,7 @@ from tests.sharded_runs import (
     loss_of,
     make,
     require_near,
+    require_within,
     same_bits,
     shard,
     train,
@@ -40,18 +40,6 @@ TOLERANCES = {
 FIRST = ("int8", "sign")
 MORE = ("fp32", "bf16", *FIRST)
 SPECS = [spec if spec in FIRST else pytest.param(spec, marks=pytest.mark.full) for spec in TOLERANCES]
-
-
-def require_within(model, plain, step, tolerance):
-    """Compare gradients with the exact mean; zeros would not pass."""
-    want, have = exact_gradients(plain, step, world()), full_gradients(model)
-    largest = largest_local(plain, step, world())
-    assert have.keys() == want.keys()
-    for name, exact in want.items():
-        error = float((have[name].float() - exact).abs().max())
-        assert error <= tolerance * largest + 1e-6, (name, error)
-    whole, exact = (torch.cat([g.flatten() for g in each.values()]).float() for each in (have, want))
-    assert torch.cosine_similarity(whole, exact, dim=0) > 0.5
 
 
 def check_recipe(rank, spec, tolerance, options):
@@ -380,53 +368,3 @@ def check_disabled(rank):
 
 def test_torch_reduces_when_gradwire_is_disabled(two_ranks):
     two_ranks.run(check_disabled)
-
-
-def check_every_model(rank):
-    """Models that a script shards get the recipe at their first forward pass, once, as wholes."""
-    import torch.distributed.fsdp
-
-    with attach_to_all("int8") as attachments:
-        model = make()
-        for block in model.blocks:
-            torch.distributed.fsdp.fully_shard(block)
-        torch.distributed.fsdp.fully_shard(model)
-        for step in range(2):
-            model.zero_grad()
-            loss_of(model, batch(rank, step)).backward()
-            require_within(model, make(), step, TOLERANCES["int8"])
-        assert len(attachments.made) == 1
-        assert attachments.made[0].wire.stats().num_steps == 2
-        assert "saved" in summarize(attachments, Observations())
-    with attach_to_all("powersgd") as attachments:
-        model = torch.distributed.fsdp.fully_shard(make())
-        loss_of(model, batch(rank, 0)).backward()
-        require_near(full_gradients(model), exact_gradients(make(), 0, world()), 1e-4)
-        assert attachments.num_refused == 1
-    assert torch.distributed.fsdp.fully_shard is fully_shard
-
-
-def test_models_that_a_script_shards_are_attached_to(two_ranks):
-    two_ranks.run(check_every_model)
-
-
-def check_parts_sharded_together(rank):
-    """Parts of a model that one call shards, as Accelerate does with its embeddings and last layers."""
-    import torch.distributed.fsdp
-
-    with attach_to_all("int8") as attachments:
-        model = make()
-        torch.distributed.fsdp.fully_shard([model.blocks[0], model.blocks[1]])
-        torch.distributed.fsdp.fully_shard(model)
-        for step in range(2):
-            model.zero_grad()
-            loss_of(model, batch(rank, step)).backward()
-            require_within(model, make(), step, TOLERANCES["int8"])
-        assert [each.wire.stats().num_steps for each in attachments.made] == [2]
-        attachments.made[0].wire.detach()
-    with pytest.raises(ValueError, match="outside of it; attach to the model that has both"):
-        gradwire.attach(model.blocks[0], "int8")
-
-
-def test_parts_that_one_call_shards_are_attached_to_with_the_whole(two_ranks):
-    two_ranks.run(check_parts_sharded_together)

@@ -217,7 +217,7 @@ def check_failures(rank):
     train(model, optimizer, local, rank, range(1))
     before = local.state_dict(gather=True)["start"]
     if rank == 3:
-        local._engine.fail(gradwire.WireError("this rank has failed"))
+        local._membership.engine.fail(gradwire.WireError("this rank has failed"))
     with pytest.raises(gradwire.WireError):
         train(model, optimizer, local, rank, range(1, 9))  # an averaging begins in the second step
     assert local.num_steps == 4, "all ranks know when the averaging under way should end"

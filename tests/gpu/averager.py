@@ -20,7 +20,7 @@ def tensors_of(rank, step):
 
 
 def job_averager(rank):
-    """Means are right and the same on both ranks, also when they are weighted."""
+    """Means are right and the same on both ranks, also when they are weighted, and without gradwire."""
     os.environ["NCCL_HOSTID"] = str(rank)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -43,6 +43,13 @@ def job_averager(rank):
         value = torch.full((100,), float(rank + 1), device="cuda")
         averager.average_(value, weight=3 if rank else 1)
         assert value.eq(1.75).all()
+    os.environ["GRADWIRE_DISABLE"] = "1"
+    with gradwire.Averager("int8", group) as averager:
+        value = torch.full((100,), float(rank + 1), device="cuda")
+        averager.average_(value)
+        assert value.eq(1.5).all()
+        chunk = averager.reduce_scatter(torch.full((100,), float(rank + 1), device="cuda"))
+        assert averager.all_gather(chunk * (rank + 1)).tolist() == 50 * [1.5] + 50 * [3.0]
 
 
 CHECKS = {"averager": lambda: run_ranks(job_averager, 2, timeout=120)}

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.testing import run_ranks
+from tests.corrupting import corrupting_hook, corrupting_recipe
 from tests.gpu.models import (
     FAULTY_STEP,
     NUM_STEPS,
@@ -67,51 +68,9 @@ def job_agreement(rank, device="cuda"):
 # --- gradients that are not the same ---
 
 
-def corrupt(flat, step, *, has_first):
-    """Flip one bit on rank 1: the last of the bucket that holds the first parameters."""
-    if dist.get_rank() == 1 and step >= FAULTY_STEP and has_first:
-        flat.view(torch.int32)[-1] ^= 1
-
-
-class Corrupting:
-    """An exchange that averages as fp32 does, and then changes one value on one rank."""
-
-    communicates = True
-    kernels = gradwire.fp32().exchange.kernels
-
-    def __repr__(self):
-        return "Corrupting()"
-
-    def shared_bytes(self, layout, step):
-        return 0
-
-    def rounds(self, flat, context):
-        yield from gradwire.fp32().exchange.rounds(flat, context)
-        has_first = any(slot.name == "0.weight" for slot in context.layout.slots)
-        corrupt(flat, context.step, has_first=has_first)
-
-
-def corrupting_hook(group):
-    num_steps = 0
-
-    def hook(state, bucket):
-        nonlocal num_steps
-        num_steps += bucket.index() == 0
-        is_last = bucket.is_last()
-
-        def change(done, step=num_steps - 1, has_first=is_last):
-            corrupt(done.value()[0], step, has_first=has_first)
-            return done.value()[0]
-
-        flat = bucket.buffer().div_(dist.get_world_size())
-        return dist.all_reduce(flat, group=group, async_op=True).get_future().then(change)
-
-    return hook
-
-
 def job_verify(rank, device="cuda"):
     group = group_of(rank, device)
-    for what in (gradwire.Recipe("corrupting", Corrupting()), corrupting_hook(group)):
+    for what in (corrupting_recipe(), corrupting_hook(group)):
         model = model_of(group, device)
         with gradwire.attach(model, what, verify_every=2) as wire:
             for step in range(FAULTY_STEP + 1):  # it is not looked at in step 3

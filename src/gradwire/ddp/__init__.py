@@ -30,6 +30,7 @@ from gradwire.ddp.models import (
 from gradwire.ddp.nonfinite import OnNonfinite
 from gradwire.ddp.options import Options
 from gradwire.ddp.raw_hooks import hook_with_bridge, open_raw_engine, open_raw_lane
+from gradwire.ddp.replacing import replaced
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
@@ -79,6 +80,7 @@ __all__ = [
     "open_raw_lane",
     "queue_after_ddp",
     "register_hook_info",
+    "replaced",
     "require_future",
     "resolve_for_model",
     "shared_parameters",

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.ddp.attaching import attach
 from gradwire.ddp.ddp_attachment import DDPAttachment
+from gradwire.ddp.replacing import replaced
 from gradwire.ddp.wire import Wire, attachment_of, ddp_attachment_of
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
@@ -99,13 +100,11 @@ def attach_to_all(
         else:
             register(self, state, hook)
 
-    DistributedDataParallel.__init__ = make_and_attach  # type: ignore[method-assign]
-    DistributedDataParallel.register_comm_hook = register_instead  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(DistributedDataParallel, "__init__", make_and_attach),
+        replaced(DistributedDataParallel, "register_comm_hook", register_instead),
+    ):
         yield attachments
-    finally:
-        DistributedDataParallel.__init__ = make  # type: ignore[method-assign]
-        DistributedDataParallel.register_comm_hook = register  # type: ignore[method-assign]
 
 
 def _give_way(attachments: Attachments, wire: Wire) -> None:

@@ -184,8 +184,8 @@ class Attachment(abc.ABC):
 
     def detach(self) -> None:
         """Return the model to its own averaging, and close the runner."""
+        self.leave()
         if not self.is_disabled:
-            self.leave()
             self.bridge.runner.close()
             self.record_event("detach")
             self.bridge.checks.close()

@@ -22,13 +22,13 @@ from gradwire.ddp.models import (
     bucketed_parameters,
     claim_of,
     device_of,
+    may_exchange_after_backward,
     resolve_for_model,
     trained_parameters,
 )
 from gradwire.ddp.runner import Runner
 from gradwire.peers import uses_nccl
 from gradwire.recipes import Recipe, Tuning, WirePlan, make_plan
-from gradwire.torch_private import is_joining
 
 
 class DDPAttachment(Attachment):
@@ -91,8 +91,7 @@ class DDPAttachment(Attachment):
 
         def may_look() -> bool:
             ddp = model()
-            # In join(), DDP then exchanges the used parameters on some ranks before this, on others after.
-            return ddp is not None and not (ddp.find_unused_parameters and is_joining(ddp))
+            return ddp is not None and may_exchange_after_backward(ddp)
 
         # On NCCL, an engine does the same with exact gradients, on a stream of its own.
         native = None if uses_nccl(self.group, self.device) else NativeMean(self.group)

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.ddp.models import shared_parameters, trained_parameters
-from gradwire.torch_private import is_joining
+from gradwire.ddp.models import may_exchange_after_backward, shared_parameters, trained_parameters
 
 
 class ModelGradients(Protocol):
@@ -47,8 +46,8 @@ class DDPGradients:
             parameter.grad = None
 
     def may_compare(self) -> bool:
-        """Return False if DDP exchanges the used parameters, on some ranks before us and on others after."""
-        return not (self._ddp.find_unused_parameters and is_joining(self._ddp))
+        """Return False if ranks may not compare gradients after this pass."""
+        return may_exchange_after_backward(self._ddp)
 
     @property
     def _ddp(self) -> DistributedDataParallel:

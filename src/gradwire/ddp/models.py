@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.buckets import canonical_name
 from gradwire.recipes import Recipe, fingerprint, resolve_for_module
-from gradwire.torch_private import ddp_facts, uncompiled
+from gradwire.torch_private import ddp_facts, is_joining, uncompiled
 
 
 def make_ddp(module: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -122,6 +122,15 @@ def claim_of(ddp: DistributedDataParallel, chosen: dict[str, str]) -> dict[str, 
         "static_graph": str(ddp.static_graph),
         **fingerprint.of_parameters(trained_parameters(ddp).items()),
     }
+
+
+def may_exchange_after_backward(ddp: DistributedDataParallel) -> bool:
+    """Return False if ranks may not exchange messages of ours at the end of a backward pass.
+
+    In ``join()`` of a model that finds unused parameters, DDP exchanges the used ones, on some ranks before
+    such messages and on others after.
+    """
+    return not (ddp.find_unused_parameters and is_joining(ddp))
 
 
 def num_transient(ddp: DistributedDataParallel) -> int:

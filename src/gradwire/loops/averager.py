@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.averaging import (
-    Bucket,
     Engine,
     Grid,
     RunState,
@@ -35,27 +35,19 @@ from gradwire.loops.choices import (
     keeps_state,
     require_nothing_owed,
 )
-from gradwire.loops.halves import (
-    HalfRunner,
-    chunk_of,
-    compare,
-    gather_plainly,
-    make_full,
-    require_flat,
-    scatter_plainly,
-)
+from gradwire.loops.chunks import chunk_of, make_full, require_flat
+from gradwire.loops.halves import HalfRunner, compare
 from gradwire.loops.handle import AveragingHandle
 from gradwire.loops.packing import Packing, Packings
-from gradwire.loops.plain import start_plain_mean
+from gradwire.loops.plain import PlainEngine, PlainHalves
 from gradwire.loops.tensors import Tensors, named_tensors
-from gradwire.peers import CollectiveCall, backend_name, require_timeout, timeout_or_own
+from gradwire.peers import CollectiveCall, require_timeout, timeout_or_own, uses_nccl
 from gradwire.recipes import (
     Recipe,
     WirePlan,
     fingerprint,
     gathered,
     make_plan,
-    noop,
     require_fixed,
     scattered,
 )
@@ -98,7 +90,6 @@ class Averager(Uncopied):
     ) -> None:
         self._group = choose_group(group)
         self._timeout = timeout_or_own(timeout, self._group)
-        self._is_disabled = is_disabled()
         with CollectiveCall(self._group, self._timeout, "gradwire.Averager") as call:
             require_timeout(timeout)
             self._device = choose_device(self._group, device)
@@ -108,17 +99,20 @@ class Averager(Uncopied):
         self._in_flight: list[AveragingHandle] = []
         self._may_have_state = keeps_state(self._recipe)
         self._is_closed = False
-        self._is_nccl = self._device.type == "cuda" and backend_name(self._group, self._device) == "nccl"
+        self._is_nccl = uses_nccl(self._group, self._device)
         self._device_types = ("cuda",) if self._is_nccl else ("cpu", "cuda")
         state = RunState(timeline=Timeline(None))
-        if self._is_disabled:
+        self._engine: Engine | PlainEngine
+        self._halves: HalfRunner | PlainHalves
+        if is_disabled():
             log.warning("GRADWIRE_DISABLE is set: torch averages instead of %s", self._recipe)
-            self._engine = Engine(noop(), None, state)
+            self._engine = PlainEngine(self._recipe, self._group, state)
+            self._halves = PlainHalves(self._group)
         else:
             self._engine = open_engine(
                 self._recipe, self._group, self._device, call.rendezvous, state, may_wait=True
             )
-        self._halves = HalfRunner(self._engine, self._device if self._is_nccl else None)
+            self._halves = HalfRunner(self._engine, self._device if self._is_nccl else None)
         self._tuned = self._make_tuner()
 
     @property
@@ -169,7 +163,7 @@ class Averager(Uncopied):
             named = named_tensors(tensors, self._device_types)
             self._check_weight(weight, named)
             packing = self._packing_of(named, weight is not None, place)
-            futures = self._start(packing, packing.pack(named), weight, place)
+            futures = self._start(packing, named, weight, place)
 
         def end(results: list[Tensor]) -> None:
             self._require_usable()
@@ -203,8 +197,6 @@ class Averager(Uncopied):
         recipe, place = scattered(self._recipe), self._begin_call()
         with self._failing_all(place):
             own = require_flat(flat, self._device_types)
-            if self._is_disabled:
-                return scatter_plainly(own, self._group, is_sum=self._recipe.reduction == "sum")
             self._halves.run("reduce_scatter", recipe, own, place)
             self._require_usable()
         return chunk_of(own, self._group).clone()
@@ -222,16 +214,12 @@ class Averager(Uncopied):
         recipe, place = gathered(self._recipe), self._begin_call()
         with self._failing_all(place):
             full = make_full(require_flat(shard, self._device_types), numel, self._group)
-            if self._is_disabled:
-                return gather_plainly(full, self._group)
             self._halves.run("all_gather", recipe, full, place)
             self._require_usable()
         return full
 
     def stats(self) -> WireStats:
         """Return bytes, messages, and times of waiting and working; each call counts as a step."""
-        if self._is_disabled:
-            return WireStats(0, None, None, None, None, ())
         return self._engine.stats.read(self._num_calls - self._first_call)
 
     def plan(self, tensors: Tensors | None = None, step: int | None = None) -> WirePlan:
@@ -301,8 +289,7 @@ class Averager(Uncopied):
         self._require_usable()
         with CollectiveCall(self._group, self._timeout, "Averager.swap") as call:
             chosen = agree_on_recipe(recipe, self._device, call, {"the step": str(self._num_calls)})
-        if not self._is_disabled:
-            self._engine.swap(chosen, lambda: open_lane(self._group, self._device, call.rendezvous))
+        self._engine.swap(chosen, lambda: open_lane(self._group, self._device, call.rendezvous))
         self._recipe = chosen
         self._may_have_state |= keeps_state(chosen)
         self._tuned = self._make_tuner()
@@ -326,31 +313,19 @@ class Averager(Uncopied):
 
     def _make_tuner(self) -> Tuned | None:
         """Return a tuner for recipe ``auto``, for which each call is a step; None for other recipes."""
-        if self._recipe.tuning is None or self._is_disabled:
+        engine, tuning, group = self._engine, self._recipe.tuning, self._group
+        if tuning is None or not isinstance(engine, Engine):
             return None
-        group = self._group
-        return Tuned(self._recipe.tuning, self._engine, group.rank(), group.size(), self._num_calls)
+        return Tuned(tuning, engine, group.rank(), group.size(), self._num_calls)
 
     def _start(
-        self, packing: Packing, flats: list[Tensor], weight: float | None, place: Place
+        self, packing: Packing, named: Mapping[str, Tensor], weight: float | None, place: Place
     ) -> list[Future[Tensor]]:
-        if self._is_disabled:
-            is_sum = self._recipe.reduction == "sum"
-            return [start_plain_mean(flat, self._group, weight, is_sum=is_sum) for flat in flats]
         shares_names = any(handle.names & packing.names for handle in self._in_flight)
+        may_overlap = not (shares_names and self._may_have_state)
         futures = []
-        for index, (layout, flat) in enumerate(zip(packing.layouts, flats, strict=True)):
-            claim = packing.claim if weight is None else packing.weighted_claim
-            bucket = Bucket(
-                flat,
-                layout,
-                is_last=index == len(flats) - 1,
-                weight=weight,
-                # The first bucket stands for all; each bucket of a weighted mean needs the weights.
-                claim=claim if index == 0 or weight is not None else None,
-                may_overlap=not (shares_names and self._may_have_state),
-            )
-            own_place = Place(place.rank, place.step, index, place.hook)
+        for bucket in packing.buckets(named, weight, may_overlap=may_overlap):
+            own_place = replace(place, bucket=bucket.layout.index)
             if self._tuned is not None:
                 self._tuned.arrive(bucket, own_place)
             futures.append(self._engine.start(bucket, own_place))
@@ -376,8 +351,7 @@ class Averager(Uncopied):
         """Return the packing of these tensors; on NCCL, compare one that is new with the other ranks'."""
         packing, is_new = self._packings.of(named)
         if is_new and self._is_nccl and self._recipe.exchange.communicates:
-            claim = packing.weighted_claim if is_weighted else packing.claim
-            compare(claim, self._engine, place, self._device)
+            compare(packing.claim(is_weighted=is_weighted), self._engine, place, self._device)
         return packing
 
     def _check_weight(self, weight: float | None, named: Mapping[str, Tensor]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from gradwire.averaging import Bucket
 from gradwire.buckets import BucketLayout, Slot, dtype_name, row_by_row
 from gradwire.loops.tensors import bucket_dtype
 from gradwire.peers import SealedClaim
@@ -56,15 +57,26 @@ class Packing:
             },
         }
 
-    @functools.cached_property
-    def claim(self) -> SealedClaim:
-        """The claim that ranks compare in a call without weights."""
-        return SealedClaim({**self._fields, "weight": "not given"})
+    def claim(self, *, is_weighted: bool) -> SealedClaim:
+        """Return the claim that ranks compare in a call with or without weights."""
+        return self._weighted_claim if is_weighted else self._plain_claim
 
-    @functools.cached_property
-    def weighted_claim(self) -> SealedClaim:
-        """The claim that ranks compare in a call with weights."""
-        return SealedClaim({**self._fields, "weight": "given"})
+    def buckets(
+        self, tensors: Mapping[str, Tensor], weight: float | None, *, may_overlap: bool
+    ) -> Iterator[Bucket]:
+        """Yield the buckets of a call, in order; ``weight`` and ``may_overlap`` as for `Bucket`."""
+        claim = self.claim(is_weighted=weight is not None)
+        flats = self.pack(tensors)
+        for index, (layout, flat) in enumerate(zip(self.layouts, flats, strict=True)):
+            yield Bucket(
+                flat,
+                layout,
+                is_last=index == len(flats) - 1,
+                weight=weight,
+                # The first bucket stands for all; each bucket of a weighted mean needs the weights.
+                claim=claim if index == 0 or weight is not None else None,
+                may_overlap=may_overlap,
+            )
 
     def pack(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the values of each bucket; those of a contiguous tensor alone are no copy."""
@@ -79,6 +91,14 @@ class Packing:
             own = [tensors[slot.name].detach() for slot in layout.slots]
             if len(own) > 1 or not _is_flat(own[0], layout):
                 _copy_all(own, [slot.view(result) for slot in layout.slots])
+
+    @functools.cached_property
+    def _plain_claim(self) -> SealedClaim:
+        return SealedClaim({**self._fields, "weight": "not given"})
+
+    @functools.cached_property
+    def _weighted_claim(self) -> SealedClaim:
+        return SealedClaim({**self._fields, "weight": "given"})
 
     def _pack(self, layout: BucketLayout, device: torch.device, tensors: Mapping[str, Tensor]) -> Tensor:
         own = [tensors[slot.name].detach() for slot in layout.slots]

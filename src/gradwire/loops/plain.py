@@ -1,32 +1,96 @@
-"""Means by torch's own all_reduce, for when gradwire is disabled."""
+"""Calls of an averager by torch's own all_reduce, for when gradwire is disabled."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.averaging import Bucket, RunState
 from gradwire.buckets import as_real
+from gradwire.errors import Place, WireError
+from gradwire.lanes import CollectiveWork, Lane
+from gradwire.loops.chunks import Half, chunk_of
+from gradwire.recipes import Recipe
+from gradwire.telemetry import WireStats
 
 
-def start_plain_mean(
-    flat: Tensor, group: dist.ProcessGroup, weight: float | None, *, is_sum: bool
-) -> Future[Tensor]:
-    """Begin to average ``flat`` in place; the result is complete when the future has been waited for."""
-    total = torch.tensor(float(group.size()), dtype=torch.float64, device=flat.device)
-    if weight is not None:
-        total.fill_(weight)
-        dist.all_reduce(total, dist.ReduceOp.SUM, group)  # see Note [Groups by position]
-        if weight == 0:
+class PlainEngine:
+    """Averages buckets in place of an `Engine`: without encodings, without state and without a lane.
+
+    An error of torch's is raised on the rank that sees it. Nothing is compared or counted.
+    """
+
+    failure: WireError | None = None
+
+    def __init__(self, recipe: Recipe, group: dist.ProcessGroup, state: RunState) -> None:
+        """Average or sum over ``group`` as ``recipe`` does; ``state`` is kept for checkpoints alone."""
+        self.recipe = recipe
+        self.state = state
+        self.stats = _NoStats()
+        self._group = group
+
+    def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+        """Begin to average a bucket in place; it is averaged when the future has been waited for."""
+        flat, group, weight = bucket.flat, self._group, bucket.weight
+        total = torch.tensor(float(group.size()), dtype=torch.float64, device=flat.device)
+        if weight is not None:
+            total.fill_(weight)
+            dist.all_reduce(total, dist.ReduceOp.SUM, group)  # see Note [Groups by position]
+            if weight == 0:
+                flat.zero_()
+            else:
+                flat.mul_(weight)
+        work = dist.all_reduce(as_real(flat), dist.ReduceOp.SUM, group, async_op=True)
+        is_sum = self.recipe.reduction == "sum"
+
+        def divide(done: Future[list[Tensor]]) -> Tensor:
+            done.wait()
+            return flat if is_sum else flat.div_(total)
+
+        future: Future[Tensor] = work.get_future().then(divide)
+        return future
+
+    def swap(self, recipe: Recipe, open_lane: Callable[[], Lane]) -> None:
+        """Average or sum as another recipe does from now on."""
+        self.recipe = recipe
+
+    def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
+        """Do nothing: torch compares nothing either."""
+
+    def fail(self, error: WireError) -> None:
+        """Do nothing: the rank that has failed raises the error."""
+
+    def give_up(self) -> None:
+        """Do nothing: no bucket waits for another."""
+
+    def close(self) -> None:
+        """Do nothing: the group is the user's."""
+
+
+class PlainHalves:
+    """Runs reduce-scatters and all-gathers in place of a `HalfRunner`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def run(self, what: Half, recipe: Recipe, flat: Tensor, place: Place) -> None:
+        """Run a reduce-scatter or an all-gather in place, and wait for it."""
+        own = chunk_of(flat, self._group)
+        if what == "all_gather":
+            alone = own.clone()
             flat.zero_()
-        else:
-            flat.mul_(weight)
-    work = dist.all_reduce(as_real(flat), dist.ReduceOp.SUM, group, async_op=True)
+            own.copy_(alone)
+        dist.all_reduce(flat, dist.ReduceOp.SUM, self._group)
+        if what == "reduce_scatter" and recipe.reduction != "sum":
+            own.div_(self._group.size())
 
-    def divide(done: Future[list[Tensor]]) -> Tensor:
-        done.wait()
-        return flat if is_sum else flat.div_(total)
 
-    future: Future[Tensor] = work.get_future().then(divide)
-    return future
+class _NoStats:
+    """Statistics of torch's collectives, which are not known."""
+
+    def read(self, num_steps: int) -> WireStats:
+        return WireStats(0, None, None, None, None, ())

@@ -7,7 +7,7 @@ from gradwire.scripts.children import RunTask, note_forks, reach_children, serve
 from gradwire.scripts.launchers import hide_from_launchers, refuse_launchers
 from gradwire.scripts.launching import Script, run_script, show_error
 from gradwire.scripts.observing import Observations, observe
-from gradwire.scripts.state_files import ScriptStates
+from gradwire.scripts.states import ScriptStates
 from gradwire.scripts.summary import summarize
 
 __all__ = [

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gradwire.ddp import replaced
+
 
 @contextlib.contextmanager
 def before_each_call(owner: Any, name: str, act: Callable[..., None]) -> Iterator[None]:
@@ -18,7 +20,7 @@ def before_each_call(owner: Any, name: str, act: Callable[..., None]) -> Iterato
         act(*args, **kwargs)
         return function(*args, **kwargs)
 
-    with _replaced(owner, name, noted):
+    with replaced(owner, name, noted):
         yield
 
 
@@ -33,15 +35,5 @@ def after_each_call(owner: Any, name: str, act: Callable[..., None]) -> Iterator
         act(*args, **kwargs)
         return result
 
-    with _replaced(owner, name, noted):
+    with replaced(owner, name, noted):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

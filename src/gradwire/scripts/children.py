@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from gradwire.ddp import Attachments
 from gradwire.scripts.observing import Observations
-from gradwire.scripts.state_files import ScriptStates
+from gradwire.scripts.states import ScriptStates
 from gradwire.scripts.summary import describe_models
 from gradwire.sharded import attach_to_all
 from gradwire.telemetry import Telemetry
@@ -65,16 +65,17 @@ class Children:
     """The processes below this one that have made models."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        """Read the notes that they leave in ``folder``."""
+        self.folder = folder
 
     @property
     def num_attached(self) -> int:
         """The number of processes that gradwire has attached in."""
-        return len(list(self._folder.iterdir()))
+        return len(list(self.folder.iterdir()))
 
     def summaries(self) -> list[str]:
         """Return the lines of the processes that were rank 0."""
-        return [text for path in sorted(self._folder.iterdir()) if (text := path.read_text())]
+        return [text for path in sorted(self.folder.iterdir()) if (text := path.read_text())]
 
 
 @contextlib.contextmanager
@@ -113,7 +114,7 @@ def note_forks(children: Children, attachments: Attachments) -> None:
 
     That holds for as long as ``attachments`` exists.
     """
-    util.register_after_fork(attachments, functools.partial(note_at_exit, children._folder))
+    util.register_after_fork(attachments, functools.partial(note_at_exit, children.folder))
 
 
 def note_at_exit(folder: Path, attachments: Attachments) -> None:

@@ -10,7 +10,7 @@ import gradwire
 from gradwire.ddp import AttachedModel, Attachments, attachment_of
 from gradwire.recipes import make_plan, scattered
 from gradwire.scripts.observing import Observations
-from gradwire.scripts.state_files import ScriptStates
+from gradwire.scripts.states import ScriptStates
 from gradwire.tuning import decision_table
 
 _SPAWNED_WITHOUT_MODELS = (

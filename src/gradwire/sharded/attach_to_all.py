@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.ddp import AfterAttach, Attachments, Wire
+from gradwire.ddp import AfterAttach, Attachments, Wire, replaced
 from gradwire.ddp import attach_to_all as attach_to_all_ddp
 from gradwire.recipes import Recipe
 from gradwire.sharded.attaching import attach
@@ -69,11 +69,8 @@ def _watching_shards(attach_to: Callable[[nn.Module], None]) -> Iterator[None]:
             watched[each] = each.register_forward_pre_hook(attach_once, prepend=True)
         return sharded
 
-    setattr(torch_fsdp, "fully_shard", shard_and_watch)  # noqa: B010  # the stubs know a function there
-    try:
+    with replaced(torch_fsdp, "fully_shard", shard_and_watch):
         yield
-    finally:
-        setattr(torch_fsdp, "fully_shard", original)  # noqa: B010
 
 
 def _attach_unless_attached(model: nn.Module, recipe: Recipe, **options: Any) -> Wire | None:

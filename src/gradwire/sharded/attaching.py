@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -117,42 +119,8 @@ def attach(
             telemetry=telemetry,
         )
     sharded = ShardedModel(root, replicas)
-    limit = timeout_or_own(timeout, sharded.group)
-    # Replicas of one shard meet, and each rank's shards: so an error of any rank reaches all.
-    with contextlib.ExitStack() as calls:
-        around: CollectiveCall | None = None
-        if sharded.has_replicas:
-            around = calls.enter_context(CollectiveCall(sharded.shards, limit, "gradwire.attach"))
-        with CollectiveCall(sharded.group, limit, "gradwire.attach") as call:
-            require_timeout(timeout)
-            options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
-            chosen = sharded.resolve(_parse(recipe, state))
-            encoding = None if weights is None else parse_recipe(weights)
-            check(sharded, options, chosen, has_weights=encoding is not None)
-            codec = None if encoding is None else weights_codec(encoding)
-            if not is_disabled():
-                options.check_file(sharded.rank)
-                warm_up(
-                    sharded.device, kernels_of(chosen, sharded.group) | getattr(codec, "kernels", frozenset())
-                )
-            choice = Choice(chosen)
-            claim = {
-                **disabling_claim(),
-                "weights": str(encoding),
-                **options.claim(),
-                **sharded.claim(choice.fingerprint),
-            }
-            node_size = 1
-            if sharded.has_replicas:
-                choice = choice.with_recipe(agree_on_nodes(chosen, call, {**claim, **sharded.shard_claim()}))
-            else:
-                node_size = common_node_size(call.agree(claim, note=str(detect_node_size(call.group))))
-        if around is not None:
-            around.agree({**claim, **sharded.replica_claim()})
-    gathering = None
-    if codec is not None:
-        gathering = _Gathering(str(encoding), codec, f"{(around or call).rendezvous}/weights", node_size)
-    return Wire(_open(sharded, choice, options, limit, call.rendezvous, gathering))
+    make_options = functools.partial(Options, on_nonfinite, verify_every, grad_scaler, telemetry)
+    return Wire(_open(sharded, _agree(sharded, recipe, state, weights, timeout, make_options)))
 
 
 @dataclass(frozen=True)
@@ -166,15 +134,71 @@ class _Gathering:
     node_size: int
 
 
-def _open(
+@dataclass(frozen=True)
+class _Agreement:
+    """The things that all ranks have agreed to attach."""
+
+    choice: Choice
+    options: Options
+    timeout: timedelta
+    rendezvous: str
+    """A name for a lane, shared by the ranks that average."""
+    gathering: _Gathering | None
+    """None if torch gathers parameters."""
+
+
+def _agree(
     sharded: ShardedModel,
-    choice: Choice,
-    options: Options,
-    timeout: timedelta,
-    rendezvous: str,
-    gathering: _Gathering | None,
-) -> ShardedAttachment:
+    recipe: str | Recipe | Hook,
+    state: object,
+    weights: str | Recipe | None,
+    timeout: timedelta | None,
+    make_options: Callable[[], Options],
+) -> _Agreement:
+    """Check the arguments of `attach`, and agree on them with all ranks; collective.
+
+    Replicas of one shard meet, and each replica's shards. So an error of any rank reaches all.
+    """
+    limit = timeout_or_own(timeout, sharded.group)
+    with contextlib.ExitStack() as calls:
+        around: CollectiveCall | None = None
+        if sharded.has_replicas:
+            around = calls.enter_context(CollectiveCall(sharded.shards, limit, "gradwire.attach"))
+        with CollectiveCall(sharded.group, limit, "gradwire.attach") as call:
+            require_timeout(timeout)
+            options = make_options()
+            choice = Choice(sharded.resolve(_parse(recipe, state)))
+            assert choice.recipe is not None
+            encoding = None if weights is None else parse_recipe(weights)
+            check(sharded, options, choice.recipe, has_weights=encoding is not None)
+            codec = None if encoding is None else weights_codec(encoding)
+            if not is_disabled():
+                options.check_file(sharded.rank)
+                kernels = kernels_of(choice.recipe, sharded.group) | getattr(codec, "kernels", frozenset())
+                warm_up(sharded.device, kernels)
+            claim = {
+                **disabling_claim(),
+                "weights": str(encoding),
+                **options.claim(),
+                **sharded.claim(choice.fingerprint),
+            }
+            node_size = 1
+            if sharded.has_replicas:
+                placed = agree_on_nodes(choice.recipe, call, {**claim, **sharded.shard_claim()})
+                choice = choice.with_recipe(placed)
+            else:
+                node_size = common_node_size(call.agree(claim, note=str(detect_node_size(call.group))))
+        if around is not None:
+            around.agree({**claim, **sharded.replica_claim()})
+    gathering = None
+    if codec is not None:
+        gathering = _Gathering(str(encoding), codec, f"{(around or call).rendezvous}/weights", node_size)
+    return _Agreement(choice, options, limit, call.rendezvous, gathering)
+
+
+def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
     """Open what averages the model's gradients, and put it in place of torch's; undo all if it fails."""
+    choice, options, gathering = agreed.choice, agreed.options, agreed.gathering
     assert choice.recipe is not None
     if is_disabled():
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
@@ -183,14 +207,15 @@ def _open(
         if sharded.has_replicas and not sharded.is_native_hsdp:
             for unit in sharded.units:
                 unit.module.set_all_reduce_hook(plain_mean(unit, sharded.group))
-        return ShardedAttachment(sharded, backward, choice, timeout, undo, is_disabled=True)
+                undo.callback(_remove_all_reduce_hook, unit)
+        return ShardedAttachment(sharded, backward, choice, agreed.timeout, undo, is_disabled=True)
     meter, is_nccl = options.meter(), uses_nccl(sharded.group, sharded.device)
     with contextlib.ExitStack() as undo:
         engine = open_engine(
             choice.recipe,
             sharded.group,
             sharded.device,
-            rendezvous,
+            agreed.rendezvous,
             RunState(timeline=Timeline(None), loss_scale=options.loss_scale()),
             may_wait=sharded.has_replicas,
             meter=meter,
@@ -214,7 +239,7 @@ def _open(
     details = {"recipe": choice.name, "world_size": sharded.world_size, "device": str(sharded.device)}
     checks.record_event("attach", 0, **details)
     codec = None if gathering is None else gathering.codec
-    return ShardedAttachment(sharded, backward, choice, timeout, installed, codec)
+    return ShardedAttachment(sharded, backward, choice, agreed.timeout, installed, codec)
 
 
 def _install(unit: Unit, backward: Backward, undo: contextlib.ExitStack, num_replicas: int | None) -> None:
@@ -248,6 +273,10 @@ def _install_gathers(
 def _restore_gather(unit: Unit, comm: Any) -> None:
     unit.module.set_custom_all_gather(comm)
     fsdp.forget_gather(unit.group)
+
+
+def _remove_all_reduce_hook(unit: Unit) -> None:
+    unit.module.set_all_reduce_hook(None)
 
 
 def _restore(unit: Unit, comm: Any) -> None:

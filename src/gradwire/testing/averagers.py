@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.loops import Averager
 from gradwire.recipes import Recipe
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require, with_momentum
+from gradwire.testing.accuracy import Accuracy, Bounds, Gradients, Values, require, with_momentum
 from gradwire.testing.case_runs import Report, changes, require_choice, run_cases
-from gradwire.testing.expectations import expectation_of
+from gradwire.testing.expectations import Expect, expectation_of
 from gradwire.testing.invariants import (
     average_values,
     device_of_rank,
@@ -25,6 +24,7 @@ from gradwire.testing.invariants import (
     require_identical,
     values_of,
 )
+from gradwire.testing.values import draw_values, exact_averages
 
 _SHAPES = {"conv": (8, 3, 3, 3), "weight": (37, 41), "bias": (37,), "gain": (), "empty": (0, 37)}
 _NUM_STEPS = 6
@@ -118,7 +118,7 @@ def _check(
     group, checks = groups_of_rank(case.subgroup, device)
     num_steps = _NUM_SKEWED_STEPS if case.skew else _NUM_STEPS
     draw = functools.partial(_draw, rank, getattr(torch, case.dtype), device)
-    expect = "local" if not recipe.exchange.communicates else recipe.reduction
+    expect: Expect = "local" if not recipe.exchange.communicates else recipe.reduction
     results: list[Gradients] = []
     residuals: list[Values] = []
     velocities: list[Values] = []
@@ -138,7 +138,7 @@ def _check(
     if bounds.residual_unit is not None:
         held = average_values(residuals, draw(0), expect, checks)
     accuracy = Accuracy(bounds, getattr(torch, case.dtype), group.size())
-    expected = _exact([draw(step) for step in range(num_steps)], expect, checks)
+    expected = exact_averages([draw(step) for step in range(num_steps)], expect, checks)
     if bounds.momentum:
         before = average_values(velocities, draw(0), expect, checks)
         expected = [with_momentum(*pair, bounds.momentum) for pair in zip(expected, before, strict=False)]
@@ -160,17 +160,9 @@ def _check(
 
 
 def _draw(rank: int, dtype: torch.dtype, device: torch.device, step: int) -> dict[str, Tensor]:
-    """Return one rank's tensors of one step.
-
-    All ranks have nearly the same values, so that their mean is as large as they are. The sign changes from
-    step to step, so that a result that is a step late is far off.
-    """
-    common, own = torch.Generator().manual_seed(step), torch.Generator().manual_seed(1000 * step + rank + 1)
-    tensors = {}
-    for name, shape in _SHAPES.items():
-        size = 1 + torch.rand(shape, generator=common) + 0.5 * torch.rand(shape, generator=own)
-        signs = 1.0 - 2.0 * (torch.arange(size.numel()) % 2).view(shape)
-        tensors[name] = ((-1.0) ** step * signs * size).to(device, dtype)
+    """Return one rank's tensors of one step."""
+    drawn = draw_values(_SHAPES, rank, step)
+    tensors = {name: values.to(device, dtype) for name, values in drawn.items()}
     tensors["conv"] = tensors["conv"].to(memory_format=torch.channels_last)
     return tensors
 
@@ -188,22 +180,6 @@ def _named(states: Values, form: str) -> Values:
     """Return states by the names of tensors; those of a list are numbered."""
     names = list(_SHAPES)
     return {names[int(name)] if form == "list" else name: value for name, value in states.items()}
-
-
-def _exact(own: list[dict[str, Tensor]], expect: str, group: dist.ProcessGroup) -> list[Average]:
-    """Return the exact result of each step in fp64, from this rank's own values; collective."""
-    rows = [torch.cat([tensor.cpu().double().flatten() for tensor in step.values()]) for step in own]
-    total = torch.stack([torch.stack(rows), torch.stack(rows).abs()], dim=1)
-    if expect != "local":
-        dist.all_reduce(total, group=group)
-    if expect == "mean":
-        total /= group.size()
-
-    def by_name(flat: Tensor) -> Values:
-        parts = flat.split([tensor.numel() for tensor in own[0].values()])
-        return {name: part.view(_SHAPES[name]) for name, part in zip(own[0], parts, strict=True)}
-
-    return [Average({**by_name(values)}, by_name(magnitudes)) for values, magnitudes in total]
 
 
 def _present(result: Gradients, name: str) -> Tensor:

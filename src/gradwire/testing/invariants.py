@@ -19,6 +19,8 @@ from torch import Tensor
 from gradwire.ddp import Wire, attach, hook_name, make_ddp
 from gradwire.recipes import Recipe
 from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, Values, require, with_momentum
+from gradwire.testing.expectations import Expect
+from gradwire.testing.values import exact_averages
 from gradwire.testing.workload import (
     NONFINITE_STEP,
     Net,
@@ -39,7 +41,7 @@ class Subject:
 
     hook: Recipe | Callable[..., Any]
     state_factory: Callable[[dist.ProcessGroup], Any]
-    expect: str
+    expect: Expect
     via: str
     device: str
     bounds: Bounds
@@ -199,24 +201,11 @@ def values_of(state: Mapping[str, Any], kind: str) -> Values:
 
 
 def average_values(
-    run: list[Values], parameters: Mapping[str, Tensor], expect: str, group: dist.ProcessGroup
+    run: list[Values], parameters: Mapping[str, Tensor], expect: Expect, group: dist.ProcessGroup
 ) -> list[Average]:
     """Return what ranks hold on average before the first step and after each. Collective."""
-    shapes = {name: p.shape for name, p in parameters.items() if p.numel()}
-    none = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-    held = [none, *({**none, **after} for after in run)]
-    own = torch.stack([torch.cat([values[name].flatten() for name in shapes]) for values in held])
-    total = torch.stack([own, own.abs()], dim=1)
-    dist.all_reduce(total, group=group)
-    if expect == "mean":
-        total /= group.size()
-    sizes = [shape.numel() for shape in shapes.values()]
-
-    def by_name(flat: Tensor) -> Values:
-        parts = zip(shapes.items(), flat.split(sizes), strict=True)
-        return {name: part.view(shape) for (name, shape), part in parts}
-
-    return [Average({**by_name(values)}, by_name(magnitudes)) for values, magnitudes in total]
+    none = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in parameters.items() if p.numel()}
+    return exact_averages([none, *({**none, **after} for after in run)], expect, group)
 
 
 def _generator_states() -> list[bytes]:

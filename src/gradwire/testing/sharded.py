@@ -21,6 +21,7 @@ from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, requ
 from gradwire.testing.case_runs import Report, changes, require_choice, run_cases
 from gradwire.testing.expectations import expectation_of
 from gradwire.testing.invariants import device_of_rank, require_identical
+from gradwire.testing.values import draw_values, exact_averages
 
 _BLOCKS: tuple[dict[str, tuple[int, ...]], ...] = (
     {"weight": (37, 41), "bias": (37,)},
@@ -190,33 +191,21 @@ def _whole(parameter: nn.Parameter) -> Tensor:
 
 
 def _draw(rank: int, device: torch.device, step: int) -> dict[str, Tensor]:
-    """Return one rank's gradients of one step, by the last part of their names.
-
-    All ranks have nearly the same values, so that their mean is as large as they are.
-    """
-    common, own = torch.Generator().manual_seed(step), torch.Generator().manual_seed(1000 * step + rank + 1)
-    drawn = {}
-    for shapes in _BLOCKS:
-        for name, shape in shapes.items():
-            size = 1 + torch.rand(shape, generator=common) + 0.5 * torch.rand(shape, generator=own)
-            signs = 1.0 - 2.0 * (torch.arange(size.numel()) % 2).view(shape)
-            drawn[name] = ((-1.0) ** step * signs * size).to(device)
-    return drawn
+    """Return one rank's gradients of one step, by the last part of their names."""
+    shapes = {name: shape for block in _BLOCKS for name, shape in block.items()}
+    return {name: values.to(device) for name, values in draw_values(shapes, rank, step).items()}
 
 
 def _exact(draw: Callable[[int], dict[str, Tensor]], step: int, num_micro: int) -> Average:
-    """Return the exact mean of a step in fp64, from this rank's own gradients; collective."""
+    """Return the exact mean of a step, from this rank's own gradients; collective."""
     own = [draw(step + 1000 * micro) for micro in range(num_micro)]
-    values: Gradients = {}
-    magnitudes: dict[str, Tensor] = {}
-    for number, shapes in enumerate(_BLOCKS):
-        for name in shapes:
-            total = sum((each[name].cpu().double() for each in own), start=torch.zeros(()))
-            both = torch.stack([total, total.abs()])
-            dist.all_reduce(both, group=_checks_group())
-            full = f"blocks.{number}.{name}"
-            values[full], magnitudes[full] = both / dist.get_world_size()
-    return Average(values, magnitudes)
+    totals = {
+        f"blocks.{number}.{name}": torch.stack([each[name].cpu().double() for each in own]).sum(0)
+        for number, shapes in enumerate(_BLOCKS)
+        for name in shapes
+    }
+    (exact,) = exact_averages([totals], "mean", _checks_group())
+    return exact
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.testing.accuracy import Average
+from gradwire.testing.expectations import Expect
+from gradwire.testing.values import exact_averages
 
 if TYPE_CHECKING:
     from gradwire.testing.matrix import Case
@@ -98,39 +100,24 @@ def make_batches(case: Case, rank: int, size: int, device: torch.device) -> list
 
 
 def exact_results(
-    net: nn.Module, batches: list[TrainingBatch], num_steps: int, expect: str, group: dist.ProcessGroup
+    net: nn.Module, batches: list[TrainingBatch], num_steps: int, expect: Expect, group: dist.ProcessGroup
 ) -> list[Average]:
     """Return the exact result of each step, found without DDP and in fp64. Collective."""
     local = copy.deepcopy(net)
-    named = list(local.named_parameters())
-    rows = []
+    named = dict(local.named_parameters())
+    steps, used = [], torch.zeros(num_steps, len(named))
     for step in range(num_steps):
         local.zero_grad()
         for loss in batches[step].losses(local) if step < len(batches) else ():
             loss.backward()
-        used = torch.tensor([float(p.grad is not None) for _, p in named], dtype=torch.float64)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in named]
-        rows.append(torch.cat([grad.cpu().double().flatten() for grad in grads] + [used]))
-    own = torch.stack(rows)
-    total = torch.stack([own, own.abs()])
-    dist.all_reduce(total, group=group)  # one for all, since there are many steps and parameters
+        steps.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()})
+        used[step] = torch.tensor([p.grad is not None for p in named.values()])
     # DDP leaves a gradient None only if no rank has used the parameter.
-    used_by_any = total[0, :, -len(named) :] > 0
-    if expect == "mean":
-        total /= group.size()
-    elif expect == "local":
-        total = torch.stack([own, own.abs()])
-    sizes = [p.numel() for _, p in named]
-    values, magnitudes = (each[:, : -len(named)].split(sizes, 1) for each in total)
+    dist.all_reduce(used, group=group)
+    is_used = [dict(zip(named, row, strict=True)) for row in used.bool().tolist()]
     return [
-        Average(
-            {
-                name: values[i][step].view(p.shape) if used_by_any[step, i] else None
-                for i, (name, p) in enumerate(named)
-            },
-            {name: magnitudes[i][step].view(p.shape) for i, (name, p) in enumerate(named)},
-        )
-        for step in range(num_steps)
+        replace(exact, values={n: value if of_step[n] else None for n, value in exact.values.items()})
+        for exact, of_step in zip(exact_averages(steps, expect, group), is_used, strict=True)
     ]
 
 

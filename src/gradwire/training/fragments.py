@@ -14,8 +14,9 @@ from gradwire.averaging import Bucket, checkpoint
 from gradwire.errors import Place
 from gradwire.lanes import completed
 from gradwire.sharded import cut_like, shard_like
+from gradwire.training.inner_optimizer import Numbered
 from gradwire.training.outer import DiLoCo, Outer
-from gradwire.training.parameter_buckets import MakesLayouts, Numbered, ParameterBucket, runs_of
+from gradwire.training.parameter_buckets import MakesLayouts, ParameterBucket, runs_of
 
 Start = Callable[[Bucket, Place], Future[Tensor]]
 """Begin to average a bucket; return a future of the result."""

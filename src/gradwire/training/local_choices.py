@@ -6,23 +6,21 @@ import math
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.optim import Optimizer
-
 from gradwire.loops import check_weight
 from gradwire.ops import warm_up
 from gradwire.peers import require_timeout
 from gradwire.recipes import Recipe, fingerprint, kernels_of, require_fixed
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.training.fragments import divided
+from gradwire.training.inner_optimizer import InnerOptimizer
 from gradwire.training.outer import DiLoCo, Outer
-from gradwire.training.parameter_buckets import averaged_parameters
 from gradwire.training.sites import Site
-from gradwire.training.turns import make_turns
+from gradwire.training.turns import Turns, make_turns
 
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """The arguments that sites have in common."""
+    """The arguments that do not depend on the sites."""
 
     period: int | timedelta
     warmup_steps: int
@@ -30,22 +28,36 @@ class LocalOptions:
     gradient_recipe: str | Recipe | None
     outer: Outer | None
     weigh: bool
+    offload: bool
     timeout: timedelta | None
 
-    def choose(self, site: Site, optimizer: Optimizer) -> tuple[Recipe, Recipe]:
+    @property
+    def is_timed(self) -> bool:
+        """True if the period is a time, so that each rank takes as many steps as it can."""
+        return isinstance(self.period, timedelta)
+
+    @property
+    def streaming(self) -> DiLoCo:
+        """The way in which averagings are spread over a period; by default all at once."""
+        return streaming_of(self.outer)
+
+    def make_turns(self) -> Turns:
+        """Return the turns of fragments; ValueError if the period is too short for them."""
+        return make_turns(self.period, self.streaming.num_fragments)
+
+    def choose(self, site: Site, inner: InnerOptimizer) -> tuple[Recipe, Recipe]:
         """Return the recipes for parameters and for gradients; ValueError or TypeError for what is unfit."""
         require_timeout(self.timeout)
-        streaming = streaming_of(self.outer)
-        check_period(self.period, self.warmup_steps, streaming.delay)
+        check_period(self.period, self.warmup_steps, self.streaming.delay)
         check_outer(self.outer)
-        if isinstance(self.period, timedelta):
+        if self.is_timed:
             site.check_steps_may_differ()
-        make_turns(self.period, streaming.num_fragments)
+        self.make_turns()
         chosen = site.resolve(parse_averaging(self.recipe, self.outer, self.weigh))
         if self.weigh:
             check_weight(1.0, chosen)
         for_gradients = chosen if self.gradient_recipe is None else parse_recipe(self.gradient_recipe)
-        divided(averaged_parameters(site.module, optimizer), site.layouts, self.outer)
+        divided(inner.parameters(), site.layouts, self.outer)
         warm_up(site.device, kernels_of(chosen, site.group))
         return chosen, for_gradients
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -10,29 +9,21 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwire.averaging import Engine, LayoutCheck, RunState, Timeline, checkpoint, gather_states, open_engine
+from gradwire.averaging import RunState, Timeline, checkpoint, gather_states
 from gradwire.lanes import Uncopied
-from gradwire.peers import timeout_or_own
-from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, noop
+from gradwire.recipes import Recipe, fingerprint
 from gradwire.sharded import whole_tensor
 from gradwire.telemetry import WireStats
-from gradwire.training.fragments import (
-    broadcast,
-    buckets_of,
-    load_tensors,
-    make_fragments,
-    require_same_parameters,
-    tensors_of,
-)
-from gradwire.training.gradient_wire import GradientWire
-from gradwire.training.joining import Newest, Position, meet, newest, share_state
-from gradwire.training.local_choices import LocalOptions, check_work, streaming_of
+from gradwire.training.fragments import broadcast, buckets_of, load_tensors, make_fragments, tensors_of
+from gradwire.training.inner_optimizer import InnerOptimizer
+from gradwire.training.local_choices import LocalOptions, check_work
 from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
+from gradwire.training.membership import join
+from gradwire.training.newest_state import Newest, Position, newest
 from gradwire.training.outer import Outer
 from gradwire.training.outer_loop import OuterLoop
-from gradwire.training.parameter_buckets import averaged_parameters
-from gradwire.training.sites import find_site
-from gradwire.training.turns import Turns, make_turns
+from gradwire.training.sites import Site, find_site
+from gradwire.training.state_sharing import share_state
 
 
 class LocalSGD(Uncopied):
@@ -89,17 +80,21 @@ class LocalSGD(Uncopied):
         offload: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
-        self._site = find_site(model, sites)
-        self._options = LocalOptions(period, warmup_steps, recipe, gradient_recipe, outer, weigh, timeout)
+        site = find_site(model, sites)
+        self._options = LocalOptions(
+            period, warmup_steps, recipe, gradient_recipe, outer, weigh, offload, timeout
+        )
         self.period, self.warmup_steps, self.outer = period, warmup_steps, outer
-        self._optimizer = optimizer
-        self._offload = offload
-        self._timeout = timeout_or_own(timeout, self._site.group)
-        self._is_timed = isinstance(period, timedelta)
+        self._inner = InnerOptimizer(site.module, optimizer)
         self._num_steps = 0
-        self._loop: OuterLoop | None = None
+        self._loop: OuterLoop | None = None  # None during warm-up
         self._state = RunState(timeline=Timeline(None))
-        self._join()
+        self._join(site)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe for parameters."""
+        return self._membership.recipe
 
     @property
     def num_steps(self) -> int:
@@ -129,12 +124,12 @@ class LocalSGD(Uncopied):
         work = check_work(work)
         self._num_steps += 1
         num_local = self._num_steps - self.warmup_steps
-        self._site.prepare()
+        self._membership.site.prepare()
         if num_local == 0:
             self._begin()
         if num_local <= 0 or self._loop is None:
             return False
-        self._loop.begin_due(num_local, work, self._position)
+        self._loop.begin_due(num_local, work, self._common_step)
         return self._loop.end_due()
 
     def average(self) -> None:
@@ -145,14 +140,15 @@ class LocalSGD(Uncopied):
         """
         if self._loop is None:
             return
-        self._site.prepare()
-        self._loop.catch_up(self._site.group, self._site.device)
-        self._loop.begin_all(self._position)
+        site = self._membership.site
+        site.prepare()
+        self._loop.catch_up(site.group, site.device)
+        self._loop.begin_all(self._common_step)
         self._loop.end_all()
 
     def stats(self) -> WireStats:
         """Return bytes, messages and times of the averagings, each of which counts as a step."""
-        return self._engine.stats.read(self.num_averages)
+        return self._membership.engine.stats.read(self.num_averages)
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the step count, the parameters at the start of the period, the momentum and the residuals.
@@ -163,18 +159,18 @@ class LocalSGD(Uncopied):
         them. Between two averagings the model's parameters differ between ranks too: call `average` first,
         or save every rank's.
         """
-        site = self._site
+        membership, site = self._membership, self._membership.site
         turn, tensors = (Turn(), tensors_of([])) if self._loop is None else self._loop.save()
         has_failed = self._loop is not None and self._loop.has_failed  # see `regroup`
         memory = {} if has_failed else self._state.memory.state_dict()
-        averaging = checkpoint.write(str(self.recipe), self._position, (), memory, site.rank, site.grid)
+        averaging = checkpoint.write(str(self.recipe), self._common_step, (), memory, site.rank, site.grid)
         if gather:
             for group in site.state_groups:
-                averaging = gather_states(averaging, group, self._timeout, "LocalSGD.state_dict")
+                averaging = gather_states(averaging, group, membership.timeout, "LocalSGD.state_dict")
             tensors = {kind: {n: whole_tensor(t) for n, t in own.items()} for kind, own in tensors.items()}
         # With a period in seconds ranks are at different steps; a wire that averages nothing keeps nothing.
-        gather = gather and not (self._is_timed and self.is_local)
-        wire = self._gradients.save(self._num_steps, gather=gather)
+        gather = gather and not (self._options.is_timed and self.is_local)
+        wire = membership.gradients.save(self._num_steps, gather=gather)
         own = {"num_steps": self._num_steps, "turn": turn.save(), "averaging": averaging, "wire": wire}
         return {**own, **tensors}
 
@@ -188,23 +184,24 @@ class LocalSGD(Uncopied):
         Raises ValueError, and loads nothing on any rank, if the state is not that of a LocalSGD, belongs to
         other parameters, lacks the residuals of a rank, or has another step than the other ranks'.
         """
-        with self._site.call(self._timeout, "LocalSGD.load_state_dict") as call:
+        membership, site = self._membership, self._membership.site
+        with membership.call("load_state_dict") as call:
             num_steps, loop = self._read(state)
-            memory, of_wire = read_parts(state, self._site)
+            memory, of_wire = read_parts(state, site)
             turn = _turn_of(loop)
             claim = turn.claim()
-            steps_differ = self._is_timed and loop is not None  # each rank takes as many as it can
+            steps_differ = self._options.is_timed and loop is not None
             if not steps_differ:
                 claim["the saved step"] = str(num_steps)
                 claim["averagings under way"] = str(turn.under_way)
                 claim["the wire's saved layout"] = str(of_wire.timeline)
                 claim["the wire's saved step"] = str(of_wire.step)
-            call.agree({**claim, **self._site.claim(fingerprint.of_recipe(self.recipe))})
-        self._settle()
-        self._gradients.use_for(num_steps)
+            call.agree({**claim, **site.claim(fingerprint.of_recipe(self.recipe))})
+        self._wait_for_averagings()
+        membership.gradients.use_for(num_steps)
         if not steps_differ:
-            self._gradients.load(state["wire"])
-        self._state.memory.load_state_dict(memory, self._site.device)
+            membership.gradients.load(state["wire"])
+        self._state.memory.load_state_dict(memory, site.device)
         self._num_steps, self._loop = num_steps, loop
 
     def resume(self, state: dict[str, Any] | None) -> bool:
@@ -229,8 +226,8 @@ class LocalSGD(Uncopied):
                 optimizer.load_state_dict(saved["optimizer"])
             local.resume(saved and saved["local"])
         """
-        site = self._site
-        with site.call(self._timeout, "LocalSGD.resume") as call:
+        membership, site = self._membership, self._membership.site
+        with membership.call("resume") as call:
             note, loop = "", None
             memory: checkpoint.States = {}
             if state is not None:
@@ -239,10 +236,10 @@ class LocalSGD(Uncopied):
                 note = Position(num_steps, _turn_of(loop)).note()
             claim = site.claim(fingerprint.of_recipe(self.recipe))
             found = newest(call.agree(claim, note), site.group.rank(), self.warmup_steps)
-        if found is None or self._gradients.is_disabled:
+        if found is None or membership.is_disabled:
             return False
-        self._settle()
-        self._gradients.use_for(found.position.num_steps)
+        self._wait_for_averagings()
+        membership.gradients.use_for(found.position.num_steps)
         self._state.memory.load_state_dict(memory, site.device)
         self._go_on(found, loop)
         return not found.is_current
@@ -270,21 +267,19 @@ class LocalSGD(Uncopied):
             except gradwire.WireError:
                 local.regroup(next_group())  # of the members that are left
         """
-        site = self._site.regrouped(sites)
+        site = self._membership.site.regrouped(sites)
         if self._loop is not None and self._loop.settle():
             # Residuals may hold the steps of the averaging that failed, which the next one has too.
             self._state = RunState(timeline=Timeline(None))
         self.detach()
-        self._site = site
-        return self._join()
+        return self._join(site)
 
     def detach(self) -> None:
         """Return the model to plain averaging of gradients, and end the lane; call it on every rank.
 
         Averagings under way are given up: call `average` first to end them.
         """
-        self._gradients.detach()
-        self._engine.close()
+        self._membership.close()
 
     def __enter__(self) -> LocalSGD:
         return self
@@ -292,103 +287,76 @@ class LocalSGD(Uncopied):
     def __exit__(self, *error: object) -> None:
         self.detach()
 
-    def _join(self) -> bool:
+    def _join(self, site: Site) -> bool:
         """Meet the ranks of all sites, and go on from the newest state of them; collective.
 
         Returns True if this site has taken its parameters from another.
         """
-        site, options, timeout = self._site, self._options, self._timeout
-        with site.call(timeout, "gradwire.LocalSGD") as call:
-            chosen, for_gradients = options.choose(site, self._optimizer)
-            self.recipe = agree_on_nodes(chosen, call, options.claim(site, chosen))
-        with site.call(timeout, "gradwire.LocalSGD") as positions:
-            own = Position(self._num_steps, _turn_of(self._loop))
-            self._group_name, found = meet(positions, own, self.warmup_steps)
-        num_steps = 0 if found is None else found.position.num_steps
-        with contextlib.ExitStack() as undo:
-            self._gradients = GradientWire(site, for_gradients, self.warmup_steps, timeout, num_steps)
-            undo.callback(self._gradients.detach)
-            if self._gradients.is_disabled:
-                self._engine = Engine(noop(), None, self._state)
-            else:
-                check = LayoutCheck()
-                self._engine = open_engine(
-                    self.recipe, site.group, site.device, call.rendezvous, self._state, layout_check=check
-                )
-                undo.callback(self._engine.close)
-                if found is not None:
-                    self._go_on(found, self._loop)
-                elif self.is_local:
-                    self._begin()
-            undo.pop_all()
+        own = Position(self._num_steps, _turn_of(self._loop))
+        self._membership, found = join(site, self._options, self._inner, own, self._state)
+        try:
+            if found is not None and not self._membership.is_disabled:
+                self._go_on(found, self._loop)
+            elif found is None and self.is_local:
+                self._begin()
+        except BaseException:
+            self._membership.close()
+            raise
         return found is not None and not found.is_current
 
     def _go_on(self, found: Newest, loop: OuterLoop | None) -> None:
         """Go on from the newest state: with ``loop`` if it has that, or with another site's; collective."""
-        site = self._site
+        site = self._membership.site
         if not found.is_current:
             self._state.memory.load_state_dict({}, site.device)
             loop = self._make_loop() if found.position.num_steps >= self.warmup_steps else None
         if loop is not None:
-            loop.engine, loop.ranks, loop.turns = self._engine, site.ranks, self._make_turns()
-            loop.group_name = self._group_name
+            loop.members = self._membership.members
             loop.go_on(replace(found.position.turn, work=loop.turn.work))
         if not found.is_everywhere or found.position.turn.num_given_up:
             self._state.memory.keep_gradient_states()  # low-rank factors must be the same on all ranks
         if not found.is_everywhere:
-            share_state(site.module, loop, site.group, found, site.device)
+            share_state(site, loop, found)
         self._num_steps, self._loop = found.position.num_steps, loop
 
     @property
-    def _position(self) -> int:
+    def _common_step(self) -> int:
         """The step at which all ranks are; with a period in seconds, the number of averagings begun."""
-        return self._num_steps if self._loop is None or not self._is_timed else self._loop.num_begun
+        return self._num_steps if self._loop is None or not self._options.is_timed else self._loop.num_begun
 
-    def _settle(self) -> None:
+    def _wait_for_averagings(self) -> None:
         """Wait for the averagings under way: the lane still changes residuals."""
         if self._loop is not None:
-            self._loop.catch_up(self._site.group, self._site.device)
+            self._loop.catch_up(self._membership.site.group, self._membership.site.device)
             for fragment in self._loop.fragments:
                 fragment.wait()
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""
-        self._gradients.use_for(self._num_steps)
-        if self._gradients.is_disabled:
+        site = self._membership.site
+        self._membership.gradients.use_for(self._num_steps)
+        if self._membership.is_disabled:
             return
         self._loop = self._make_loop()
         self._loop.note_group()
         # All ranks must start from the same parameters; averaging keeps them the same from here on.
         for bucket in buckets_of(self._loop.fragments):
-            broadcast(bucket.start, self._site.group, 0, self._site.device)
+            broadcast(bucket.start, site.group, 0, site.device)
             bucket.write_parameters()
 
     def _make_loop(self) -> OuterLoop:
         """Return an outer loop that begins with the parameters as they are."""
-
-        def lr_of(param_group: int) -> float:
-            return float(optimizer.param_groups[param_group].get("lr", 1.0))
-
-        def check() -> None:
-            require_same_parameters(fragments, averaged_parameters(module, optimizer))
-
-        # A loop may outlive its site, whose group is to be freed: so functions do not refer to the site.
-        site, module, optimizer = self._site, self._site.module, self._optimizer
+        options, inner, site = self._options, self._inner, self._membership.site
         site.prepare()
-        parameters = averaged_parameters(module, optimizer)
-        fragments = make_fragments(parameters, site.layouts, self.outer, self._offload)
-        turns, streaming, weigh = self._make_turns(), streaming_of(self.outer), self._options.weigh
-        name = self._group_name
-        return OuterLoop(self._engine, fragments, turns, streaming, site.ranks, lr_of, check, weigh, name)
-
-    def _make_turns(self) -> Turns:
-        return make_turns(self.period, streaming_of(self.outer).num_fragments, self._site.ranks.any_of)
+        fragments = make_fragments(inner.parameters(), site.layouts, options.outer, options.offload)
+        members, turns = self._membership.members, options.make_turns()
+        return OuterLoop(members, fragments, turns, options.streaming, inner, options.weigh)
 
     def _read(self, state: dict[str, Any]) -> tuple[int, OuterLoop | None]:
         """Return the step and the outer loop of a state; ValueError or TypeError if it does not fit."""
         num_steps = require_keys(state)
         turn = Turn.read(state["turn"]) if "turn" in state else Turn()
-        is_local = num_steps >= self.warmup_steps and not self._gradients.is_disabled
+        is_local = num_steps >= self.warmup_steps and not self._membership.is_disabled
         loop = self._make_loop() if is_local else None
         if loop is not None:
             loop.go_on(turn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,7 +14,8 @@ from torch.futures import Future
 
 from gradwire.averaging import Bucket
 from gradwire.errors import Place, WireError
-from gradwire.training.fragments import Fragment, tensors_of
+from gradwire.training.fragments import Fragment, require_same_parameters, tensors_of
+from gradwire.training.inner_optimizer import InnerOptimizer
 from gradwire.training.local_state import Turn
 from gradwire.training.outer import DiLoCo
 from gradwire.training.site_ranks import SiteRanks
@@ -38,24 +39,29 @@ class Averaging(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Members:
+    """The sites that average together, as a rank of one of them sees them."""
+
+    averaging: Averaging
+    ranks: SiteRanks
+    """The ranks of this site."""
+    name: str = ""
+    """A name that the members share, and no others ever have."""
+
+
 @dataclass(eq=False)
 class OuterLoop:
     """Begin and end the averagings of fragments, in the same order on all ranks."""
 
-    engine: Averaging
+    members: Members
     fragments: list[Fragment]
     turns: Turns
     streaming: DiLoCo
     """Its delay and alpha count here."""
-    ranks: SiteRanks
-    """The ranks of this site."""
-    lr_of: Callable[[int], float]
-    """The inner learning rate by number of the param group."""
-    check: Callable[[], None]
-    """Raises before an averaging if the parameters cannot be averaged any more."""
+    inner: InnerOptimizer
     weigh: bool = False
-    group_name: str = ""
-    """A name that the ranks share, and no others ever have."""
+    """True to weigh each site by the work that it has done."""
     num_begun: int = 0
     """Averagings that have begun."""
     num_averages: int = 0
@@ -75,24 +81,25 @@ class OuterLoop:
         for fragment in self.fragments:
             fragment.work += work
             fragment.steps_left -= 1
-        number = self.turns.due(num_local)
+        number = self.turns.due(num_local, self.members.ranks.any_of)
         if number is not None:
             self.begin(self.fragments[number], position, self.streaming.delay)
 
     def end_due(self) -> bool:
         """End the averagings whose delay is over; return True if there are any."""
         due = [each for each in self.fragments if each.is_under_way and each.steps_left <= 0]
-        self._end(due, self.streaming.alpha or 0.0)
+        self._end(due, self._alpha)
         return bool(due)
 
     def begin(self, fragment: Fragment, position: int, delay: int) -> None:
         """Begin to average a fragment; first end its averaging that is under way, if there is one."""
         if fragment.is_under_way:  # by the clock, a turn may come before the delay is over
-            self._end([fragment], self.streaming.alpha or 0.0)
-        self.check()
-        weight = max(self.ranks.total(fragment.work), _LEAST_WORK) if self.weigh else None
-        place = Place(self.ranks.rank, position, 0, self.engine.name)
-        fragment.begin(self.engine.start, place, delay, weight)
+            self._end([fragment], self._alpha)
+        require_same_parameters(self.fragments, self.inner.parameters())
+        ranks, averaging = self.members.ranks, self.members.averaging
+        weight = max(ranks.total(fragment.work), _LEAST_WORK) if self.weigh else None
+        place = Place(ranks.rank, position, 0, averaging.name)
+        fragment.begin(averaging.start, place, delay, weight)
         self.num_begun += 1
 
     def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -105,7 +112,7 @@ class OuterLoop:
 
     def begin_all(self, position: int) -> None:
         """End what is under way, then begin to average all fragments, for `end_all` to end."""
-        self._end([each for each in self.fragments if each.is_under_way], self.streaming.alpha or 0.0)
+        self._end([each for each in self.fragments if each.is_under_way], self._alpha)
         for fragment in self.fragments:
             self.begin(fragment, position, 0)
 
@@ -130,7 +137,7 @@ class OuterLoop:
         """
         for fragment in self.fragments:
             fragment.wait()
-        has_failed = self.ranks.failure(self.engine.failure, may_ask=True) is not None
+        has_failed = self._failure(may_ask=True) is not None
         if has_failed:
             self._give_up()
         return has_failed
@@ -138,7 +145,11 @@ class OuterLoop:
     @property
     def has_failed(self) -> bool:
         """True if an averaging has failed here, or on another rank of the site and this one knows it."""
-        return self.engine.failure is not None or self.ranks.failure(None, may_ask=False) is not None
+        return self.members.averaging.failure is not None or self._failure(may_ask=False) is not None
+
+    @property
+    def _alpha(self) -> float:
+        return self.streaming.alpha or 0.0
 
     @property
     def turn(self) -> Turn:
@@ -169,13 +180,13 @@ class OuterLoop:
         means = [fragment.wait() for fragment in fragments]
         self._raise_failure(may_ask=bool(fragments))
         for fragment, mean in zip(fragments, means, strict=True):
-            fragment.move(mean, self.lr_of, alpha, plainly)
+            fragment.move(mean, self.inner.lr_of, alpha, plainly)
             self.num_averages += 1
             self.note_group()
 
     def note_group(self) -> None:
         """Add the group to the history."""
-        text = f"{self.history} {self.group_name}".encode()
+        text = f"{self.history} {self.members.name}".encode()
         self.history = hashlib.blake2b(text, digest_size=8).hexdigest()
 
     def _raise_failure(self, *, may_ask: bool) -> None:
@@ -184,10 +195,13 @@ class OuterLoop:
         Ranks of a site that hold other shards average with other ranks, and may not have failed. All forget,
         so that shards stay those of one model. They are asked only if they all ``may_ask`` now.
         """
-        failure = self.ranks.failure(self.engine.failure, may_ask=may_ask)
+        failure = self._failure(may_ask=may_ask)
         if failure is not None:
             self._give_up()
             raise failure.with_traceback(None)
+
+    def _failure(self, *, may_ask: bool) -> WireError | None:
+        return self.members.ranks.failure(self.members.averaging.failure, may_ask=may_ask)
 
     def _give_up(self) -> None:
         for fragment in self.fragments:

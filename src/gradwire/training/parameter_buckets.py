@@ -7,19 +7,16 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from gradwire.averaging import Bucket
 from gradwire.buckets import BucketLayout
 from gradwire.sharded import local_values
+from gradwire.training.inner_optimizer import Numbered
 from gradwire.training.outer import Outer
 
 # Values per bucket: few enough that one bucket travels while the next is prepared, many enough that
 # the messages are worth their latency.
 _BUCKET_NUMEL = 8 << 20
-
-Numbered = tuple[nn.Parameter, int]
-"""A parameter, and the number of its param group."""
 
 
 class MakesLayouts(Protocol):
@@ -28,23 +25,6 @@ class MakesLayouts(Protocol):
     def make(self, index: int, dtype: torch.dtype, parameters: Sequence[Tensor]) -> BucketLayout:
         """Return the layout of a bucket; ValueError if it cannot hold one of the parameters."""
         ...
-
-
-def averaged_parameters(module: nn.Module, optimizer: Optimizer) -> list[Numbered]:
-    """Return the parameters of a model that an optimizer trains; ValueError if there are none."""
-    own = {id(parameter) for parameter in module.parameters()}
-    found = [
-        (parameter, number)
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        if id(parameter) in own and parameter.requires_grad
-    ]
-    if not found:
-        raise ValueError(
-            "the optimizer holds no parameter of the model: there is nothing to average; "
-            "make it from the model's parameters"
-        )
-    return found
 
 
 def runs_of(parameters: Sequence[Numbered], layouts: MakesLayouts) -> list[list[Numbered]]:

@@ -7,12 +7,17 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
+AnyOf = Callable[[bool], bool]
+
 
 class Turns(Protocol):
     """Decides when a fragment's turn has come. The order of turns is the same on all ranks."""
 
-    def due(self, num_local: int) -> int | None:
-        """Return the fragment whose averaging begins after local step ``num_local``; None if none does."""
+    def due(self, num_local: int, any_of: AnyOf = bool) -> int | None:
+        """Return the fragment whose averaging begins after local step ``num_local``; None if none does.
+
+        ``any_of`` tells if a flag is True on any rank of the same site.
+        """
         ...
 
     def restart(self, num_taken: int) -> None:
@@ -32,7 +37,7 @@ class TurnsBySteps:
                 "step of its own: give a longer period, or fewer fragments"
             )
 
-    def due(self, num_local: int) -> int | None:
+    def due(self, num_local: int, any_of: AnyOf = bool) -> int | None:
         return self._fragment_at.get(num_local % self._period)
 
     def restart(self, num_taken: int) -> None:
@@ -46,20 +51,15 @@ class TurnsByTime:
     """
 
     def __init__(
-        self,
-        period: timedelta,
-        num_fragments: int,
-        clock: Callable[[], float] = time.monotonic,
-        any_of: Callable[[bool], bool] = bool,
+        self, period: timedelta, num_fragments: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Take turns by ``clock``; ``any_of`` tells if a turn is due on any rank of the same site."""
         self._interval_s = period.total_seconds() / num_fragments
         self._num_fragments = num_fragments
-        self._clock, self._any_of = clock, any_of
+        self._clock = clock
         self._num_taken, self._due_s = 0, clock() + self._interval_s
 
-    def due(self, num_local: int) -> int | None:
-        return self.take() if self._any_of(self._clock() >= self._due_s) else None
+    def due(self, num_local: int, any_of: AnyOf = bool) -> int | None:
+        return self.take() if any_of(self._clock() >= self._due_s) else None
 
     def take(self) -> int:
         """Take the next turn, even if its time has not come; return its fragment."""
@@ -73,8 +73,8 @@ class TurnsByTime:
         self._num_taken, self._due_s = num_taken, self._clock() + self._interval_s
 
 
-def make_turns(period: int | timedelta, num_fragments: int, any_of: Callable[[bool], bool] = bool) -> Turns:
+def make_turns(period: int | timedelta, num_fragments: int) -> Turns:
     """Return the turns of a period; ValueError if it is too short for the fragments."""
     if isinstance(period, timedelta):
-        return TurnsByTime(period, num_fragments, any_of=any_of)
+        return TurnsByTime(period, num_fragments)
     return TurnsBySteps(period, num_fragments)

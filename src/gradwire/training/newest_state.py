@@ -1,23 +1,13 @@
-"""Workers that come and go: those without the newest state take it from one that has it."""
+"""The newest state of all sites, from which all go on: those that have it, and those that take it."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from gradwire.sharded import local_values
-from gradwire.training.fragments import Fragment, broadcast, buckets_of
 from gradwire.training.local_state import Turn
-from gradwire.training.outer_loop import OuterLoop
 from gradwire.training.site_call import MIXED, SitesCall
-
-log = logging.getLogger("gradwire")
 
 
 @dataclass(frozen=True)
@@ -111,62 +101,3 @@ def _is_apart(own: Position, newest: Position) -> bool:
     """
     is_other = own.turn.history not in ("", newest.turn.history)
     return is_other and own.turn.num_averages == newest.turn.num_averages
-
-
-def share_state(
-    module: nn.Module,
-    loop: OuterLoop | None,
-    group: dist.ProcessGroup,
-    found: Newest,
-    device: torch.device,
-) -> None:
-    """Replace the outer state, and what is not averaged, by the source's; collective.
-
-    A site without the newest state goes on from the last average. Others keep what ranks have of their own:
-    parameters and buffers. After an error, no means are under way: those of this site may not have come.
-    """
-    if found.is_apart:
-        log.warning(
-            "rank %d: this site has as many averages as that of rank %d, but others: the two trained apart. "
-            "This one takes the parameters of the other. Let one group train at a time",
-            group.rank(),
-            found.source,
-        )
-    fragments = [] if loop is None else loop.fragments
-    averaged = {id(p) for bucket in buckets_of(fragments) for p in bucket.parameters}
-    others = [*(p for p in module.parameters() if id(p) not in averaged), *module.buffers()]
-    try:
-        _share_outer_state(fragments, group, found, device)
-        _share_others(others, group, found, device)
-    except Exception:
-        for fragment in fragments:
-            fragment.give_up()
-        raise
-
-
-def _share_outer_state(
-    fragments: Sequence[Fragment], group: dist.ProcessGroup, found: Newest, device: torch.device
-) -> None:
-    """Replace the last average, the momentum and the means under way."""
-    for fragment in fragments:
-        tensors: list[Tensor] = fragment.wait() if fragment.is_under_way else []
-        tensors += [bucket.start for bucket in fragment.buckets]
-        tensors += [bucket.momentum for bucket in fragment.buckets if bucket.momentum is not None]
-        for tensor in tensors:
-            broadcast(tensor, group, found.source, device)
-        if not found.is_current:
-            for bucket in fragment.buckets:
-                bucket.write_parameters()
-
-
-@torch.no_grad()
-def _share_others(
-    others: Sequence[Tensor], group: dist.ProcessGroup, found: Newest, device: torch.device
-) -> None:
-    """Take the buffers, and the parameters that are not averaged."""
-    for tensor in others:
-        own = local_values(tensor)
-        copy = own.clone()
-        broadcast(copy, group, found.source, device)
-        if not found.is_current:
-            own.copy_(copy)

@@ -1,0 +1,70 @@
+"""Models that a script shards: a recipe is attached to each of them, as a whole."""
+
+import pytest
+from torch.distributed.fsdp import fully_shard
+
+import gradwire
+from gradwire.scripts import Observations, summarize
+from gradwire.sharded import attach_to_all
+from tests.sharded_runs import (
+    batch,
+    exact_gradients,
+    full_gradients,
+    loss_of,
+    make,
+    require_near,
+    require_within,
+    world,
+)
+
+INT8_ERROR = 1.01 / 254  # of one rounding, relative to the largest gradient
+
+
+def check_every_model(rank):
+    """Models that a script shards get the recipe at their first forward pass, once, as wholes."""
+    import torch.distributed.fsdp
+
+    with attach_to_all("int8") as attachments:
+        model = make()
+        for block in model.blocks:
+            torch.distributed.fsdp.fully_shard(block)
+        torch.distributed.fsdp.fully_shard(model)
+        for step in range(2):
+            model.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            require_within(model, make(), step, INT8_ERROR)
+        assert len(attachments.made) == 1
+        assert attachments.made[0].wire.stats().num_steps == 2
+        assert "saved" in summarize(attachments, Observations())
+    with attach_to_all("powersgd") as attachments:
+        model = torch.distributed.fsdp.fully_shard(make())
+        loss_of(model, batch(rank, 0)).backward()
+        require_near(full_gradients(model), exact_gradients(make(), 0, world()), 1e-4)
+        assert attachments.num_refused == 1
+    assert torch.distributed.fsdp.fully_shard is fully_shard
+
+
+def test_models_that_a_script_shards_are_attached_to(two_ranks):
+    two_ranks.run(check_every_model)
+
+
+def check_parts_sharded_together(rank):
+    """Parts of a model that one call shards, as Accelerate does with its embeddings and last layers."""
+    import torch.distributed.fsdp
+
+    with attach_to_all("int8") as attachments:
+        model = make()
+        torch.distributed.fsdp.fully_shard([model.blocks[0], model.blocks[1]])
+        torch.distributed.fsdp.fully_shard(model)
+        for step in range(2):
+            model.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            require_within(model, make(), step, INT8_ERROR)
+        assert [each.wire.stats().num_steps for each in attachments.made] == [2]
+        attachments.made[0].wire.detach()
+    with pytest.raises(ValueError, match="outside of it; attach to the model that has both"):
+        gradwire.attach(model.blocks[0], "int8")
+
+
+def test_parts_that_one_call_shards_are_attached_to_with_the_whole(two_ranks):
+    two_ranks.run(check_parts_sharded_together)
