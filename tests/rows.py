@@ -24,7 +24,7 @@ class Row:
     world_size: int | None = 3
     """The number of ranks in `make test`'s run of the invariant matrix; `make test-full` takes 2, 3 and 4.
 
-    None if the matrix checks nothing that another row does not have.
+    None for a row that another comes close to: `make test-full` alone runs it.
     """
     step_tolerance: float | None = None
     """Largest error of a sum over steps in training; None if it follows from the recipe."""

@@ -267,8 +267,7 @@ def job_without_a_trace(rank, folder):
     # All agree, and something fails after that.
     other, num_threads = small_model(), len(lasting_threads())
     other.register_comm_hook = None  # cannot be called
-    # A rank that has failed closes its connections, and another may still be connecting.
-    with pytest.raises((TypeError, RuntimeError), match="not callable|could not connect"):
+    with pytest.raises(TypeError, match="not callable"):
         attach(other)
     assert len(lasting_threads()) == num_threads, "its guard ends"
     assert not is_open(path)

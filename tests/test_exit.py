@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.testing import run_ranks
+from tests.torch_versions import needs_names_of_gloo_threads
 
 # Importing torch takes seconds and DDP some more, so it is done once: each rank is then forked, before there
 # are threads, and ends as a program does.
@@ -126,6 +127,50 @@ def drop_while_busy(rank, how):
 @pytest.mark.parametrize("how", ["attached", "detached"])
 def test_a_model_can_be_dropped_while_a_thread_of_its_group_needs_the_gil(how):
     run_ranks(drop_while_busy, 2, args=[how])
+
+
+# A collective of two groups in one process. The second joins in when the interpreter ends, and the thread of
+# the first then drops its tensor. That takes 0.3 s, most of it without the GIL.
+LATE_DROP = """
+import atexit, sys, threading, time
+from datetime import timedelta
+import torch
+import gradwire.ddp
+from torch.distributed import HashStore, ProcessGroupGloo
+
+class SlowToGo:
+    def __init__(self):
+        self.sleep = time.sleep
+    def __del__(self):
+        for _ in range(300):
+            self.sleep(0.001)
+        print("gone", flush=True)
+
+def join(rank):
+    groups[rank] = ProcessGroupGloo(store, rank, 2, timedelta(minutes=2))
+
+def begin():
+    tensor = torch.ones(1)
+    tensor.holds = SlowToGo()
+    groups[0].allreduce([tensor])
+
+store, groups = HashStore(), {}
+threads = [threading.Thread(target=join, args=[rank]) for rank in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+begin()
+atexit.register(lambda: groups[1].allreduce([torch.ones(1)]).wait())
+"""
+
+
+@needs_names_of_gloo_threads
+def test_a_program_ends_after_a_thread_of_a_group_has_dropped_its_tensors():
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE_DROP], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "gone\n", "")
 
 
 def test_importing_gradwire_imports_no_numba():

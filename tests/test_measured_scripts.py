@@ -107,6 +107,23 @@ for step in range(50):
 """
 
 
+# The same, with a DDP model beside it.
+TWO_KINDS_SCRIPT = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+sharded = fully_shard(torch.nn.Linear(8, 8))
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sharded, model)]
+for step in range(50):
+    for each, optimizer in zip((sharded, model), optimizers):
+        optimizer.zero_grad()
+        each(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+"""
+
+
 @pytest.mark.full
 def test_it_says_why_nothing_is_proposed_for_a_sharded_model(tmp_path):
     script = tmp_path / "train.py"
@@ -120,6 +137,20 @@ def test_it_says_why_nothing_is_proposed_for_a_sharded_model(tmp_path):
         "What auto:budget=0.1 would send is not known: fully_shard has sharded"
     )
     assert found.no_proposal.encode() in b" ".join(done.stdout.split())
+
+
+@pytest.mark.full
+def test_it_says_that_a_proposal_leaves_out_a_sharded_model_beside_a_ddp_model(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TWO_KINDS_SCRIPT)
+    options = ["--ranks", "2", "--recipe", "noop", "--steps", "1", "--budget", "0.1", "--json", "found.json"]
+    done = gradwire(tmp_path, "headroom", *options, "--", script)
+    assert done.returncode == 0, done.stderr
+    (found,) = read_records((tmp_path / "found.json").read_text())
+    assert sum(count for _, count in found.proposal.counts) == 2, "the weight and the bias of the DDP model"
+    said = b" ".join(done.stdout.split())
+    assert b"That leaves out a model that fully_shard has sharded: --budget reads" in said
+    assert b"of plain DDP's" not in said, "those are the bytes of both models"
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """The report page, parsed, and `gradwire report`."""
 
 import dataclasses
+import html
 import json
 from html.parser import HTMLParser
 
@@ -97,6 +98,13 @@ def test_the_page_has_what_auto_would_send():
     assert "auto:budget=0.2 would send 250,000 bytes a step, 1/4.0 of plain DDP&#x27;s" in page
     assert "<tr><td>int8</td><td>12</td></tr>" in page
     assert "would send" not in render_page([record(allreduce=100, int4=60, noop=50)])
+
+
+def test_the_page_says_why_it_is_not_known_what_auto_would_send():
+    why = "What auto would send is not known: <fully_shard> has sharded the model."
+    page = render_page([dataclasses.replace(record(allreduce=100, int4=60, noop=50), no_proposal=why)])
+    assert f"<b>auto</b><span>{html.escape(why)}</span>" in page
+    assert "<th>encoding</th>" not in page
 
 
 def test_the_page_needs_nothing_from_elsewhere():

@@ -146,7 +146,8 @@ def test_a_coarse_recipe_is_named_but_not_recommended():
     found = with_error(record(allreduce=100, int4=50, acp=20, noop=10), int4=0.1, acp=0.95)
     assert recommend(found).recipe == "int4"
     said = give_verdict(found)
-    assert "int4, the best measured, makes it 2.00x as fast: use it: gradwire.attach(model, 'int4')." in said
+    used = "makes it 2.00x as fast: use it: gradwire.attach(model, 'int4')."
+    assert f"int4, the fastest that is not coarse, {used}" in said
     assert "acp is faster still, 5.00x, but coarse (its gradient is 95% off)" in said
     only = with_error(record(allreduce=100, acp=20, noop=10), acp=0.95)
     assert recommend(only) is None
@@ -163,6 +164,46 @@ def test_a_recipe_that_sends_next_to_nothing_is_coarse_whatever_its_error():
     assert give_verdict(unknown).endswith(
         "acp is faster still, 5.00x, but coarse: check first that your model learns with it."
     )
+
+
+def test_a_coarse_recipe_whose_gain_may_be_noise_is_named_as_such():
+    steady = with_error(record(allreduce=100, int8=90, sign=70, noop=50), int8=0.01, sign=0.6)
+    lucky = noisy(70, 150, num_fast=14)
+    said = give_verdict(with_samples(steady, sign=lucky))
+    assert "int8, the fastest that is not coarse, makes it 1.11x as fast: use it" in said
+    assert said.endswith(
+        "sign is faster still, 1.43x, but coarse (its gradient is 60% off), and that may be noise: it was "
+        "faster in 14 of 24 pairs taken side by side, which is not enough to be sure."
+    )
+    both = give_verdict(with_samples(steady, int8=noisy(90, 120, num_fast=14), sign=lucky))
+    assert "int8, the fastest that is not coarse, makes it 1.11x as fast, but that may be noise" in both
+    assert "sign is faster still, 1.43x, but coarse" in both
+
+
+def test_a_coarse_recipe_that_may_be_no_faster_than_the_best_is_named_as_such():
+    steady = with_error(record(allreduce=200, int8=90, sign=70, noop=50), int8=0.01, sign=0.6)
+    said = give_verdict(with_samples(steady, sign=noisy(70, 120, num_fast=14)))
+    assert said.endswith(
+        "sign is faster still, 2.86x, but coarse (its gradient is 60% off), and what it has over int8 may be "
+        "noise: check first that your model learns with it."
+    )
+
+
+def test_a_coarse_recipe_that_is_hardly_faster_only_keeps_another_from_being_called_the_best():
+    said = give_verdict(with_error(record(allreduce=100, int8=80, sign=78, noop=50), int8=0.01, sign=0.6))
+    assert "int8, the fastest that is not coarse, makes it 1.25x as fast: use it" in said
+    assert "sign" not in said
+
+
+def test_a_small_gain_that_chance_could_give_is_called_noise_too():
+    steady = record(allreduce=100, bf16=97, noop=50)
+    said = give_verdict(with_samples(steady, bf16=noisy(97, 120, num_fast=14)))
+    assert "bf16, the best measured, gains 3.0%, which may be noise, so compression is not worth it" in said
+
+
+def test_compression_is_not_called_worthless_where_a_coarse_recipe_gains():
+    said = give_verdict(with_error(record(allreduce=100, int8=97, sign=60, noop=50), int8=0.01, sign=0.6))
+    assert "int8, the fastest that is not coarse, gains 3.1%, so it is not worth it here. sign is" in said
 
 
 def test_of_recipes_that_are_equally_fast_the_one_that_changes_least_is_recommended():

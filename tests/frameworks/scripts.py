@@ -25,6 +25,7 @@ def start(command, folder):
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONFAULTHANDLER": "1"}  # so that a rank that aborts says where
     environment |= {"HF_HUB_OFFLINE": "1", "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
@@ -47,14 +48,8 @@ def run(command, folder):
     return process.returncode, said
 
 
-# When an interpreter ends on a busy machine, a thread of Gloo's may abort it, without gradwire too.
-GLOO_ABORT = "terminate called without an active exception"
-
-
 def run_well(command, folder):
     code, said = run(command, folder)
-    if code != 0 and GLOO_ABORT in said:
-        code, said = run(command, folder)  # twice in a row it is no accident
     assert code == 0, said[-6000:]
     return said
 

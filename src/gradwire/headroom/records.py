@@ -159,7 +159,7 @@ class Record:
     sharding: str | None = None
     """``fsdp`` or ``hsdp`` if ``fully_shard`` has sharded the model; None for DDP."""
     no_proposal: str | None = None
-    """The reason why there is no proposal though one was asked for, in a sentence; None otherwise."""
+    """The models, all or some, that the proposal leaves out, and why, in a sentence; None otherwise."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

@@ -82,7 +82,7 @@ def main() -> None:
         wires = None if attachments is None else _totals(attachments)
         is_over = len(stopwatch.ends_s) > task.num_steps
         proposal = _propose(models, task.budget) if is_over else None
-        no_proposal = _reason_for_none(models, task.budget)
+        no_proposal = _left_out(models, task.budget, proposal)
     result = ScriptResult(
         times_s=tuple(end - begin for begin, end in pairwise(stopwatch.ends_s)),
         num_threads=torch.get_num_threads(),
@@ -144,14 +144,19 @@ def _totals(attachments: Attachments) -> WireTotals:
     )
 
 
-def _reason_for_none(models: Sequence[_KeptModel], budget: float | None) -> str | None:
-    """Return why `_propose` finds nothing though a budget is given; None if it need not be said."""
-    if budget is None or not models or any(is_ddp(model) for model, _ in models):
+def _left_out(models: Sequence[_KeptModel], budget: float | None, proposal: Proposal | None) -> str | None:
+    """Return the models that ``proposal`` leaves out because they are sharded; None if there are none."""
+    num_sharded = sum(not is_ddp(model) for model, _ in models)
+    if budget is None or not num_sharded:
         return None
-    return (
-        f"What auto:budget={budget:g} would send is not known: fully_shard has sharded the model, and "
-        "--budget reads the gradients of DDP models alone."
-    )
+    why = "--budget reads the gradients of DDP models alone."
+    if proposal is None:
+        which = "the model" if num_sharded == 1 else f"{num_sharded} models"
+        return (
+            f"What auto:budget={budget:g} would send is not known: fully_shard has sharded {which}, and {why}"
+        )
+    which = "a model" if num_sharded == 1 else f"{num_sharded} models"
+    return f"That leaves out {which} that fully_shard has sharded: {why}"
 
 
 def _propose(models: Sequence[_KeptModel], budget: float | None) -> Proposal | None:

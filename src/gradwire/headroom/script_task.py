@@ -62,7 +62,7 @@ class ScriptResult:
     proposal: Proposal | None = None
     """The choice of recipe ``auto``; None if the task does not ask for it, or no model can have it."""
     no_proposal: str | None = None
-    """The reason why no model can have it, in a sentence; None if there is nothing to say."""
+    """The models that it leaves out, all or some, and why, in a sentence; None if it leaves out none."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -32,23 +32,24 @@ def recommend(record: Record) -> Row | None:
     best = _best(record)
     if record.world_size == 1 or best is None:
         return None
-    shown = not _may_be_chance(record, record.noop) and not _may_be_chance(record, best)
+    shown = not _may_be_chance(record.noop, record.allreduce) and not _may_be_chance(best, record.allreduce)
     shown = shown and _beyond_possible(record) is None
     return best if shown and record.gain(best) >= _WORTHWHILE_GAIN else None
 
 
 def describe_proposal(record: Record) -> str:
     """Say what recipe ``auto`` would send, or why that is unknown; an empty text if nobody asked."""
-    found = record.proposal
+    found, left_out = record.proposal, record.no_proposal
     if found is None:
-        return record.no_proposal or ""
+        return left_out or ""
     chosen = ", ".join(f"{encoding} for {count}" for encoding, count in found.counts)
     plain = record.allreduce.bytes_per_step
-    share = f", 1/{plain / found.bytes_per_step:.1f} of plain DDP's" if plain and found.bytes_per_step else ""
+    share = ""
+    if plain and found.bytes_per_step and left_out is None:  # plain DDP's bytes are those of all models
+        share = f", 1/{plain / found.bytes_per_step:.1f} of plain DDP's"
     error = "" if found.error is None else f", with an error of {found.error:.2g}"
-    return (
-        f"{found.recipe} would send {found.bytes_per_step:,} bytes a step{share}{error}: {chosen} parameters."
-    )
+    said = f"{found.recipe} would send {found.bytes_per_step:,} bytes a step{share}{error}"
+    return " ".join(filter(None, [f"{said}: {chosen} parameters.", left_out]))
 
 
 def give_verdict(record: Record) -> str:
@@ -76,7 +77,7 @@ def give_verdict(record: Record) -> str:
             f"{record.averaging[0].lower()}{record.averaging[1:]} is not the bottleneck here, and there is "
             f"nothing to gain.{_name_remainder(record)}"
         )
-    if _may_be_chance(record, record.noop):
+    if _may_be_chance(record.noop, record.allreduce):
         return (
             f"{opening}, but that may be noise: without it a step {_wins(record, record.noop)}. "
             "Nothing is shown to be gained here; more steps may tell."
@@ -133,18 +134,17 @@ def _error(row: Row) -> float:
 def _judge(record: Record, best: Row | None) -> str:
     if best is None:
         return ""
-    gain = record.gain(best)
-    fastest_ms = min(row.step_ms for row in record.recipes if _keeps_gradients(record, row))
-    how = "about as fast as any that is not coarse, with the smallest error"
-    if best.step_ms == fastest_ms:
-        how = "the best measured"
-    what = f"{_describe(record, best)}, {how},"
+    gain, may_be_chance = record.gain(best), _may_be_chance(best, record.allreduce)
+    what = f"{_describe(record, best)}, {_place(record, best)},"
+    # A coarser recipe may be, and is named next.
+    subject = "compression" if _fastest_coarse(record, best) is None else "it"
     if gain <= 1:
-        return f"{what} makes it {gain:.2f}x as fast, so compression is not worth it here."
+        return f"{what} makes it {gain:.2f}x as fast, so {subject} is not worth it here."
     if gain < _WORTHWHILE_GAIN:
-        return f"{what} gains {gain - 1:.1%}, so compression is not worth it here."
+        noise = ", which may be noise" if may_be_chance else ""
+        return f"{what} gains {gain - 1:.1%}{noise}, so {subject} is not worth it here."
     found = f"{what} makes it {gain:.2f}x as fast"
-    if _may_be_chance(record, best):
+    if may_be_chance:
         return f"{found}, but that may be noise: it {_wins(record, best)}. More steps may tell."
     if best.recipe == ALLREDUCE:
         return f"{found}: use that, DistributedDataParallel(..., bucket_cap_mb={best.bucket_mb:g})."
@@ -152,6 +152,15 @@ def _judge(record: Record, best: Row | None) -> str:
     if best.bucket_mb != record.bucket_mb:
         use += f", with DistributedDataParallel(..., bucket_cap_mb={best.bucket_mb:g})"
     return f"{found}: {use}."
+
+
+def _place(record: Record, best: Row) -> str:
+    """Say how the row to use compares with the others."""
+    if best.step_ms == min(row.step_ms for row in record.recipes):
+        return "the best measured"
+    if best.step_ms == min(row.step_ms for row in record.recipes if _keeps_gradients(record, row)):
+        return "the fastest that is not coarse"
+    return "about as fast as any that is not coarse, with the smallest error"
 
 
 def _judge_buckets(record: Record, best: Row | None) -> str:
@@ -164,10 +173,8 @@ def _judge_buckets(record: Record, best: Row | None) -> str:
 
 
 def _judge_coarser(record: Record, best: Row | None) -> str:
-    """Name the fastest recipe that is too coarse to recommend, if it is worth it."""
-    limit_ms = math.inf if best is None else best.step_ms / _WORTHWHILE_GAIN
-    rows = [r for r in record.recipes if not _keeps_gradients(record, r) and _is_worth_it(record, r)]
-    fastest = min((row for row in rows if row.step_ms <= limit_ms), key=lambda r: r.step_ms, default=None)
+    """Name the fastest recipe that is too coarse to recommend, if it may be worth it."""
+    fastest = _fastest_coarse(record, best)
     if fastest is None:
         return ""
     off = ""
@@ -175,7 +182,19 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
         off = f" (its gradient is {fastest.gradient_error:.0%} off)"
     gain = f"{record.gain(fastest):.2f}x"
     how = f"makes it {gain} as fast" if best is None else f"is faster still, {gain}"
-    return f"{_describe(record, fastest)} {how}, but coarse{off}: check first that your model learns with it."
+    said = f"{_describe(record, fastest)} {how}, but coarse{off}"
+    if _may_be_chance(fastest, record.allreduce):
+        return f"{said}, and that may be noise: it {_wins(record, fastest)}."
+    if best is not None and _may_be_chance(fastest, best):
+        said += f", and what it has over {_describe(record, best)} may be noise"
+    return f"{said}: check first that your model learns with it."
+
+
+def _fastest_coarse(record: Record, best: Row | None) -> Row | None:
+    """Return the fastest row that is too coarse to recommend; None if it gains too little over the best."""
+    limit_ms = min(record.allreduce.step_ms, math.inf if best is None else best.step_ms) / _WORTHWHILE_GAIN
+    rows = [row for row in record.recipes if not _keeps_gradients(record, row) and row.step_ms <= limit_ms]
+    return min(rows, key=lambda row: row.step_ms, default=None)
 
 
 def _judge_outer_loop(record: Record, best: Row | None) -> str:
@@ -203,7 +222,7 @@ def _beyond_possible(record: Record) -> Row | None:
 
 
 def _is_worth_it(record: Record, row: Row) -> bool:
-    return record.gain(row) >= _WORTHWHILE_GAIN and not _may_be_chance(record, row)
+    return record.gain(row) >= _WORTHWHILE_GAIN and not _may_be_chance(row, record.allreduce)
 
 
 def _describe(record: Record, row: Row) -> str:
@@ -212,22 +231,21 @@ def _describe(record: Record, row: Row) -> str:
 
 
 def _wins(record: Record, row: Row) -> str:
-    """Say how often a row was faster, if chance may be the reason."""
-    gained_ms = _gained_ms(record, row)
+    """Say how often a row was faster than plain DDP, if chance may be the reason."""
+    gained_ms = _gained_ms(row, record.allreduce)
     how = "taken side by side" if record.interleaved else "compared one by one"
     num_wins = sum(ms > 0 for ms in gained_ms)
     return f"was faster in {num_wins} of {len(gained_ms)} pairs {how}, which is not enough to be sure"
 
 
-def _gained_ms(record: Record, row: Row) -> list[float]:
-    """Return, for each step, by how much a row was faster than plain DDP."""
-    pairs = zip(row.samples_ms, record.allreduce.samples_ms, strict=True)
-    return [plain - ours for ours, plain in pairs]
+def _gained_ms(row: Row, other: Row) -> list[float]:
+    """Return, for each step, by how much a row was faster than another."""
+    return [theirs - ours for ours, theirs in zip(row.samples_ms, other.samples_ms, strict=True)]
 
 
-def _may_be_chance(record: Record, row: Row) -> bool:
+def _may_be_chance(row: Row, other: Row) -> bool:
     """Return True if two equal rows could differ as much by chance (Wilcoxon's signed-rank test)."""
-    gained_ms = sorted(_gained_ms(record, row)[:_MAX_PAIRS], key=abs)
+    gained_ms = sorted(_gained_ms(row, other)[:_MAX_PAIRS], key=abs)
     n = len(gained_ms)
     score = sum(rank for rank, ms in enumerate(gained_ms, start=1) if ms > 0)
     # num_ways[s]: the number of sign patterns, of 2**n, whose positive ranks sum to s (Wilcoxon).

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
+from gradwire.peers import wait_until_asleep
+
 
 class Uncopied:
     """An object with threads and connections of this process, which is neither copied nor pickled."""
@@ -27,6 +29,8 @@ class _Exit:
     has_begun = False
 
 
+# The first to be registered, and so the last to run: see Note [Threads of Gloo at exit].
+atexit.register(wait_until_asleep)
 # Finalizers run at exit after functions that are registered with atexit after the first finalizer.
 weakref.finalize(_Exit, lambda: None)
 atexit.register(setattr, _Exit, "has_begun", True)

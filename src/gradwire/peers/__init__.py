@@ -15,6 +15,7 @@ from gradwire.peers.gloo import (
     open_gloo,
     open_gloo_groups,
 )
+from gradwire.peers.gloo_threads import wait_until_asleep
 from gradwire.peers.groups import (
     Group,
     Messages,
@@ -82,4 +83,5 @@ __all__ = [
     "timeout_of",
     "timeout_or_own",
     "uses_nccl",
+    "wait_until_asleep",
 ]

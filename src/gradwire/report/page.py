@@ -96,16 +96,17 @@ def _section(index: int, name: str, record: Record) -> list[str]:
 
 
 def _proposal(record: Record) -> list[str]:
-    """Return a panel about what recipe ``auto`` would send; nothing if the record does not know."""
-    if record.proposal is None:
+    """Return a panel about what recipe ``auto`` would send, or why that is unknown, if somebody asked."""
+    said = describe_proposal(record)
+    if not said:
         return []
+    panel = [f'<div class="verdict"><b>auto</b><span>{escape(said)}</span></div>']
+    if record.proposal is None:
+        return panel
     rows = "".join(
         f"<tr><td>{escape(encoding)}</td><td>{count}</td></tr>" for encoding, count in record.proposal.counts
     )
-    return [
-        f'<div class="verdict"><b>auto</b><span>{escape(describe_proposal(record))}</span></div>',
-        f"<table><tr><th>encoding</th><th>parameters</th></tr>{rows}</table>",
-    ]
+    return [*panel, f"<table><tr><th>encoding</th><th>parameters</th></tr>{rows}</table>"]
 
 
 def _conditions(record: Record) -> str:
