@@ -143,6 +143,12 @@ def check_subgroups(rank):
     if rank == 1:
         with pytest.raises(ValueError, match="this rank is not in the group"):
             gradwire.Averager(group=dist.GroupMember.NON_GROUP_MEMBER)
+    else:  # errors name ranks of the world
+        averager = gradwire.Averager("fp32", halves[0])
+        found = rf"^rank {rank}, .* \(3,\), float32 on rank\(s\) 0, .* \(5,\), float32 on rank\(s\) 2"
+        with pytest.raises(ValueError, match=found):
+            averager.average_(torch.ones(3 + rank))
+        averager.close()
 
 
 def test_an_averager_takes_any_group(three_ranks):

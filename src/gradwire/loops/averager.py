@@ -48,7 +48,7 @@ from gradwire.loops.handle import AveragingHandle
 from gradwire.loops.packing import Packing, Packings
 from gradwire.loops.plain import start_plain_mean
 from gradwire.loops.tensors import Tensors, named_tensors
-from gradwire.peers import CollectiveCall, backend_name, require_timeout, timeout_or_own
+from gradwire.peers import CollectiveCall, backend_name, own_world_rank, require_timeout, timeout_or_own
 from gradwire.recipes import (
     Recipe,
     WirePlan,
@@ -97,6 +97,7 @@ class Averager(Uncopied):
         timeout: timedelta | None = None,
     ) -> None:
         self._group = choose_group(group)
+        self._name = own_world_rank(self._group)
         self._timeout = timeout_or_own(timeout, self._group)
         self._is_disabled = is_disabled()
         with CollectiveCall(self._group, self._timeout, "gradwire.Averager") as call:
@@ -359,7 +360,7 @@ class Averager(Uncopied):
     def _begin_call(self) -> Place:
         self._require_usable()
         self._num_calls += 1
-        return Place(self._group.rank(), self._num_calls - 1, 0, str(self._recipe))
+        return Place(self._name, self._num_calls - 1, 0, str(self._recipe))
 
     @contextlib.contextmanager
     def _failing_all(self, place: Place) -> Iterator[None]:
@@ -390,7 +391,7 @@ class Averager(Uncopied):
 
     def _require_usable(self) -> None:
         if self._is_closed:
-            raise RuntimeError(f"rank {self._group.rank()}: this averager is closed; make another")
+            raise RuntimeError(f"rank {self._name}: this averager is closed; make another")
         if self._engine.failure is not None:
             raise self._engine.failure.with_traceback(None)
 

@@ -25,7 +25,7 @@ from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
 from gradwire.ddp import attach as attach_to_ddp
 from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, require_timeout, timeout_or_own, uses_nccl
+from gradwire.peers import CollectiveCall, own_world_rank, require_timeout, timeout_or_own, uses_nccl
 from gradwire.recipes import Recipe, agree_on_nodes, common_node_size, detect_node_size, kernels_of, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.sharded.attachment import ShardedAttachment
@@ -178,7 +178,7 @@ def _open(
     assert choice.recipe is not None
     if is_disabled():
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
-        backward = Backward(Engine(noop(), None), sharded.rank, sharded.device)
+        backward = Backward(Engine(noop(), None), own_world_rank(sharded.shards), sharded.device)
         undo = contextlib.ExitStack()
         if sharded.has_replicas and not sharded.is_native_hsdp:
             for unit in sharded.units:
@@ -199,7 +199,7 @@ def _open(
         )
         undo.callback(engine.close)
         share = sharing(sharded) if sharded.has_replicas else None
-        backward = Backward(engine, sharded.rank, sharded.device, share_failure=share)
+        backward = Backward(engine, own_world_rank(sharded.shards), sharded.device, share_failure=share)
         agree = agreement(sharded.shards) if sharded.num_shards > 1 else None
         checks = options.checks(ShardedGradients(sharded), sharded.rank, backward, meter, agree=agree)
         backward.checks = checks
@@ -238,7 +238,8 @@ def _install_gathers(
         # One in flight: a gather is asked for when the one before it is used.
         lane = open_lane(sharded.shards, sharded.device, gathering.rendezvous, num_in_flight=1)
         undo.callback(lane.close)
-        gathers = Gathers(lane, backward, sharded.rank, gathering.encoding, gathering.node_size)
+        rank = own_world_rank(sharded.shards)
+        gathers = Gathers(lane, backward, rank, gathering.encoding, gathering.node_size)
         undo.callback(gathers.follow(sharded.root))
     for unit in sharded.units:
         undo.callback(_restore_gather, unit, unit.all_gather)
