@@ -73,7 +73,8 @@ class Averager(Uncopied):
         group: the ranks to average over, a Gloo or NCCL group; by default the world.
         device: where the tensors are. By default CUDA for a group that has NCCL there, otherwise CPU. Over
             Gloo, CUDA tensors are taken too.
-        timeout: how long collective methods wait for the other ranks; by default the group's own timeout.
+        timeout: how long the constructor, `swap` and `load_state_dict` wait for the other ranks; by default
+            as long as the group does. Averages always wait as long as the group.
 
     Raises ValueError if there is no such recipe or ranks differ, TypeError for arguments of the wrong type,
     and RuntimeError if a rank does not come in time.
@@ -168,7 +169,7 @@ class Averager(Uncopied):
                 self._tuned.decide(place, self._device)
                 self._require_usable()
             named = named_tensors(tensors, self._device_types)
-            self._check_weight(weight, named)
+            weight = self._checked(weight, named)
             packing = self._packing_of(named, weight is not None, place)
             futures = self._start(packing, packing.pack(named), weight, place)
 
@@ -381,13 +382,15 @@ class Averager(Uncopied):
             compare(claim, self._engine, place, self._device)
         return packing
 
-    def _check_weight(self, weight: float | None, named: Mapping[str, Tensor]) -> None:
+    def _checked(self, weight: float | None, named: Mapping[str, Tensor]) -> float | None:
+        """Return the weight as Python's own number; raise TypeError or ValueError if it cannot be one."""
         if weight is None:
-            return
+            return None
         check_weight(weight, self._recipe)
         if self._may_have_state:  # a recipe before this one may have held something back
             self._wait_for_lane()
             require_nothing_owed(self._engine.state.memory, named)
+        return float(weight)
 
     def _require_usable(self) -> None:
         if self._is_closed:

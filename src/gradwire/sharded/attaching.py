@@ -73,7 +73,8 @@ def attach(
             ``"bf16"``, ``"fp16"``, ``"int8"``, ``"fp8"`` or ``"int4"``. All ranks compute with the decoded
             weights; optimizers step the shards as they are. None, the default, leaves gathers to torch.
         state: the first argument of a hook; not for recipes.
-        timeout: how long to wait for the other ranks; by default the group's own timeout.
+        timeout: how long this, `Wire.swap` and `Wire.load_state_dict` wait for the other ranks; by default
+            as long as the group does. Averages always wait as long as the group.
         on_nonfinite: what to do when an averaged gradient is infinite or NaN. ``"propagate"`` passes it to
             every rank, as torch does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
             optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
