@@ -3,6 +3,7 @@
 import gc
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ def test_calls_with_other_names_alternate_without_growing_state(two_ranks):
 def check_weights(rank, spec):
     size, step = dist.get_world_size(), 0
     with gradwire.Averager(spec) as averager:
-        for weights in ([3, 1, 2][:size], [0, 5, 0.5][:size], [1e-3, 2e3, 7][:size]):
+        numbers = [[3, 1, 2], [0, 5, 0.5], [1e-3, 2e3, 7], np.array([3, 1, 2], np.float32)]
+        for weights in (each[:size] for each in numbers):
             tensors = draw(rank, step)
             if weights[rank] == 0:
                 tensors["bias"].fill_(float("nan"))  # does not count
@@ -73,8 +75,11 @@ def check_refused_weights(rank, spec, weight, error, text):
         ("int4", 1, ValueError, "int4 cannot take weights: its feedback adds"),
         ("powersgd", 1, ValueError, "powersgd cannot take weights"),
         ("fp32:reduction=sum", 1, ValueError, "it takes sums"),
-        ("fp32", -1, ValueError, "finite and not negative, not -1"),
-        ("fp32", float("nan"), ValueError, "finite and not negative"),
+        ("fp32", -1, ValueError, "weight must be 0, or from 1e-100 to 1e\\+100, not -1"),
+        ("fp32", float("nan"), ValueError, "not nan"),
+        ("fp32", 1e308, ValueError, "not 1e\\+308"),
+        ("fp32", 1e-320, ValueError, "not 1e-320"),
+        ("fp32", torch.tensor(2.0), TypeError, "give its .item()"),
         ("fp32", "3", TypeError, "weight is a number, not '3'"),
         ("fp32", 0, ValueError, "the weights of all ranks are 0"),
     ],
@@ -143,6 +148,12 @@ def check_subgroups(rank):
     if rank == 1:
         with pytest.raises(ValueError, match="this rank is not in the group"):
             gradwire.Averager(group=dist.GroupMember.NON_GROUP_MEMBER)
+    else:  # errors name ranks of the world
+        averager = gradwire.Averager("fp32", halves[0])
+        found = rf"^rank {rank}, .* \(3,\), float32 on rank\(s\) 0, .* \(5,\), float32 on rank\(s\) 2"
+        with pytest.raises(ValueError, match=found):
+            averager.average_(torch.ones(3 + rank))
+        averager.close()
 
 
 def test_an_averager_takes_any_group(three_ranks):

@@ -139,6 +139,11 @@ def check_refusals(rank):
     assert "torch.int32" in str(caught.value)
     with gradwire.Averager("int8") as averager, pytest.raises(gradwire.WireError, match="its chunk of 9 has"):
         averager.all_gather(torch.ones(7), numel=9)
+    with gradwire.Averager("int8") as averager, pytest.raises(gradwire.WireError, match="number, not -1"):
+        averager.all_gather(torch.ones(7), numel=-1)
+    text = r"call is average_ on rank\(s\) 0, reduce_scatter on rank\(s\) 1"
+    with gradwire.Averager("int8") as averager, pytest.raises(gradwire.WireError, match=text):
+        averager.reduce_scatter(torch.ones(7)) if rank else averager.average_(torch.ones(7))
 
 
 def test_what_cannot_be_scattered_is_refused_on_every_rank(two_ranks):

@@ -210,7 +210,7 @@ WRONG = {
     "integers": (lambda: torch.ones(3, dtype=torch.int64), "has dtype torch.int64, and only floating"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "is sparse"),
     "expanded": (lambda: torch.ones(1).expand(3), "share memory"),
-    "no tensor": (lambda: [None], "is a NoneType, not a tensor"),
+    "no tensor": (lambda: [None], "tensor '0' is None. If it is a gradient"),
     "a number": (lambda: 3, "not int"),
     "numbers as names": (lambda: {1: torch.ones(1)}, "names of tensors are text, not 1"),
     "elsewhere": (lambda: torch.ones(3, device="meta"), "is on meta"),

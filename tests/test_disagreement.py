@@ -130,7 +130,7 @@ LIMIT = timedelta(seconds=8)
 def check_other_sizes(rank):
     """Exchange messages of different sizes, which would end a process that leaves it to Gloo."""
     dist.barrier()  # the limit is also that for connecting
-    group = GlooGroup(limited_store(dist.group.WORLD, LIMIT), "sizes", rank, 3, LIMIT)
+    group = GlooGroup(limited_store(dist.group.WORLD, LIMIT), "sizes", rank, range(3), LIMIT)
     group.open()
     rows = [torch.zeros(100 if rank == 1 else 8, dtype=torch.uint8) for _ in range(3)]
     with pytest.raises(PeerUnreachable, match="no message from rank"):

@@ -130,7 +130,7 @@ ASKING = {
     "attach": lambda group: join_rendezvous(group, SHORT, "attach"),
     "an agreement": lambda group: agree(group, "rendezvous", {}, SHORT, "attach"),
     "groups": lambda group: connect_all(limited(group), ["group"], 0, 2, SHORT),
-    "a late group": lambda group: GlooGroup(limited(group), "group", 0, 2, SHORT).open(),
+    "a late group": lambda group: GlooGroup(limited(group), "group", 0, range(2), SHORT).open(),
 }
 
 

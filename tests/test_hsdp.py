@@ -216,6 +216,26 @@ def test_an_error_of_one_rank_reaches_all(four_ranks):
     four_ranks.run(check_failure)
 
 
+def check_all_or_none(rank):
+    """What one rank cannot do, none does, and errors name ranks of the world."""
+    model, wire = attached("int8", False)
+    loss_of(model, batch(rank, 0)).backward()
+    state = wire.state_dict()
+    with pytest.raises(ValueError, match="no state of a wire"):
+        wire.load_state_dict({} if rank == 3 else {**state, "step": 7})
+    for other in ("int4", "nonsense"):
+        with pytest.raises(ValueError, match="on rank.* 3" if rank == 1 else "int4|nonsense"):
+            wire.swap(other if rank == 3 else "bf16")
+    loss_of(model, batch(rank, 1)).backward()
+    assert (wire.recipe.name, wire.state_dict()["step"]) == ("int8", 2)
+    wire.detach()
+    dist.barrier()
+
+
+def test_a_state_or_a_recipe_is_taken_by_all_ranks_or_by_none(four_ranks):
+    four_ranks.run(check_all_or_none)
+
+
 def check_checks(rank):
     telemetry = gradwire.Telemetry(every=1)
     model, wire = attached("int8", True, verify_every=1, on_nonfinite="skip", telemetry=telemetry)

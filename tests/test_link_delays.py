@@ -21,7 +21,7 @@ class FarGroup:
     native_sum = native_scatter = native_gather = None
 
     def __init__(self, group, sent):
-        self.rank, self.size, self.traffic = group.rank, group.size, group.traffic
+        self.rank, self.size, self.names, self.traffic = group.rank, group.size, group.names, group.traffic
         self.now, self.sent, self.num_rounds = 0, sent, 0
         self._group = group
 

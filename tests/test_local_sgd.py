@@ -192,6 +192,7 @@ def job_refusals(rank):
         ({"period": 2, "warmup_steps": -1}, "warmup_steps must be at least 0"),
         ({"period": 2, "recipe": "noop"}, "needs a recipe that averages, and noop does not"),
         ({"period": 2, "recipe": "fp32:reduction=sum"}, "needs a recipe that averages"),
+        ({"period": 2, "recipe": "topk:momentum=0.9"}, "give the momentum to outer="),
         ({"period": 2 + rank}, "ranks call gradwire.LocalSGD with different things"),
     ):
         with pytest.raises(ValueError, match=text):

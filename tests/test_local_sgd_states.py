@@ -43,9 +43,12 @@ def job_checkpoint(rank):
             train(model, optimizer, local, range(saved_after))
             saved = io.BytesIO()
             torch.save([model.module.state_dict(), optimizer.state_dict(), local.state_dict()], saved)
+            kept = local.state_dict()
             train(model, optimizer, local, range(saved_after, 11))
         saved.seek(0)
         weights, optimizer_state, local_state = torch.load(saved, weights_only=True)
+        for kind in ("start", "momentum"):  # steps that follow change no state that is kept
+            assert all(torch.equal(kept[kind][name], own) for name, own in local_state[kind].items())
         resumed, resumed_optimizer = make()
         resumed.module.load_state_dict(weights)
         resumed_optimizer.load_state_dict(optimizer_state)

@@ -42,7 +42,14 @@ from gradwire.ddp.unaveraged import watch_for_steps
 from gradwire.ddp.user_hooks import HookRunner
 from gradwire.ddp.wire import Wire
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, NcclGroup, require_timeout, timeout_or_own, uses_nccl
+from gradwire.peers import (
+    CollectiveCall,
+    NcclGroup,
+    own_world_rank,
+    require_timeout,
+    timeout_or_own,
+    uses_nccl,
+)
 from gradwire.recipes import Recipe, agree_on_nodes, kernels_of, noop
 from gradwire.telemetry import Meter, Telemetry
 
@@ -87,7 +94,7 @@ def attach(
     layouts = Layouts(ddp.module)
     if is_disabled():
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and DDP averages as usual", choice.name)
-        bridge = Bridge(Engine(noop(), None), layouts, group.rank())
+        bridge = Bridge(Engine(noop(), None), layouts, own_world_rank(group))
         return Wire(DDPAttachment(slot, bridge, choice, layouts, limit, is_disabled=True))
     bridge = _open_bridge(ddp, slot, choice, options, layouts, call.rendezvous)
     details = {"recipe": bridge.runner.name, "world_size": group.size(), "device": str(device)}
@@ -118,7 +125,9 @@ def _open_bridge(
         undo.callback(checks.close)
         # Weakly: the model's hook holds this, and must not hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        bridge = Bridge(runner, layouts, rank, checks, by_active, num_bucketed(ddp))
+        bridge = Bridge(
+            runner, layouts, own_world_rank(ddp.process_group), checks, by_active, num_bucketed(ddp)
+        )
         slot.take(bridge)
         undo.callback(slot.leave, bridge)
         # Binding comes last, since it cannot be undone.

@@ -18,7 +18,7 @@ from gradwire.ddp.choice import Choice
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
 from gradwire.errors import WireError
-from gradwire.peers import CollectiveCall
+from gradwire.peers import CollectiveCall, GridCall
 from gradwire.recipes import Recipe, Tuning, WirePlan
 from gradwire.torch_private import backward_pass
 from gradwire.tuning import Decision
@@ -151,14 +151,14 @@ class Attachment(abc.ABC):
         return self.bridge.checks.policy is not None
 
     def call(self, method: str) -> CollectiveCall:
-        """Return a collective call of ``method`` over the model's group; RuntimeError after `detach`."""
+        """Return a collective call of ``method`` by all of the model's ranks; RuntimeError after `detach`."""
         if not (self.is_attached or self.is_disabled):
             what = method.rpartition(".")[2]
             raise RuntimeError(
                 f"rank {self.rank}: this wire is detached, and {what} would have no effect; "
                 "call it on the wire that gradwire.attach returned last"
             )
-        return CollectiveCall(self.group, self.timeout, method)
+        return GridCall(self.group, self.other_shards(), self.timeout, method)
 
     def save(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the state of this rank, or of all ranks; RuntimeError inside ``backward()``."""
@@ -173,6 +173,10 @@ class Attachment(abc.ABC):
         for group in self.state_groups() if gather else ():
             state = gather_states(state, group, self.timeout, "Wire.state_dict")
         return state
+
+    def other_shards(self) -> dist.ProcessGroup | None:
+        """Return the ranks that hold the model's shards, if those that exchange messages hold one of them."""
+        return None
 
     def state_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Return the groups over which states are gathered, one after the other."""

@@ -18,7 +18,7 @@ class Uncopied:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         kind = type(self).__name__
         raise TypeError(
-            f"a {kind} has threads and connections of this process, and cannot be copied or pickled: save "
+            f"{kind} has threads and connections of this process, and cannot be copied or pickled: save "
             f"its state_dict() instead, and keep the {kind} outside of what you copy"
         )
 

@@ -41,7 +41,7 @@ from gradwire.loops.handle import AveragingHandle
 from gradwire.loops.packing import Packing, Packings
 from gradwire.loops.plain import PlainEngine, PlainHalves
 from gradwire.loops.tensors import Tensors, named_tensors
-from gradwire.peers import CollectiveCall, require_timeout, timeout_or_own, uses_nccl
+from gradwire.peers import CollectiveCall, own_world_rank, require_timeout, timeout_or_own, uses_nccl
 from gradwire.recipes import (
     Recipe,
     WirePlan,
@@ -65,7 +65,8 @@ class Averager(Uncopied):
         group: the ranks to average over, a Gloo or NCCL group; by default the world.
         device: where the tensors are. By default CUDA for a group that has NCCL there, otherwise CPU. Over
             Gloo, CUDA tensors are taken too.
-        timeout: how long collective methods wait for the other ranks; by default the group's own timeout.
+        timeout: how long the constructor, `swap` and `load_state_dict` wait for the other ranks; by default
+            as long as the group does. Averages always wait as long as the group.
 
     Raises ValueError if there is no such recipe or ranks differ, TypeError for arguments of the wrong type,
     and RuntimeError if a rank does not come in time.
@@ -89,6 +90,7 @@ class Averager(Uncopied):
         timeout: timedelta | None = None,
     ) -> None:
         self._group = choose_group(group)
+        self._name = own_world_rank(self._group)
         self._timeout = timeout_or_own(timeout, self._group)
         with CollectiveCall(self._group, self._timeout, "gradwire.Averager") as call:
             require_timeout(timeout)
@@ -161,7 +163,7 @@ class Averager(Uncopied):
                 self._tuned.decide(place, self._device)
                 self._require_usable()
             named = named_tensors(tensors, self._device_types)
-            self._check_weight(weight, named)
+            weight = self._checked(weight, named)
             packing = self._packing_of(named, weight is not None, place)
             futures = self._start(packing, named, weight, place)
 
@@ -334,7 +336,7 @@ class Averager(Uncopied):
     def _begin_call(self) -> Place:
         self._require_usable()
         self._num_calls += 1
-        return Place(self._group.rank(), self._num_calls - 1, 0, str(self._recipe))
+        return Place(self._name, self._num_calls - 1, 0, str(self._recipe))
 
     @contextlib.contextmanager
     def _failing_all(self, place: Place) -> Iterator[None]:
@@ -354,17 +356,19 @@ class Averager(Uncopied):
             compare(packing.claim(is_weighted=is_weighted), self._engine, place, self._device)
         return packing
 
-    def _check_weight(self, weight: float | None, named: Mapping[str, Tensor]) -> None:
+    def _checked(self, weight: float | None, named: Mapping[str, Tensor]) -> float | None:
+        """Return the weight as Python's own number; raise TypeError or ValueError if it cannot be one."""
         if weight is None:
-            return
+            return None
         check_weight(weight, self._recipe)
         if self._may_have_state:  # a recipe before this one may have held something back
             self._wait_for_lane()
             require_nothing_owed(self._engine.state.memory, named)
+        return float(weight)
 
     def _require_usable(self) -> None:
         if self._is_closed:
-            raise RuntimeError(f"rank {self._group.rank()}: this averager is closed; make another")
+            raise RuntimeError(f"rank {self._name}: this averager is closed; make another")
         if self._engine.failure is not None:
             raise self._engine.failure.with_traceback(None)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
+from numbers import Real
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradwire.averaging import is_disabled
 from gradwire.buckets import Memory
@@ -16,6 +17,9 @@ from gradwire.peers import Claim, CollectiveCall, backend_name
 from gradwire.recipes import Recipe, agree_on_nodes, fingerprint, kernels_of, require_nodes
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.torch_private import device_types
+
+# Sums and ratios of weights between these neither overflow nor vanish.
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-100, 1e100
 
 
 def choose_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -73,10 +77,12 @@ def require_nothing_owed(memory: Memory, names: Collection[str]) -> None:
 
 def check_weight(weight: object, recipe: Recipe) -> None:
     """Raise TypeError or ValueError if this is no weight, or if the recipe cannot take a weighted mean."""
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
+    if isinstance(weight, Tensor):
+        raise TypeError("weight is a number, not a tensor: give its .item()")
+    if isinstance(weight, bool) or not isinstance(weight, Real):
         raise TypeError(f"weight is a number, not {weight!r}")
-    if not (weight >= 0 and math.isfinite(weight)):
-        raise ValueError(f"weight must be finite and not negative, not {weight}")
+    if not (weight == 0 or _LEAST_WEIGHT <= float(weight) <= _MOST_WEIGHT):
+        raise ValueError(f"weight must be 0, or from {_LEAST_WEIGHT:g} to {_MOST_WEIGHT:g}, not {weight}")
     for each in recipe.leaves():
         why = ""
         if not each.exchange.communicates:

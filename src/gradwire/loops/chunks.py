@@ -46,6 +46,8 @@ def chunk_of(flat: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def make_full(shard: Tensor, numel: int | None, group: dist.ProcessGroup) -> Tensor:
     """Return a tensor for all chunks, with this rank's in its place; ValueError if the length is wrong."""
+    if numel is not None and (not isinstance(numel, int) or numel < 0):
+        raise ValueError(f"numel is the length of the result, a whole number, not {numel!r}")
     total = group.size() * shard.numel() if numel is None else numel
     full = shard.new_empty(total)
     own = chunk_of(full, group)

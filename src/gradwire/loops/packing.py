@@ -50,6 +50,7 @@ class Packing:
         )
         self._devices = [run[0][2] for run in runs]
         self._fields = {
+            "call": "average_",
             "number of tensors": str(len(signature)),
             **{
                 f"tensor {number}": f"{name!r}, shape {tuple(shape)}, {dtype_name(dtype)}"

@@ -57,6 +57,11 @@ def named_tensors(tensors: Tensors, device_types: Collection[str]) -> dict[str, 
 
 
 def _check(name: str, tensor: Tensor, device_types: Collection[str]) -> None:
+    if tensor is None:
+        raise TypeError(
+            f"tensor {name!r} is None. If it is a gradient that this rank has not, give zeros; if no rank "
+            "has it, leave it out on every rank"
+        )
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor {name!r} is a {type(tensor).__name__}, not a tensor")
     if hasattr(tensor, "to_local"):

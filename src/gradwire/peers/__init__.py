@@ -4,7 +4,7 @@ The content of messages, and the thread or stream that sends them, do not belong
 """
 
 from gradwire.peers.agreement import Claim, SealedClaim, agree, gather_if_same, require_same
-from gradwire.peers.collective import CollectiveCall
+from gradwire.peers.collective import CollectiveCall, GridCall
 from gradwire.peers.distance import is_far
 from gradwire.peers.failure import Failure, is_unreachable
 from gradwire.peers.failure_store import RankStatus
@@ -34,10 +34,12 @@ from gradwire.peers.process_groups import (
     backend_name,
     bytes_tensor,
     make_group,
+    own_world_rank,
     require_timeout,
     timeout_of,
     timeout_or_own,
     uses_nccl,
+    world_ranks,
 )
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.peers.stall_watcher import Progress, StallWatcher
@@ -48,6 +50,7 @@ __all__ = [
     "CollectiveCall",
     "Failure",
     "GlooGroup",
+    "GridCall",
     "Group",
     "Messages",
     "NcclGroup",
@@ -78,10 +81,12 @@ __all__ = [
     "next_rendezvous",
     "open_gloo",
     "open_gloo_groups",
+    "own_world_rank",
     "require_same",
     "require_timeout",
     "timeout_of",
     "timeout_or_own",
     "uses_nccl",
     "wait_until_asleep",
+    "world_ranks",
 ]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.peers.groups import Group, gather
+from gradwire.peers.process_groups import world_ranks
 from gradwire.peers.rendezvous import WaitLog, claim_key, missing_ranks_error
 from gradwire.peers.store_connections import LimitedStore, StoreIsSilent, limited_store
 
@@ -67,7 +68,7 @@ def agree(
     Returns every rank's note, in rank order. Raises RuntimeError if a rank makes no claim in time or has
     failed, and ValueError if claims differ. After a peer's ValueError or TypeError, the error is also one.
     """
-    store, rank = limited_store(group, timeout), group.rank()
+    store, rank, names = limited_store(group, timeout), group.rank(), world_ranks(group)
     keys = [claim_key(rendezvous, peer) for peer in range(group.size())]
     if isinstance(claim, Exception):
         # A store takes valid UTF-8 only, and file names in an error's text may hold lone surrogates.
@@ -85,13 +86,13 @@ def agree(
     if failed and rank not in failed:
         kind, _, text = answers[failed[0]].removeprefix(_ERROR).partition(": ")
         raise _PEER_ERRORS.get(kind, RuntimeError)(
-            f"rank {rank}: {caller} failed on rank {failed[0]}: {text}"
+            f"rank {names[rank]}: {caller} failed on rank {names[failed[0]]}: {text}"
         )
     digests, _, notes = zip(*(answer.partition(" ") for answer in answers), strict=True)
     if not failed and len(set(digests)) > 1:
         claims = list(map(json.loads, store.multi_get([f"{key}/fields" for key in keys])))
-        difference = describe_differences(claims)
-        raise ValueError(f"rank {rank}: ranks call {caller} with different things: {difference}")
+        difference = describe_differences(claims, names)
+        raise ValueError(f"rank {names[rank]}: ranks call {caller} with different things: {difference}")
     return list(notes)
 
 
@@ -113,24 +114,27 @@ def gather_if_same(own: SealedClaim, number: float, group: Group, device: torch.
     digests, lengths, numbers = zip(*(_HEADER.unpack(row) for row in rows), strict=True)
     if len(set(digests)) > 1:
         claims = [json.loads(row) for row in _gather_bytes(own.fields, lengths, group, device)]
-        raise ValueError(f"ranks do not agree: {describe_differences(claims)}")
+        raise ValueError(f"ranks do not agree: {describe_differences(claims, group.names)}")
     return list(numbers)
 
 
-def describe_differences(claims: Sequence[Claim]) -> str:
+def describe_differences(claims: Sequence[Claim], names: Sequence[int] | None = None) -> str:
     """Name the fields that differ, each with its values and the ranks that have them.
 
-    ``claims`` is in rank order.
+    ``claims`` is in rank order, and ``names`` has the ranks that the text names, by default 0 and on.
 
-    >>> describe_differences([{"gradwire": "0.1"}, {"gradwire": "0.2"}, {"gradwire": "0.1"}])
-    'gradwire is 0.2 on rank(s) 1, 0.1 on rank(s) 0, 2'
+    >>> describe_differences([{"gradwire": "0.1"}, {"gradwire": "0.2"}, {"gradwire": "0.1"}], [4, 5, 6])
+    'gradwire is 0.2 on rank(s) 5, 0.1 on rank(s) 4, 6'
     """
+    names = range(len(claims)) if names is None else names
     shown: dict[str, str] = {}
     for field in dict.fromkeys(field for claim in claims for field in claim):
         values = [claim.get(field, "absent") for claim in claims]
         # If "recipe.exchange" differs, its parts "recipe.exchange.*" differ too and add nothing.
         if len(set(values)) > 1 and not any(field.startswith(f"{other}.") for other in shown):
-            by_value = {v: [rank for rank, each in enumerate(values) if each == v] for v in values}
+            by_value: dict[str, list[int]] = {}
+            for name, value in zip(names, values, strict=True):
+                by_value.setdefault(value, []).append(name)
             sides = sorted(by_value.items(), key=lambda side: len(side[1]))
             shown[field] = ", ".join(f"{value} on rank(s) {_list(ranks)}" for value, ranks in sides)
     more = f"; and {len(shown) - _NUM_SHOWN} more" if len(shown) > _NUM_SHOWN else ""

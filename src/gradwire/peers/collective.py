@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from datetime import timedelta
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from gradwire.peers.agreement import Claim, agree
 from gradwire.peers.rendezvous import join_rendezvous
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class CollectiveCall:
@@ -31,7 +35,7 @@ class CollectiveCall:
         self.rendezvous = ""
         """A name that is new to the group and the same on all ranks; set on entering the call."""
 
-    def __enter__(self) -> CollectiveCall:
+    def __enter__(self) -> Self:
         self.rendezvous = join_rendezvous(self.group, self._timeout, self._caller)
         return self
 
@@ -51,3 +55,42 @@ class CollectiveCall:
     ) -> None:
         if isinstance(error, Exception) and not self._has_agreed:
             agree(self.group, self.rendezvous, error, self._timeout, self._caller)
+
+
+class GridCall(CollectiveCall):
+    """A collective call of the ranks that average together, and of those that hold the shards of one model.
+
+    Ranks that hold shards agree first. So an error of any rank reaches all.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, shards: dist.ProcessGroup | None, timeout: timedelta, caller: str
+    ) -> None:
+        """Call ``caller`` over ``group``, and over those that hold the ``shards``, if there are any."""
+        super().__init__(group, timeout, caller)
+        self._within = None if shards is None else CollectiveCall(shards, timeout, caller)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._within is not None:
+            self._within.__enter__()
+        return self
+
+    def agree(self, claim: Claim, note: str = "") -> list[str]:
+        """Wait for every rank's claim; raise on all ranks unless all claims are the same.
+
+        Returns the notes of the ranks that average together, in rank order.
+        """
+        if self._within is not None:
+            self._within.agree(claim)
+        return super().agree(claim, note)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._within is not None:
+            self._within.__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -16,6 +16,7 @@ from gradwire.peers import last_words
 from gradwire.peers.failure_store import FailureStore, RankStatus
 from gradwire.peers.gloo import TIMED_OUT, close_connections
 from gradwire.peers.groups import PeerUnreachable
+from gradwire.peers.process_groups import world_ranks
 from gradwire.peers.store_connections import STORE_IS_SILENT
 
 # A rank posts its text before it closes its connections, so ranks that see them closed find the text at
@@ -39,6 +40,7 @@ class Failure:
         """Share errors with the ranks of ``group``; without a group, keep them on this rank."""
         self.error: WireError | None = None
         self.store = None if group is None or group.size() == 1 else FailureStore(group, prefix)
+        self._names: Sequence[int] = () if group is None else world_ranks(group)
         self._lock = threading.Lock()
         self._group: Callable[[], dist.ProcessGroup | None] = (
             (lambda: None) if group is None else weakref.ref(group)
@@ -141,17 +143,20 @@ class Failure:
             return STORE_IS_SILENT
         # A rank that gives up after the timeout closes its connections, and others may see only that.
         timed_out = timed_out or any(status.timed_out for status in statuses.values())
-        waiting = "".join(f"Rank {rank} {status}. " for rank, status in list(statuses.items())[:4])
+        names = self._names or everyone
+        waiting = "".join(
+            f"Rank {names[rank]} {status.describe(names)}. " for rank, status in list(statuses.items())[:4]
+        )
         advice = ". Raise the timeout of init_process_group if it is only slow" if timed_out else ""
         if silent:
-            who = ", ".join(map(str, silent[:8]))
+            who = ", ".join(str(names[rank]) for rank in silent[:8])
             fate = "left, died, is stopped or stuck" if timed_out else "left or died"
             return (
                 f"{waiting}Furthest behind is rank {who}, which says nothing: it {fate}; its own output says "
                 f"why{advice}"
             )
         order = min(status.order for status in statuses.values())
-        last = ", ".join(str(rank) for rank, status in statuses.items() if status.order == order)
+        last = ", ".join(str(names[rank]) for rank, status in statuses.items() if status.order == order)
         return f"{waiting}Furthest behind is rank {last}; see what it does there{advice}"
 
 

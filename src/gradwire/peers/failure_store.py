@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimedOut
 from dataclasses import asdict, dataclass
@@ -43,7 +43,8 @@ class RankStatus:
         """A key that sorts ranks by progress, those furthest behind first."""
         return self.is_cut_off, self.step, self.bucket, self.is_done
 
-    def __str__(self) -> str:
+    def describe(self, names: Sequence[int]) -> str:
+        """Return it as text; ``names`` has the ranks that texts name, in rank order."""
         doing = f"; {self.doing}" if self.doing else ""
         if self.is_cut_off:
             return "is there, and has lost a connection too"
@@ -52,7 +53,9 @@ class RankStatus:
         place = f"step {self.step}, bucket {self.bucket}"
         if self.is_done:
             return f"has averaged {place} and started no bucket since{doing}"
-        return f"is in {place}" + ("" if self.waits_for is None else f" and waits for rank {self.waits_for}")
+        return f"is in {place}" + (
+            "" if self.waits_for is None else f" and waits for rank {names[self.waits_for]}"
+        )
 
 
 class FailureStore:

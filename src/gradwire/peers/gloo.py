@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.peers.connecting import Connections, connect_all
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
-from gradwire.peers.process_groups import timeout_of
+from gradwire.peers.process_groups import timeout_of, world_ranks
 from gradwire.peers.store_connections import LimitedStore, limited_store, own_store
 from gradwire.torch_private import (
     ProcessGroupGloo,
@@ -42,23 +42,23 @@ def open_gloo_groups(
     group: dist.ProcessGroup, prefixes: Sequence[str], note: str = ""
 ) -> tuple[list[GlooGroup], list[str]]:
     """Make several groups at once, as `open_gloo` makes one; return them and every rank's note."""
-    rank, size, timeout = group.rank(), group.size(), timeout_of(group)
+    rank, size, timeout, names = group.rank(), group.size(), timeout_of(group), world_ranks(group)
     store = limited_store(group, timeout)
     try:
         connections, notes = connect_all(store, prefixes, rank, size, timeout, note)
     except RuntimeError as error:
         raise RuntimeError(
-            f"rank {rank}: gradwire could not connect to the other ranks of the group: {error}"
+            f"rank {names[rank]}: gradwire could not connect to the other ranks of the group: {error}"
         ) from error
     places = zip(prefixes, connections, strict=True)
-    return [GlooGroup(store, prefix, rank, size, timeout, made) for prefix, made in places], notes
+    return [GlooGroup(store, prefix, rank, names, timeout, made) for prefix, made in places], notes
 
 
 def make_late_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
     """Make a group that does not connect before its `GlooGroup.open`, which is then the collective call."""
     timeout = timeout_of(group)
     store = LimitedStore(own_store(group, timeout), group.rank(), timeout)
-    return GlooGroup(store, prefix, group.rank(), group.size(), timeout)
+    return GlooGroup(store, prefix, group.rank(), world_ranks(group), timeout)
 
 
 class GlooGroup:
@@ -82,7 +82,7 @@ class GlooGroup:
         store: LimitedStore,
         prefix: str,
         rank: int,
-        size: int,
+        names: Sequence[int],
         timeout: timedelta,
         connections: Connections | None = None,
     ) -> None:
@@ -92,7 +92,8 @@ class GlooGroup:
         store keeps all others out of it.
         """
         self.rank = rank
-        self.size = size
+        self.size = len(names)
+        self.names = names
         self.traffic = Traffic()
         self.waits_for: int | None = None
         """The rank whose message this one is waiting for, or None if it is not waiting."""
@@ -140,19 +141,20 @@ class GlooGroup:
             if time.monotonic() > deadline:
                 absent = [rank for rank, key in enumerate(here) if not self._store.check([key])]
             if absent:
-                ranks = ", ".join(map(str, absent))
+                ranks = ", ".join(str(self.names[rank]) for rank in absent)
                 limit = f"timed out after {self._timeout.total_seconds():g} s"
                 raise PeerUnreachable(absent[0], f"{limit}; rank(s) {ranks} did not come", connecting=True)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
         for rank, key in enumerate(gone):
             if rank != self.rank and self._store.check([key]):
-                raise PeerUnreachable(rank, f"rank {rank} has closed the group", connecting=True)
+                raise PeerUnreachable(rank, f"rank {self.names[rank]} has closed the group", connecting=True)
 
     def connection(self, sender: int, receiver: int) -> Any:
         """Return the Gloo process group by which ``sender`` sends to ``receiver``."""
         if self._connections is None:
-            raise PeerUnreachable(self.rank, "this rank has closed the group")
+            name = self.names[self.rank]
+            raise PeerUnreachable(self.rank, "this rank has closed the group", name=name)
         return self._connections[sender < receiver]
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
@@ -161,7 +163,7 @@ class GlooGroup:
 
     def watch(self, peer: int) -> None:
         """Block until ``peer`` closes the group or dies, then raise PeerUnreachable."""
-        with _name_peer(peer):
+        with _name_peer(self, peer):
             connection = self.connection(peer, self.rank)
             # Nothing is ever sent with this tag. The wait must outlast the run, whatever the group's timeout.
             connection.recv([torch.zeros(1)], peer, _WATCHING_TAG).wait(timedelta(days=365))
@@ -183,14 +185,14 @@ class _GlooMessages:
         self._sends: dict[int, dist.Work] = {}
         for peer, row in enumerate(rows):
             if peer != owner.rank and row.numel():
-                with _name_peer(peer):
+                with _name_peer(owner, peer):
                     connection = owner.connection(peer, owner.rank)
                     self._receives[peer] = connection.recv([row], peer, _tag(number, row))
 
     def send(self, peer: int, row: Tensor) -> None:
         if row.numel() == 0:
             return
-        with _name_peer(peer):
+        with _name_peer(self._owner, peer):
             connection = self._owner.connection(self._owner.rank, peer)
             self._sends[peer] = connection.send([row], peer, _tag(self._number, row))
         self._owner.traffic.bytes_sent += row.numel() * row.element_size()
@@ -209,7 +211,7 @@ class _GlooMessages:
         if work is None:
             return
         begin, self._owner.waits_for = time.perf_counter(), peer
-        with _name_peer(peer):
+        with _name_peer(self._owner, peer):
             work.wait()
         self._owner.waits_for = None
         self._owner.traffic.wait_s += time.perf_counter() - begin
@@ -242,12 +244,12 @@ def _times_out(connection: Any, peer: int) -> bool:
 
 
 @contextlib.contextmanager
-def _name_peer(peer: int) -> Iterator[None]:
+def _name_peer(group: GlooGroup, peer: int) -> Iterator[None]:
     """Turn the RuntimeError of any call on a closed connection into one that names ``peer``."""
     try:
         yield
     except RuntimeError as error:
-        raise PeerUnreachable(peer, _reason(error)) from error
+        raise PeerUnreachable(peer, _reason(error), name=group.names[peer]) from error
 
 
 def _reason(error: RuntimeError) -> str:

@@ -54,6 +54,11 @@ class Group(Protocol):
     traffic: Traffic
 
     @property
+    def names(self) -> Sequence[int]:
+        """The ranks by which errors name its members: those of the world, where it is a part of that."""
+        ...
+
+    @property
     def native_sum(self) -> Callable[[Tensor], None] | None:
         """The backend's own sum over ranks, in place; None if rounds of messages are faster for fp32."""
         ...
@@ -87,9 +92,14 @@ class Group(Protocol):
 class PeerUnreachable(Exception):
     """A peer could not be reached: it closed its group, died, or took longer than the timeout."""
 
-    def __init__(self, peer: int | None, reason: str, *, connecting: bool = False) -> None:
-        """Say that ``peer`` sent no message, or could not be connected to; None if it is not known which."""
-        whom = "another rank" if peer is None else f"rank {peer}"
+    def __init__(
+        self, peer: int | None, reason: str, *, connecting: bool = False, name: int | None = None
+    ) -> None:
+        """Say that ``peer`` sent no message, or could not be connected to; None if it is not known which.
+
+        ``name`` is the rank that the text names, by default the peer's in the group.
+        """
+        whom = "another rank" if peer is None else f"rank {peer if name is None else name}"
         what = "could not connect to the other ranks" if connecting else f"no message from {whom}"
         super().__init__(f"{what}: {reason}")
         self.peer = peer
@@ -139,6 +149,7 @@ class SingleRankGroup:
 
     rank = 0
     size = 1
+    names = (0,)
     native_sum = None
     native_scatter = None
     native_gather = None
@@ -167,6 +178,7 @@ class Subgroup:
         """Take ``ranks`` of ``group``, in this order; this rank must be among them."""
         self.rank = ranks.index(group.rank)
         self.size = len(ranks)
+        self.names = [group.names[rank] for rank in ranks]
         self.traffic = group.traffic
         self._group = group
         self._ranks = ranks

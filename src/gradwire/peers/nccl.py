@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
+from gradwire.peers.process_groups import world_ranks
 
 # torch 2.13 has renamed them.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -22,6 +23,7 @@ class NcclGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
         self.size = group.size()
+        self.names = world_ranks(group)
         self.traffic = Traffic()
         self.begin: Callable[[Callable[[], object]], None] | None = None
         """Begins messages, while they are recorded; None to begin them at once."""
@@ -32,7 +34,9 @@ class NcclGroup:
     def _group(self) -> dist.ProcessGroup:
         group = self._group_ref()
         if group is None:
-            raise PeerUnreachable(self.rank, "the process group has been destroyed")
+            raise PeerUnreachable(
+                self.rank, "the process group has been destroyed", name=self.names[self.rank]
+            )
         return group
 
     def post(self, rows: Sequence[Tensor]) -> Messages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -60,6 +61,22 @@ def require_timeout(timeout: object) -> None:
     """Raise TypeError if the user's timeout is neither a ``timedelta`` nor None."""
     if not isinstance(timeout, timedelta | None):
         raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+
+
+def world_ranks(group: dist.ProcessGroup) -> Sequence[int]:
+    """Return the ranks by which errors name the members of ``group``: those of the world.
+
+    The members of a group that torch does not know, such as one of `make_group`, have no others than its own.
+    """
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return range(group.size())
+
+
+def own_world_rank(group: dist.ProcessGroup) -> int:
+    """Return the rank by which errors name this member of ``group``."""
+    return world_ranks(group)[group.rank()]
 
 
 def uses_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:

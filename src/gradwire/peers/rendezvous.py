@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from gradwire.peers.process_groups import world_ranks
 from gradwire.peers.store_connections import LimitedStore, limited_store
 
 _FIRST_KEY = "gradwire/first"
@@ -44,12 +45,13 @@ class WaitLog:
         """Log the ranks that ``missing`` returns, if it is time to."""
         if self.left_s <= 0:
             self._is_over = True
+            names = world_ranks(self._group)
             log.warning(
                 "rank %d waits in %s for rank(s) %s of %d, which have not called it; it will wait for %g s "
-                "in all. Every rank of the model's process group must call it",
-                self._group.rank(),
+                "in all. Every rank of the process group must call it",
+                names[self._group.rank()],
                 self._caller,
-                ", ".join(map(str, missing())),
+                ", ".join(str(names[peer]) for peer in missing()),
                 self._group.size(),
                 self._timeout.total_seconds(),
             )
@@ -97,12 +99,13 @@ def missing_ranks_error(
     group: dist.ProcessGroup, rendezvous: str, missing: Sequence[int], timeout: timedelta, caller: str
 ) -> RuntimeError:
     """Return the error for ranks that did not come, and leave word for them that this rank has gone."""
-    rank, size, ranks = group.rank(), group.size(), ", ".join(map(str, missing))
+    names, size = world_ranks(group), group.size()
+    rank, ranks = names[group.rank()], ", ".join(str(names[peer]) for peer in missing)
     text = f"error: RuntimeError: it gave up waiting for rank(s) {ranks}"
-    limited_store(group, timeout).set(claim_key(rendezvous, rank), text)
+    limited_store(group, timeout).set(claim_key(rendezvous, group.rank()), text)
     return RuntimeError(
         f"rank {rank}: {caller} is collective, but rank(s) {ranks} of {size} did not call it within "
-        f"{timeout.total_seconds():g} s; every rank of the model's process group must"
+        f"{timeout.total_seconds():g} s; every rank of the process group must"
     )
 
 

@@ -27,7 +27,7 @@ from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
 from gradwire.ddp import attach as attach_to_ddp
 from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
-from gradwire.peers import CollectiveCall, require_timeout, timeout_or_own, uses_nccl
+from gradwire.peers import CollectiveCall, own_world_rank, require_timeout, timeout_or_own, uses_nccl
 from gradwire.recipes import Recipe, agree_on_nodes, common_node_size, detect_node_size, kernels_of, noop
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.sharded.attachment import ShardedAttachment
@@ -75,7 +75,8 @@ def attach(
             ``"bf16"``, ``"fp16"``, ``"int8"``, ``"fp8"`` or ``"int4"``. All ranks compute with the decoded
             weights; optimizers step the shards as they are. None, the default, leaves gathers to torch.
         state: the first argument of a hook; not for recipes.
-        timeout: how long to wait for the other ranks; by default the group's own timeout.
+        timeout: how long this, `Wire.swap` and `Wire.load_state_dict` wait for the other ranks; by default
+            as long as the group does. Averages always wait as long as the group.
         on_nonfinite: what to do when an averaged gradient is infinite or NaN. ``"propagate"`` passes it to
             every rank, as torch does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
             optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
@@ -202,7 +203,7 @@ def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
     assert choice.recipe is not None
     if is_disabled():
         log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
-        backward = Backward(Engine(noop(), None), sharded.rank, sharded.device)
+        backward = Backward(Engine(noop(), None), own_world_rank(sharded.shards), sharded.device)
         undo = contextlib.ExitStack()
         if sharded.has_replicas and not sharded.is_native_hsdp:
             for unit in sharded.units:
@@ -224,7 +225,7 @@ def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
         )
         undo.callback(engine.close)
         share = sharing(sharded) if sharded.has_replicas else None
-        backward = Backward(engine, sharded.rank, sharded.device, share_failure=share)
+        backward = Backward(engine, own_world_rank(sharded.shards), sharded.device, share_failure=share)
         agree = agreement(sharded.shards) if sharded.num_shards > 1 else None
         checks = options.checks(ShardedGradients(sharded), sharded.rank, backward, meter, agree=agree)
         backward.checks = checks
@@ -263,7 +264,8 @@ def _install_gathers(
         # One in flight: a gather is asked for when the one before it is used.
         lane = open_lane(sharded.shards, sharded.device, gathering.rendezvous, num_in_flight=1)
         undo.callback(lane.close)
-        gathers = Gathers(lane, backward, sharded.rank, gathering.encoding, gathering.node_size)
+        rank = own_world_rank(sharded.shards)
+        gathers = Gathers(lane, backward, rank, gathering.encoding, gathering.node_size)
         undo.callback(gathers.follow(sharded.root))
     for unit in sharded.units:
         undo.callback(_restore_gather, unit, unit.all_gather)

@@ -101,6 +101,9 @@ class ShardedAttachment(Attachment):
         shard_dims = {each.name: each.shard_dim for each in trained}
         return checkpoint.read(state, whole, (), self.rank, self.grid, "mean", shard_dims)
 
+    def other_shards(self) -> dist.ProcessGroup | None:
+        return self._model.shards if self._model.has_replicas else None
+
     def state_groups(self) -> tuple[dist.ProcessGroup, ...]:
         return (self.group, self._model.shards) if self._model.has_replicas else (self.group,)
 

@@ -78,6 +78,7 @@ class VirtualGroup:
     def __init__(self, shared: _Mailbox, rank: int) -> None:
         self.rank = rank
         self.size = shared.size
+        self.names = range(shared.size)
         self.traffic = Traffic()
         self._shared = shared
         self._round = 0

@@ -127,13 +127,13 @@ def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int, device: tor
 
 
 def tensors_of(fragments: Sequence[Fragment], *, has_means: bool = True) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors that a checkpoint holds, by kind and parameter; waits for averagings under way.
+    """Return copies of what a checkpoint holds, by kind and parameter; waits for averagings under way.
 
     Those of a sharded model are shards, as in its own state. ``has_means`` is False if averagings under way
     have failed.
     """
     return {
-        kind: {name: shard_like(parameter, view) for name, (parameter, view) in places.items()}
+        kind: {name: shard_like(parameter, view.clone()) for name, (parameter, view) in places.items()}
         for kind, places in _places(fragments, has_means=has_means).items()
     }
 

@@ -118,6 +118,11 @@ def parse_averaging(recipe: str | Recipe | None, outer: Outer | None, weigh: boo
         recipe = ("int4:feedback=false" if weigh else "int4") if isinstance(outer, DiLoCo) else "fp32"
     chosen = parse_recipe(recipe)
     require_fixed(chosen, "local SGD")
+    if any(each.momentum for each in chosen.leaves()):
+        raise ValueError(
+            f"recipe {chosen} has a momentum of gradients, and local SGD averages parameters: leave "
+            "momentum= out, and give the momentum to outer=, such as gradwire.DiLoCo(momentum=0.9)"
+        )
     if not chosen.exchange.communicates or chosen.reduction != "mean":
         raise ValueError(f"local SGD needs a recipe that averages, and {chosen} does not: choose another")
     return chosen

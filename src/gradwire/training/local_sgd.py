@@ -153,8 +153,8 @@ class LocalSGD(Uncopied):
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         """Return the step count, the parameters at the start of the period, the momentum and the residuals.
 
-        The state is plain tensors and numbers. It also has the means of averagings under way, and so waits
-        for them. Residuals differ between ranks and have the rank in their key, so each rank saves its own
+        The state is copies of tensors, and numbers. It also has the means of averagings under way, for which
+        it waits. Residuals differ between ranks and have the rank in their key, so each rank saves its own
         state. With ``gather``, which is collective, every rank gets those of all ranks, and one rank can save
         them. Between two averagings the model's parameters differ between ranks too: call `average` first,
         or save every rank's.

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from types import TracebackType
-
-import torch.distributed as dist
-
-from gradwire.peers import Claim, CollectiveCall
+from gradwire.peers import Claim, CollectiveCall, GridCall
 
 MIXED = "different notes"
 """The note of a site whose ranks have different ones."""
 
 
-class SitesCall(CollectiveCall):
-    """A collective call of the ranks that average together, and of the ranks of each site.
-
-    Ranks of a site agree first. So an error of any rank reaches all.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, shards: dist.ProcessGroup | None, timeout: timedelta, caller: str
-    ) -> None:
-        """Call ``caller`` over ``group``, and over the ``shards`` of this site if there are any."""
-        super().__init__(group, timeout, caller)
-        self._within = None if shards is None else CollectiveCall(shards, timeout, caller)
-
-    def __enter__(self) -> SitesCall:
-        super().__enter__()
-        if self._within is not None:
-            self._within.__enter__()
-        return self
+class SitesCall(GridCall):
+    """A collective call of the ranks that average together, and of the ranks of each site."""
 
     @property
     def site_name(self) -> str:
@@ -43,19 +22,9 @@ class SitesCall(CollectiveCall):
         Returns the note of each site: that of its ranks, or `MIXED` if theirs differ.
         """
         if self._within is None:
-            return super().agree(claim, note)
+            return CollectiveCall.agree(self, claim, note)
         notes = self._within.agree(claim, note)
         shards = self._within.group
         # A group of other ranks than those that hold one shard would average different parameters.
         where = {"the shard": f"{shards.rank()} of {shards.size()}"}
-        return super().agree({**claim, **where}, note if len(set(notes)) == 1 else MIXED)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._within is not None:
-            self._within.__exit__(kind, error, traceback)
-        super().__exit__(kind, error, traceback)
+        return CollectiveCall.agree(self, {**claim, **where}, note if len(set(notes)) == 1 else MIXED)
