@@ -1,5 +1,6 @@
 """The policy of recipe `auto` in simulated runs: what it tries and keeps, what that costs, its state."""
 
+import collections
 import itertools
 import json
 import math
@@ -73,6 +74,26 @@ def test_an_encoding_that_takes_longer_than_it_saves_is_given_up():
     assert run.run(1000) == [], "it does not flap"
 
 
+def test_noise_does_not_lead_it_to_finer_and_slower_choices_rung_by_rung():
+    """Each encoding takes 5 % longer than the next coarser one, and that is less than windows differ."""
+    found = collections.Counter()
+    for seed in range(100):
+        run = Simulated("auto:budget=0.5,every=500", seed, link_s=0.08, noise=0.15)
+        run.run(300)
+        found += collections.Counter(run.encodings)
+    assert found["int2"] > 90
+    assert found["int2"] + found["int3"] == 100
+
+
+def test_each_prediction_is_made_from_the_choice_that_is_kept():
+    run = Simulated("auto:budget=0.5", link_s=0.3, work_s={"int2": 0.01, "int3": 0.01, "int4": 0.01})
+    run.run(100)
+    first, second, *_ = run.policy.state.decisions
+    assert second.reason == "faster"
+    assert first.got_ms > first.expected_ms + 5, "the time to encode was not known"
+    assert second.got_ms == pytest.approx(second.expected_ms)
+
+
 def test_if_nothing_is_faster_it_goes_back_to_16_bits_for_good():
     run = Simulated("auto:budget=0.5,every=100", link_s=0.05, work_s=dict.fromkeys(COARSER, 0.12))
     run.run(100)
@@ -130,7 +151,11 @@ def test_it_follows_a_link_that_becomes_slow_and_fast_again():
     run.run(200)
     assert "int4" not in run.encodings
     run.now.link_s = 1.0
-    run.run(CHECK_EVERY + CHECK_SOON + WINDOW + 1)
+    num_decisions = len(run.policy.state.decisions)
+    assert run.run(CHECK_EVERY + CHECK_SOON + 1) != []
+    noticed = run.policy.state.decisions[num_decisions]
+    assert set(noticed.encodings.values()) == {"int4"}
+    run.run(100)
     assert run.encodings == {"int4"}
     assert run.run(100) == []
     run.now.link_s = 0.0001

@@ -254,7 +254,10 @@ class Policy:
             rest = [each for each in trial.challengers[1:] if state.finest <= each.rung <= self._coarsest]
             if rest and state.credit > 0:
                 state.trial = Trial(kept, tuple(rest), kept_s[-1:])
-                return self._try(at, rest[0], "faster" if has_won else "not faster")
+                # The last window was one of the choice that is kept, so its times tell more than the first.
+                expected = times.predict(kept.choice.num_bytes, rest[0].choice.num_bytes)
+                next_one = replace(rest[0], expected=expected)
+                return self._try(at, next_one, "faster" if has_won else "not faster")
         else:
             # Trials until now tell nothing of what is slower from now on.
             self._reopen(())
