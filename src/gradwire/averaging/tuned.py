@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.futures import Future
 
 from gradwire.averaging.bucket import Bucket
 from gradwire.averaging.checkpoint import Saved
@@ -69,6 +71,10 @@ class Tuned:
     def blocked(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which the backward pass waits for a bucket."""
         return self.tuner.timer.blocked(device)
+
+    def count_until_done(self, future: Future[Tensor]) -> None:
+        """Count the time until a bucket on CPU is complete as one in which the backward pass may wait."""
+        self.tuner.timer.count_until_done(future)
 
     def end_arrivals(self, num_buckets: int, device: torch.device) -> None:
         """Note that all buckets of a step have arrived; needed if none of them was called the last."""

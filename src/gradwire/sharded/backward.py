@@ -133,6 +133,8 @@ class Backward:
                 if self.tuned is not None:
                     self.tuned.arrive(bucket, place)
                 future = self.engine.start(bucket, place)
+                if self.tuned is not None and num_shards > 1 and flat.device.type == "cpu":
+                    self.tuned.count_until_done(future)
         except Exception as error:
             self.engine.fail(locate(error, place))
         if future is None:
