@@ -186,11 +186,11 @@ def test_ranks_that_measure_different_times_decide_alike(two_ranks):
 def check_spoiled(rank):
     model, optimizer, wire = make("auto")
     with wire:
-        train(model, optimizer, range(FIRST + 2), spoil=(FIRST - 1, FIRST, FIRST + 1))
-        assert wire.decisions() == ()
-        train(model, optimizer, range(FIRST + 2, FIRST + 3))
+        train(model, optimizer, range(FIRST + 3), spoil=(FIRST - 1, FIRST, FIRST + 1))
+        assert wire.decisions() == (), "it looks after a step, then after two"
+        train(model, optimizer, range(FIRST + 3, FIRST + 4))
         (decision,) = wire.decisions()
-        assert decision.step == FIRST + 2
+        assert decision.step == FIRST + 3
         assert 0 < decision.error < 0.3
 
 

@@ -213,10 +213,30 @@ def test_parameters_that_begin_to_have_gradients_are_noticed_soon():
 def test_a_step_that_is_not_finite_is_ignored(bad):
     run = Simulated(link_s=1.0)
     run.errors["int4"] = bad
-    run.run(FIRST + 5)
+    run.run(FIRST + 1)
     assert run.policy.state.decisions == []
     run.errors["int4"] = 0.005
-    assert run.run(1) == [FIRST + 5], "it looks again at once"
+    assert run.run(1) == [FIRST + 1], "it looks again at once"
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 200], ids=["at first", "later"])
+def test_while_gradients_are_not_finite_it_waits_longer_and_longer(num_steps_before):
+    """A loss scale that begins too high overflows in its first steps."""
+    run = Simulated(link_s=1.0, compute_s=0.5)
+    run.run(num_steps_before)
+    good, run.errors["int4"] = run.errors["int4"], math.inf
+    run.wanted.clear()
+    run.run(500)
+    looks = [step for step, want in run.wanted if want == "errors"]
+    gaps = [after - before for before, after in itertools.pairwise(looks)]
+    assert gaps[:8] == [1, 2, 4, 8, 16, 32, 50, 50]
+    assert set(gaps[8:]) == {50}
+    run.errors["int4"] = good
+    run.wanted.clear()
+    decisions = run.run(50)
+    assert [want for _, want in run.wanted].count("errors") == 1
+    assert num_steps_before or decisions
+    assert run.policy.state.retry == 1
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -426,6 +446,14 @@ def test_reports_without_the_times_that_are_needed_are_ignored():
     assert run.policy.wants(FIRST + 1) == "errors"
     run.policy = Policy(run.tuning, needs_times=False)
     assert run.policy.conclude(FIRST, report, run.choosing).step_ms is None
+
+
+def test_a_state_of_an_earlier_version_is_taken():
+    run = Simulated(link_s=1.0)
+    run.run(100)
+    state = json.loads(write_state(run.policy.state))
+    del state["retry"]
+    assert read_state(json.dumps(state)) == run.policy.state
 
 
 DAMAGES = {

@@ -117,7 +117,8 @@ class Policy:
         if state.phase == "try":
             return "times" if num_steps >= WINDOW else "nothing"
         if state.phase == "measure":
-            return "errors" if num_steps >= NUM_SETTLING + NUM_TIMED else "nothing"
+            is_due = num_steps >= NUM_SETTLING + NUM_TIMED and step >= state.next_look
+            return "errors" if is_due else "nothing"
         if self._needs_times and num_steps < NUM_SETTLING + NUM_NEEDED:
             return "nothing"  # a report would have no times yet
         if step >= state.next_look and state.looking <= MAX_LOOKING:
@@ -127,12 +128,12 @@ class Policy:
     def conclude(self, step: int, report: StepReport, choosing: Choosing) -> Decision | None:
         """Take the report of a step; return a decision, if there is one. The choice may change without one.
 
-        A report with numbers that are not finite is ignored, and one without times that are needed. The
-        policy then wants another from the next step, unless looks have taken too much time.
+        A report with numbers that are not finite is ignored, and so is one without times that are needed.
         """
         state = self.state
         if not report.is_finite:
             state.looking = report.looking
+            self._wait_for_finite_gradients(step)
             return None
         if self._needs_times and not report.times.is_known:
             return None
@@ -156,6 +157,11 @@ class Policy:
             return None
         return self._search(step, report.times, table, choosing)
 
+    def _wait_for_finite_gradients(self, step: int) -> None:
+        """Look again after a step, then two, four and so on: a loss scale may overflow for many steps."""
+        state, longest = self.state, min(FIRST_INTERVAL, self._tuning.every)
+        state.next_look, state.retry = step + state.retry, min(2 * state.retry, longest)
+
     def _used_so_far(self, used: tuple[bool, ...]) -> tuple[bool, ...]:
         """Return the units that have had gradients, by now or before; units change with the buckets."""
         before = self.state.used if len(self.state.used) == len(used) else (False,) * len(used)
@@ -165,6 +171,7 @@ class Policy:
         """Decide from new errors and times."""
         state, is_first = self.state, self.state.phase == "measure"
         state.used, state.table, state.phase = self._used_so_far(report.used), table, "keep"
+        state.retry = 1
         interval = min(state.interval, self._tuning.every)
         state.next_look, state.interval = step + interval, min(2 * interval, self._tuning.every)
         now = choosing.again(state.choice, table)

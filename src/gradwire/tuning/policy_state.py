@@ -18,7 +18,7 @@ Want = Literal["nothing", "times", "errors"]
 Phase = Literal["measure", "try", "keep"]
 
 FIRST_INTERVAL = 50
-"""Steps from the first look at errors to the second."""
+"""Steps from the first look at errors to the second, and the most from one that fails to the next."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ class PolicyState:
     next_look: int = 0
     next_check: int = 0
     interval: int = FIRST_INTERVAL
+    retry: int = 1
+    """Steps from a look at gradients that are not finite to the next look."""
     finest: int = 1
     """The fastest rung is not finer than this one, as far as is known."""
     coarsest: int = 0

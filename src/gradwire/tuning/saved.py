@@ -16,6 +16,8 @@ from gradwire.tuning.trials import Candidate, Trial
 
 # The most decisions that a checkpoint holds: the latest ones.
 _NUM_KEPT = 50
+# Fields that states of earlier versions do not have, with their values then.
+_ADDED: dict[str, Any] = {"retry": 1}
 
 
 def write_state(state: PolicyState) -> str:
@@ -28,8 +30,11 @@ def read_state(text: str) -> PolicyState:
     """Return the state that `write_state` was given; ValueError names what is wrong."""
     try:
         found = json.loads(text)
-        if not isinstance(found, dict) or found.keys() != {f.name for f in dataclasses.fields(PolicyState)}:
+        if not isinstance(found, dict) or {*found, *_ADDED} != {
+            f.name for f in dataclasses.fields(PolicyState)
+        }:
             raise ValueError("its fields are not those of a policy")
+        found = {**_ADDED, **found}
         return PolicyState(
             rung=_whole(found["rung"], least=1),
             phase=_one_of(found["phase"], get_args(Phase)),
@@ -37,6 +42,7 @@ def read_state(text: str) -> PolicyState:
             next_look=_whole(found["next_look"]),
             next_check=_whole(found["next_check"]),
             interval=_whole(found["interval"], least=1),
+            retry=_whole(found["retry"], least=1),
             finest=_whole(found["finest"], least=1),
             coarsest=_whole(found["coarsest"]),
             credit=_finite(found["credit"]),
