@@ -1,6 +1,7 @@
 """The policy of recipe `auto` in simulated runs: what it tries and keeps, what that costs, its state."""
 
 import collections
+import dataclasses
 import itertools
 import json
 import math
@@ -361,7 +362,9 @@ def test_what_trials_lose_is_bounded_even_if_conditions_never_rest():
 def test_a_policy_goes_on_from_its_state():
     run, resumed = Simulated(link_s=1.0), Simulated(link_s=1.0)
     run.run(230)
+    run.policy.state.units = run.choosing.units
     text = write_state(run.policy.state)
+    assert read_state(text) == run.policy.state
     assert write_state(read_state(text)) == text
     resumed.policy = Policy(run.tuning, read_state(text))
     resumed.policy.resume(230)
@@ -452,10 +455,14 @@ def test_a_state_of_an_earlier_version_is_taken():
     run = Simulated(link_s=1.0)
     run.run(100)
     state = json.loads(write_state(run.policy.state))
-    del state["retry"]
-    assert read_state(json.dumps(state)) == run.policy.state
+    for added in ("retry", "times", "units"):
+        del state[added]
+    taken = read_state(json.dumps(state))
+    assert taken.times == UNKNOWN
+    assert dataclasses.replace(taken, times=run.policy.state.times) == run.policy.state
 
 
+UNIT = {"bucket": 0, "begin": 0, "numel": 8, "names": ["p"], "sizes": [8], "num_chunks": 1}
 DAMAGES = {
     "no JSON": lambda state: "{",
     "a list": lambda state: "[]",
@@ -475,6 +482,12 @@ DAMAGES = {
     "decisions": lambda state: json.dumps({**state, "decisions": [1]}),
     "a reason": lambda state: json.dumps({**state, "decisions": [{**state["decisions"][0], "reason": 3}]}),
     "used": lambda state: json.dumps({**state, "used": [1, 0]}),
+    "times before": lambda state: json.dumps({**state, "times": {"step": 1}}),
+    "a unit's sizes": lambda state: json.dumps({**state, "units": [{**UNIT, "sizes": [7]}]}),
+    "a unit's names": lambda state: json.dumps({**state, "units": [{**UNIT, "names": [3]}]}),
+    "too large a unit": lambda state: json.dumps(
+        {**state, "units": [{**UNIT, "numel": 1 << 40, "sizes": [1 << 40]}]}
+    ),
 }
 
 

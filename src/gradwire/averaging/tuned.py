@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.averaging.bucket import Bucket
 from gradwire.averaging.checkpoint import Saved
 from gradwire.averaging.engine import Engine
 from gradwire.averaging.native import NativeMean
+from gradwire.buckets import BucketLayout
 from gradwire.errors import Place
 from gradwire.recipes import Tuning
 from gradwire.tuning import (
@@ -58,15 +58,12 @@ class Tuned:
         self._on_decision = on_decision
         self._share = share
         self._native = native
+        engine.observer = self._see
         self.load(None, step, look_soon=False)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         return self.tuner.decisions
-
-    def arrive(self, bucket: Bucket, place: Place) -> None:
-        """See a bucket that is not averaged yet."""
-        self.tuner.arrive(bucket.layout, bucket.flat, place.step, is_last=bucket.is_last)
 
     def blocked(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which the backward pass waits for a bucket."""
@@ -112,6 +109,9 @@ class Tuned:
         """A table of the decisions, and what they have cost."""
         cost = f"measuring and deciding took {self.tuner.looking:.1%} of the time"
         return f"{decision_table(self.decisions)}\n{cost}" if self.decisions else cost
+
+    def _see(self, layout: BucketLayout, flat: Tensor, place: Place, is_last: bool) -> None:
+        self.tuner.arrive(layout, flat, place.step, is_last=is_last)
 
     def _use_choice(self) -> None:
         exchange = self._tuning.exchange(self.tuner.encodings)

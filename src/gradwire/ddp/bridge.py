@@ -67,8 +67,6 @@ class Bridge:
         try:
             if self.runner.failure is None:
                 bucket = self._bucket(grad_bucket, position)
-                if self.tuned is not None:
-                    self.tuned.arrive(bucket, place)
                 future = self._start(bucket, place)
         except Exception as error:
             self.runner.fail(locate(error, place))

@@ -351,8 +351,6 @@ class Averager(Uncopied):
                 may_overlap=not (shares_names and self._may_have_state),
             )
             own_place = Place(place.rank, place.step, index, place.hook)
-            if self._tuned is not None:
-                self._tuned.arrive(bucket, own_place)
             futures.append(self._engine.start(bucket, own_place))
         return futures
 

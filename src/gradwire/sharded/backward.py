@@ -130,8 +130,6 @@ class Backward:
             if self.engine.failure is None and self.failure is None:
                 layout, claim = self._layout(place.bucket, flat, parameters, num_shards)
                 bucket = Bucket(flat, layout, is_last=False, claim=claim, factor=factor)
-                if self.tuned is not None:
-                    self.tuned.arrive(bucket, place)
                 future = self.engine.start(bucket, place)
                 if self.tuned is not None and num_shards > 1 and flat.device.type == "cpu":
                     self.tuned.count_until_done(future)

@@ -24,7 +24,7 @@ from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState, StepReport, Want
-from gradwire.tuning.times import NUM_NEEDED, Times
+from gradwire.tuning.times import NUM_NEEDED, UNKNOWN, Times
 from gradwire.tuning.trials import MAX_CREDIT, REFILL, WINDOW, WORTH_IT, Candidate, Trial
 from gradwire.tuning.trials import NUM_SETTLING as WINDOW_SETTLING
 
@@ -79,6 +79,7 @@ class Policy:
             return
         self._end_trial()
         self.state.table = None  # its columns may be those of other encodings
+        self.state.times = UNKNOWN
         if self.state.phase != "measure":
             self.state.next_look = step + NUM_SETTLING + NUM_TIMED
         self._reopen(())
@@ -135,8 +136,11 @@ class Policy:
             state.looking = report.looking
             self._wait_for_finite_gradients(step)
             return None
+        if not report.times.is_known and state.trial is None:
+            report = replace(report, times=state.times)
         if self._needs_times and not report.times.is_known:
             return None
+        state.times = report.times
         state.credit = min(MAX_CREDIT, state.credit + REFILL * (step - state.credited))
         state.credited, state.looking = step, report.looking
         has_new_gradients = self._used_so_far(report.used) != state.used
@@ -232,7 +236,9 @@ class Policy:
         reason += ": not worth coarser gradients"
         if choosing.best(table, self._coarsest).num_bytes > _FEWER_BYTES * now.num_bytes:
             reason = "nothing coarser keeps the budget"
-        return self._decide(at, reason, now, state.rung, times.step)
+        decision = self._decide(at, reason, now, state.rung, times.step)
+        state.times = times  # the choice is the same
+        return decision
 
     def _try(self, at: _Measured, candidate: Candidate, reason: str) -> Decision:
         if candidate.rung == 1 and self._tuning.names[0] == "fp32":
@@ -270,10 +276,13 @@ class Policy:
             self._reopen(())
         # By its first window, so that a change since then is noticed.
         state.trial, state.phase, state.recent, state.num_off = None, "keep", kept_s[:1], 0
+        decision = None
         if has_won:
             self._use(step, kept.choice, kept.rung)
-            return None
-        return self._decide(at, "faster before", kept.choice, kept.rung, kept_s[-1])
+        else:
+            decision = self._decide(at, "faster before", kept.choice, kept.rung, kept_s[-1])
+        state.times = times  # of the last window, which was one of the choice that is kept
+        return decision
 
     def _close_side(self, trial: Trial, *, has_won: bool) -> None:
         """Remember on which side of the loser the fastest rung cannot be."""
@@ -339,7 +348,7 @@ class Policy:
     def _use(self, step: int, choice: EncodingChoice, rung: int) -> None:
         """Let a choice hold from the next step on."""
         state = self.state
-        state.choice, state.rung, state.since = choice, rung, step + 1
+        state.choice, state.rung, state.since, state.times = choice, rung, step + 1, UNKNOWN
         state.next_check = step + CHECK_EVERY
 
 

@@ -11,8 +11,9 @@ from typing import Literal
 from gradwire.tuning.choices import EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.times import Times, combine
+from gradwire.tuning.times import UNKNOWN, Times, combine
 from gradwire.tuning.trials import MAX_CREDIT, Trial
+from gradwire.tuning.units import TuningUnit
 
 Want = Literal["nothing", "times", "errors"]
 Phase = Literal["measure", "try", "keep"]
@@ -106,6 +107,10 @@ class PolicyState:
     """The number of reports, one after the other, whose step time differs from the first ones."""
     recent: tuple[float, ...] = ()
     """Times of a step with the present choice, by the first reports."""
+    times: Times = UNKNOWN
+    """Times of the present choice by the last report; a report that follows soon after a resume has none."""
+    units: tuple[TuningUnit, ...] = ()
+    """The units of the last step. The next one is sampled only if it has the same."""
     used: tuple[bool, ...] = ()
     choice: EncodingChoice | None = None
     """The present choice; None for the encoding that all parameters begin with."""
