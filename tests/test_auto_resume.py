@@ -97,6 +97,47 @@ def test_shards_around(spec, steps, end, two_ranks):
     two_ranks.run(check_sharded, spec, steps, end)
 
 
+def draw(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {name: s * torch.randn(150, 150, generator=generator) for name, s in (("a", 1.0), ("b", 0.03))}
+
+
+def average(averager, rank, steps):
+    tensors = {}
+    for step in steps:
+        averager.average_(tensors := draw(rank, step))
+    return tensors
+
+
+def check_averager(rank, spec, steps, end):
+    pretend()
+    with gradwire.Averager(spec) as averager:
+        saved = {}
+        average(averager, rank, range(steps[0]))
+        for step in steps:
+            saved[step] = through_a_file(averager.state_dict())
+            average(averager, rank, [step])
+        want = average(averager, rank, range(steps[-1] + 1, end))
+    for step, state in saved.items():
+        with gradwire.Averager(spec) as resumed:
+            resumed.load_state_dict(state)
+            have = average(resumed, rank, range(step, end))
+            assert resumed.decisions() == averager.decisions() != (), step
+            assert same_bits(have, want), f"bit for bit, from step {step} on"
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps", "end"),
+    [
+        ("auto:budget=0.2", AROUND_THE_FIRST, FIRST + 8),
+        (BY_BYTES.format(30_000), range(SECOND - 2, SECOND + 2), SECOND + 22),
+    ],
+    ids=["the first look", "a later one"],
+)
+def test_an_averager_around(spec, steps, end, two_ranks):
+    two_ranks.run(check_averager, spec, steps, end)
+
+
 # --- times that are not known yet ---
 
 

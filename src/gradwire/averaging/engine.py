@@ -131,7 +131,14 @@ class Engine:
 
         An error in it becomes this engine's `failure`, as an error in a bucket does.
         """
-        self._start_collective(work, place, device).wait()
+        self.start_collective(work, place, device).wait()
+
+    def start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Future[Tensor]:
+        """Do as `run_collective`, but return a future of its end instead of waiting."""
+        assert self._lane is not None
+        task = collective_task(work, place, device)
+        self._lane.submit(task)
+        return task.promises[0].future
 
     def flush(self) -> None:
         """Submit the waiting buckets; for a caller that does not know which bucket of a step is the last."""
@@ -166,12 +173,12 @@ class Engine:
     def _prepare(self, job: Job) -> None:
         """Submit the collective work that must precede the job; if it fails, the lane runs nothing more."""
         if job.layout.index == 0 and self.state.loss_scale is not None:
-            self._start_collective(self._follow_loss_scale, job.place, job.flat.device)
+            self.start_collective(self._follow_loss_scale, job.place, job.flat.device)
         work = None if self._layout_check is None else self._layout_check.work_for(job.layout, self.recipe)
         if work is not None:
             assert self._lane is not None
             self._lane.free_scratch()  # DDP's first bucket holds all parameters; later ones need less
-            self._start_collective(work, job.place, job.flat.device)
+            self.start_collective(work, job.place, job.flat.device)
 
     def _submit(self, batch: list[Job]) -> None:
         """Submit jobs that share messages; the statistics count messages and times for the last job."""
@@ -204,12 +211,6 @@ class Engine:
             and not self.state.memory.owes(bucket.layout)
             and not self._is_measured(place, bucket.flat)
         )
-
-    def _start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Future[Tensor]:
-        assert self._lane is not None
-        task = collective_task(work, place, device)
-        self._lane.submit(task)
-        return task.promises[0].future
 
     def _follow_loss_scale(self, group: Group, device: torch.device) -> None:
         assert self.state.loss_scale is not None

@@ -139,7 +139,8 @@ class Bridge:
 
     def _tune(self, place: Place, device: torch.device) -> None:
         if self.tuned is not None:
-            self.tuned.decide(place, device)
+            self.tuned.start_report(place, device)
+            self.tuned.decide(device)
             self.raise_failure()
 
 

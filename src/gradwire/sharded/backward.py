@@ -237,7 +237,8 @@ class Backward:
         """Let recipe ``auto`` decide, if it is due; raise the failure of any rank."""
         if self.tuned is None or not self.tuned.tuner.is_due:
             return
-        self.tuned.decide(place, self._device)
+        self.tuned.start_report(place, self._device)
+        self.tuned.decide(self._device)
         failure = self.engine.failure
         self.failure = failure if self._share_failure is None else self._share_failure(failure)
         if self.failure is not None:

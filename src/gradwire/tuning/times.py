@@ -157,5 +157,6 @@ class StepTimer:
         """Return medians over the last steps; unknown if there are too few."""
         if len(self._steps) < NUM_NEEDED:
             return UNKNOWN
-        taken = [(step.seconds, step.exposed, step.first.until(step.end)) for step in self._steps]
+        steps = list(self._steps)  # an averager's next step may end meanwhile
+        taken = [(step.seconds, step.exposed, step.first.until(step.end)) for step in steps]
         return Times(*(statistics.median(each) for each in zip(*taken, strict=True)))
