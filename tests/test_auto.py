@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -16,58 +14,9 @@ from gradwire.recipes import ENCODINGS, with_node_size
 from gradwire.scripts import Observations, summarize
 from gradwire.testing import VirtualRanks
 from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
-from gradwire.tuning.times import StepTimer, Times
-from gradwire.tuning.tuner import Tuner
+from gradwire.tuning.times import Times
+from tests.auto_runs import FIRST, HIDDEN, SLOW, Net, flat, make, require_same_everywhere, train
 from tests.resumed_runs import through_a_file
-
-FIRST = NUM_SETTLING + NUM_TIMED - 1
-SLOW, HIDDEN = Times(1.0, 0.9, 0.9), Times(1.0, 0.001, 0.5)
-
-
-class Net(nn.Module):
-    """Layers whose gradients differ in size by a factor of thousands, with small parameters between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(160, 160) for _ in range(4)])
-        self.head = nn.Linear(160, 3)
-
-    def forward(self, x):
-        for number, layer in enumerate(self.layers):
-            x = x + 10.0**-number * layer(x).tanh()
-        return self.head(x)
-
-
-def make(spec, times=SLOW, **options):
-    """Return a model, its optimizer and its wire; its steps seem to take ``times``."""
-    StepTimer.read = lambda timer: times() if callable(times) else times
-    Tuner.looking = 0.0
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Net(), bucket_cap_mb=0.15, **options)
-    return model, torch.optim.SGD(model.parameters(), lr=0.05), gradwire.attach(model, spec)
-
-
-def train(model, optimizer, steps, spoil=()):
-    for step in steps:
-        torch.manual_seed(1000 * step + dist.get_rank())
-        optimizer.zero_grad()
-        batch = torch.randn(6, 160)
-        if step in spoil and dist.get_rank() == 0:
-            batch[0, 0] = float("inf")
-        model(batch).square().mean().backward()
-        if step not in spoil:
-            optimizer.step()
-
-
-def require_same_everywhere(*texts):
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, texts)
-    assert everyone.count(everyone[0]) == len(everyone), everyone
-
-
-def flat(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
 
 # --- text ---
 
@@ -186,11 +135,11 @@ def test_ranks_that_measure_different_times_decide_alike(two_ranks):
 def check_spoiled(rank):
     model, optimizer, wire = make("auto")
     with wire:
-        train(model, optimizer, range(FIRST + 2), spoil=(FIRST - 1, FIRST, FIRST + 1))
-        assert wire.decisions() == ()
-        train(model, optimizer, range(FIRST + 2, FIRST + 3))
+        train(model, optimizer, range(FIRST + 3), spoil=(FIRST - 1, FIRST, FIRST + 1))
+        assert wire.decisions() == (), "it looks after a step, then after two"
+        train(model, optimizer, range(FIRST + 3, FIRST + 4))
         (decision,) = wire.decisions()
-        assert decision.step == FIRST + 2
+        assert decision.step == FIRST + 3
         assert 0 < decision.error < 0.3
 
 

@@ -195,9 +195,9 @@ def check_spoiled(rank):
             assert not torch.isfinite(model.head.weight.grad.to_local()).all()
         assert wire.decisions() == ()
         spoilt.clear()
-        train(model, [0], rank)
+        train(model, [0, 1], rank)
         (decision,) = wire.decisions()
-        assert decision.step == FIRST + 2
+        assert decision.step == FIRST + 3, "it looks after a step, then after two"
         assert 0 < decision.error < 0.3
 
 

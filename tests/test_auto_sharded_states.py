@@ -55,20 +55,47 @@ def test_waiting_inside_a_backward_pass_is_exposed_too(monkeypatch):
     assert timer.read() == Times(8.0, 7.0, 8.0)
 
 
-def check_waits_are_counted(rank):
+def test_time_in_which_several_buckets_are_under_way_is_exposed_once(monkeypatch):
+    clock = SteppedClock()
+    monkeypatch.setattr(times, "time", clock)
+    timer, cpu = StepTimer(), torch.device("cpu")
+    for _ in range(6):
+        timer.begin_averaging(cpu)
+        first, second, third = (torch.futures.Future() for _ in range(3))
+        timer.count_until_done(first)
+        clock.now += 1
+        timer.count_until_done(second)
+        clock.now += 1
+        first.set_result(None)
+        clock.now += 1
+        second.set_result(None)
+        clock.now += 4  # computes, and nothing travels
+        timer.count_until_done(third)
+        clock.now += 1
+        timer.end_arrivals(cpu)
+        clock.now += 2
+        timer.end(cpu)
+        timer.begin_averaging(cpu)
+        third.set_result(None)  # so late that the next step has begun
+    assert timer.read() == Times(10.0, 6.0, 10.0)
+
+
+def check_reduce_scatters_are_timed(rank):
     """Gradients that are accumulated are reduced while the pass waits."""
-    waits = []
+    waits, counted = [], []
     model = shard(make())
     with gradwire.attach(model, "auto") as wire:
         timer = attachment_of(wire).tuned.tuner.timer
+        timer.count_until_done = counted.append
         for _ in range(2):
             loss_of(model, batch(rank, 0)).backward()
-            waits.append(len(timer._blocked))
+            waits.append(len(timer._exposed_before))
     assert waits == [1, 3], "of three buckets two may travel; those to add to gradients may not"
+    assert len(counted) == 6, "gathers wait for them, also while the pass does not"
 
 
-def test_a_pass_that_waits_for_its_buckets_is_timed(two_ranks):
-    two_ranks.run(check_waits_are_counted)
+def test_reduce_scatters_are_timed_and_so_is_waiting_for_them(two_ranks):
+    two_ranks.run(check_reduce_scatters_are_timed)
 
 
 # --- changes by the user, checkpoints ---

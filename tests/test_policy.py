@@ -1,5 +1,7 @@
 """The policy of recipe `auto` in simulated runs: what it tries and keeps, what that costs, its state."""
 
+import collections
+import dataclasses
 import itertools
 import json
 import math
@@ -73,6 +75,26 @@ def test_an_encoding_that_takes_longer_than_it_saves_is_given_up():
     assert run.run(1000) == [], "it does not flap"
 
 
+def test_noise_does_not_lead_it_to_finer_and_slower_choices_rung_by_rung():
+    """Each encoding takes 5 % longer than the next coarser one, and that is less than windows differ."""
+    found = collections.Counter()
+    for seed in range(100):
+        run = Simulated("auto:budget=0.5,every=500", seed, link_s=0.08, noise=0.15)
+        run.run(300)
+        found += collections.Counter(run.encodings)
+    assert found["int2"] > 90
+    assert found["int2"] + found["int3"] == 100
+
+
+def test_each_prediction_is_made_from_the_choice_that_is_kept():
+    run = Simulated("auto:budget=0.5", link_s=0.3, work_s={"int2": 0.01, "int3": 0.01, "int4": 0.01})
+    run.run(100)
+    first, second, *_ = run.policy.state.decisions
+    assert second.reason == "faster"
+    assert first.got_ms > first.expected_ms + 5, "the time to encode was not known"
+    assert second.got_ms == pytest.approx(second.expected_ms)
+
+
 def test_if_nothing_is_faster_it_goes_back_to_16_bits_for_good():
     run = Simulated("auto:budget=0.5,every=100", link_s=0.05, work_s=dict.fromkeys(COARSER, 0.12))
     run.run(100)
@@ -130,7 +152,11 @@ def test_it_follows_a_link_that_becomes_slow_and_fast_again():
     run.run(200)
     assert "int4" not in run.encodings
     run.now.link_s = 1.0
-    run.run(CHECK_EVERY + CHECK_SOON + WINDOW + 1)
+    num_decisions = len(run.policy.state.decisions)
+    assert run.run(CHECK_EVERY + CHECK_SOON + 1) != []
+    noticed = run.policy.state.decisions[num_decisions]
+    assert set(noticed.encodings.values()) == {"int4"}
+    run.run(100)
     assert run.encodings == {"int4"}
     assert run.run(100) == []
     run.now.link_s = 0.0001
@@ -188,10 +214,30 @@ def test_parameters_that_begin_to_have_gradients_are_noticed_soon():
 def test_a_step_that_is_not_finite_is_ignored(bad):
     run = Simulated(link_s=1.0)
     run.errors["int4"] = bad
-    run.run(FIRST + 5)
+    run.run(FIRST + 1)
     assert run.policy.state.decisions == []
     run.errors["int4"] = 0.005
-    assert run.run(1) == [FIRST + 5], "it looks again at once"
+    assert run.run(1) == [FIRST + 1], "it looks again at once"
+
+
+@pytest.mark.parametrize("num_steps_before", [0, 200], ids=["at first", "later"])
+def test_while_gradients_are_not_finite_it_waits_longer_and_longer(num_steps_before):
+    """A loss scale that begins too high overflows in its first steps."""
+    run = Simulated(link_s=1.0, compute_s=0.5)
+    run.run(num_steps_before)
+    good, run.errors["int4"] = run.errors["int4"], math.inf
+    run.wanted.clear()
+    run.run(500)
+    looks = [step for step, want in run.wanted if want == "errors"]
+    gaps = [after - before for before, after in itertools.pairwise(looks)]
+    assert gaps[:8] == [1, 2, 4, 8, 16, 32, 50, 50]
+    assert set(gaps[8:]) == {50}
+    run.errors["int4"] = good
+    run.wanted.clear()
+    decisions = run.run(50)
+    assert [want for _, want in run.wanted].count("errors") == 1
+    assert num_steps_before or decisions
+    assert run.policy.state.retry == 1
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -316,7 +362,9 @@ def test_what_trials_lose_is_bounded_even_if_conditions_never_rest():
 def test_a_policy_goes_on_from_its_state():
     run, resumed = Simulated(link_s=1.0), Simulated(link_s=1.0)
     run.run(230)
+    run.policy.state.units = run.choosing.units
     text = write_state(run.policy.state)
+    assert read_state(text) == run.policy.state
     assert write_state(read_state(text)) == text
     resumed.policy = Policy(run.tuning, read_state(text))
     resumed.policy.resume(230)
@@ -403,6 +451,18 @@ def test_reports_without_the_times_that_are_needed_are_ignored():
     assert run.policy.conclude(FIRST, report, run.choosing).step_ms is None
 
 
+def test_a_state_of_an_earlier_version_is_taken():
+    run = Simulated(link_s=1.0)
+    run.run(100)
+    state = json.loads(write_state(run.policy.state))
+    for added in ("retry", "times", "units"):
+        del state[added]
+    taken = read_state(json.dumps(state))
+    assert taken.times == UNKNOWN
+    assert dataclasses.replace(taken, times=run.policy.state.times) == run.policy.state
+
+
+UNIT = {"bucket": 0, "begin": 0, "numel": 8, "names": ["p"], "sizes": [8], "num_chunks": 1}
 DAMAGES = {
     "no JSON": lambda state: "{",
     "a list": lambda state: "[]",
@@ -422,6 +482,12 @@ DAMAGES = {
     "decisions": lambda state: json.dumps({**state, "decisions": [1]}),
     "a reason": lambda state: json.dumps({**state, "decisions": [{**state["decisions"][0], "reason": 3}]}),
     "used": lambda state: json.dumps({**state, "used": [1, 0]}),
+    "times before": lambda state: json.dumps({**state, "times": {"step": 1}}),
+    "a unit's sizes": lambda state: json.dumps({**state, "units": [{**UNIT, "sizes": [7]}]}),
+    "a unit's names": lambda state: json.dumps({**state, "units": [{**UNIT, "names": [3]}]}),
+    "too large a unit": lambda state: json.dumps(
+        {**state, "units": [{**UNIT, "numel": 1 << 40, "sizes": [1 << 40]}]}
+    ),
 }
 
 

@@ -13,8 +13,9 @@ import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.buckets.memory import Memory
 from gradwire.exchanges import Context, Scratch, average
+from gradwire.recipes import scattered
 from gradwire.testing import run_virtual_ranks
-from gradwire.tuning.choices import Choosing
+from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.errors import ErrorTable, measure_errors
 from gradwire.tuning.sampling import PIECE, Sample, pieces_of
 from gradwire.tuning.times import UNKNOWN, Times, combine
@@ -224,6 +225,65 @@ def test_a_ceiling_of_bytes_is_kept_whatever_the_error(ceiling):
     table = ErrorTable([1.0] * 3, [[0.0, 0.0, 1e-4, 0.01, 0.04, 0.1]] * 3)
     choice = Choosing([layout], tuning, 2).best(table, 6)
     assert 0.6 * ceiling < choice.num_bytes <= ceiling
+
+
+# --- bytes ---
+
+
+@st.composite
+def small_models(draw):
+    """Draw what a choice is made from: small buckets, or a bucket of shards, and errors of any order."""
+    num_ranks = draw(st.sampled_from([2, 3, 4, 8]))
+    tuning = gradwire.recipe(f"auto:budget={draw(st.floats(0.01, 0.9))}").tuning
+    sizes = st.lists(st.floats(0, 4.5).map(lambda power: int(10**power)), min_size=1, max_size=4)
+    if draw(st.booleans()):
+        tuning = scattered(dataclasses.replace(gradwire.recipe("auto"), tuning=tuning)).tuning
+        slots = [Slot(f"p{i}", 0, torch.Size([num_ranks * n]), (1,)) for i, n in enumerate(draw(sizes))]
+        layouts = [BucketLayout.packed(0, torch.float32, slots, num_ranks)]
+    else:
+        layouts = [layout_of(own, i) for i, own in enumerate(draw(st.lists(sizes, min_size=1, max_size=3)))]
+        names = [slot.name for layout in layouts for slot in layout.slots]
+        tables = draw(st.lists(st.sampled_from(names), max_size=2))
+        tuning = dataclasses.replace(tuning, tables=tuple(tables))
+    choosing = Choosing(layouts, tuning, num_ranks)
+    row = st.lists(st.floats(-5, 0).map(lambda power: 10**power), min_size=5, max_size=5)
+    rows = [[0.0, *sorted(draw(row))] for _ in choosing.units]
+    return choosing, tuning, ErrorTable([1.0] * len(rows), rows), draw(st.integers(1, 6))
+
+
+@settings(max_examples=100)
+@given(small_models())
+def test_no_unit_has_an_encoding_with_more_error_and_no_fewer_bytes(drawn):
+    choosing, tuning, table, num_allowed = drawn
+    choice = choosing.best(table, num_allowed)
+    for unit, errors in zip(choosing.units, table.errors, strict=True):
+        now = tuning.names.index(choice.encodings[unit.names[0]])
+        for finer in range(now):
+            encodings = {**choice.encodings, **dict.fromkeys(unit.names, tuning.names[finer])}
+            other = choosing.again(EncodingChoice(encodings, 0, None), table)
+            assert other.num_bytes > choice.num_bytes or errors[finer] >= errors[now], (unit, finer)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_a_tiny_model_does_not_go_by_encodings_with_large_blocks(num_ranks):
+    """A rank's part of 100 values is less than a block of 128."""
+    tuning = gradwire.recipe("auto:budget=0.9").tuning
+    table = ErrorTable([1.0], [[0.0, 0.0, 1e-4, 0.01, 0.04, 0.15]])
+    choosing = Choosing([layout_of([100])], tuning, num_ranks)
+    bytes_of = dict(zip(tuning.names, choosing.bytes_by_unit[0], strict=True))
+    assert bytes_of["int4"] < bytes_of["int2"] < bytes_of["int3"]
+    choice = choosing.best(table, 6)
+    assert choice.encodings == {"0.p0": "int4"}
+    assert choice.num_bytes == bytes_of["int4"]
+
+
+def test_values_that_are_16_bits_wide_already_gain_nothing_by_bf16():
+    tuning = gradwire.recipe("auto").tuning
+    choosing = Choosing([layout_of([50_000], dtype=torch.bfloat16)], tuning, 2)
+    fp32, bf16, int8, *_ = choosing.bytes_by_unit[0]
+    assert fp32 == bf16 > int8
+    table = ErrorTable([1.0], [[0.0, 1e-6, 1.0, 1.0, 1.0, 1.0]])
+    assert choosing.best(table, 6).encodings == {"0.p0": "fp32"}
 
 
 # --- times ---

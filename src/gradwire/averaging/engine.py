@@ -18,6 +18,7 @@ from gradwire.averaging.native import NativeMean
 from gradwire.averaging.regroup import Regrouper
 from gradwire.averaging.scaling import Scaling
 from gradwire.averaging.state import RunState
+from gradwire.buckets import BucketLayout
 from gradwire.errors import Place, WireError
 from gradwire.lanes import (
     CollectiveWork,
@@ -33,6 +34,9 @@ from gradwire.lanes import (
 from gradwire.peers import Group, Traffic
 from gradwire.recipes import Recipe
 from gradwire.telemetry import Meter, StatsCollector
+
+Observer = Callable[[BucketLayout, Tensor, Place, bool], None]
+"""Sees a bucket right before it is averaged, and if it is the last one of its step."""
 
 
 class Engine:
@@ -69,6 +73,8 @@ class Engine:
         self.coalescer = coalescer or Coalescer()
         self.native: NativeMean | None = None
         """Takes exact means faster than the lane does, for buckets that `_goes_natively` lets through."""
+        self.observer: Observer | None = None
+        """Sees buckets in the grouping in which they are averaged; None for recipes that need none."""
         self._lane: Lane | None = None
         self._regrouper = Regrouper(self.state.timeline)
         self._meter = meter
@@ -98,6 +104,7 @@ class Engine:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.flat)
         if self.native is not None and self._goes_natively(bucket, place):
+            self._show(bucket.layout, bucket.flat, place, is_last=bucket.is_last)
             return self.native.start(bucket.flat, place, self.stats.record)
         is_active = bucket.is_active if recipe.reduction == "mean" else None
         scaling = Scaling(recipe.reduction, is_active, bucket.weight, bucket.factor, bucket.claim)
@@ -113,6 +120,7 @@ class Engine:
         jobs = self._regrouper.take(job, self.fail)
         try:
             for each in jobs:
+                self._show(each.layout, each.flat, each.place, is_last=each.is_last)
                 self._prepare(each)
                 for batch in self.coalescer.take(each, may_wait=not self._is_measured(each.place, each.flat)):
                     self._submit(batch)
@@ -126,14 +134,21 @@ class Engine:
         """Average by another recipe from now on; the residuals of the old one stay in the state."""
         if self._lane is None and recipe.exchange.communicates:
             self._use_lane(open_lane())
-        self.recipe, self.native = recipe, None
+        self.recipe, self.native, self.observer = recipe, None, None
 
     def run_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> None:
         """Run ``work`` on every rank after all buckets started before it, and wait for its end.
 
         An error in it becomes this engine's `failure`, as an error in a bucket does.
         """
-        self._start_collective(work, place, device).wait()
+        self.start_collective(work, place, device).wait()
+
+    def start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Future[Tensor]:
+        """Do as `run_collective`, but return a future of its end instead of waiting."""
+        assert self._lane is not None
+        task = collective_task(work, place, device)
+        self._lane.submit(task)
+        return task.promises[0].future
 
     def flush(self) -> None:
         """Submit the waiting buckets; for a caller that does not know which bucket of a step is the last."""
@@ -161,15 +176,19 @@ class Engine:
         if coalescer is None and self._may_wait:
             self.coalescer = Coalescer.for_lane(lane)
 
+    def _show(self, layout: BucketLayout, flat: Tensor, place: Place, *, is_last: bool) -> None:
+        if self.observer is not None:
+            self.observer(layout, flat, place, is_last)
+
     def _prepare(self, job: Job) -> None:
         """Submit the collective work that must precede the job; if it fails, the lane runs nothing more."""
         if job.layout.index == 0 and self.state.loss_scale is not None:
-            self._start_collective(self._follow_loss_scale, job.place, job.flat.device)
+            self.start_collective(self._follow_loss_scale, job.place, job.flat.device)
         work = None if self._layout_check is None else self._layout_check.work_for(job.layout, self.recipe)
         if work is not None:
             assert self._lane is not None
             self._lane.free_scratch()  # DDP's first bucket holds all parameters; later ones need less
-            self._start_collective(work, job.place, job.flat.device)
+            self.start_collective(work, job.place, job.flat.device)
 
     def _submit(self, batch: list[Job]) -> None:
         """Submit jobs that share messages; the statistics count messages and times for the last job."""
@@ -208,12 +227,6 @@ class Engine:
             and not self.state.memory.owes(bucket.layout)
             and not self._is_measured(place, bucket.flat)
         )
-
-    def _start_collective(self, work: CollectiveWork, place: Place, device: torch.device) -> Future[Tensor]:
-        assert self._lane is not None
-        task = collective_task(work, place, device)
-        self._lane.submit(task)
-        return task.promises[0].future
 
     def _follow_loss_scale(self, group: Group, device: torch.device) -> None:
         assert self.state.loss_scale is not None

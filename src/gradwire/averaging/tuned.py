@@ -7,11 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.futures import Future
 
-from gradwire.averaging.bucket import Bucket
 from gradwire.averaging.checkpoint import Saved
 from gradwire.averaging.engine import Engine
 from gradwire.averaging.native import NativeMean
+from gradwire.buckets import BucketLayout
 from gradwire.errors import Place
 from gradwire.recipes import Tuning
 from gradwire.tuning import (
@@ -56,19 +58,22 @@ class Tuned:
         self._on_decision = on_decision
         self._share = share
         self._native = native
+        self._report: Future[Tensor] | None = None
+        """Completes when the measurements of all ranks are exchanged; None if none are under way."""
+        engine.observer = self._see
         self.load(None, step, look_soon=False)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         return self.tuner.decisions
 
-    def arrive(self, bucket: Bucket, place: Place) -> None:
-        """See a bucket that is not averaged yet."""
-        self.tuner.arrive(bucket.layout, bucket.flat, place.step, is_last=bucket.is_last)
-
     def blocked(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which the backward pass waits for a bucket."""
         return self.tuner.timer.blocked(device)
+
+    def count_until_done(self, future: Future[Tensor]) -> None:
+        """Count the time until a bucket on CPU is complete as one in which the backward pass may wait."""
+        self.tuner.timer.count_until_done(future)
 
     def end_arrivals(self, num_buckets: int, device: torch.device) -> None:
         """Note that all buckets of a step have arrived; needed if none of them was called the last."""
@@ -78,12 +83,20 @@ class Tuned:
         """Note that all buckets of a step are averaged."""
         self.tuner.end_step(place.step, device)
 
-    def decide(self, place: Place, device: torch.device) -> None:
-        """Decide with the other ranks, if a report is due; collective. The caller raises failures."""
-        if not self.tuner.is_due or self._engine.failure is not None or not self._may_look():
+    def start_report(self, place: Place, device: torch.device) -> None:
+        """Exchange measurements with the other ranks, if a report is due; collective. Does not wait."""
+        if self.tuner.is_due and self._engine.failure is None and self._may_look():
+            self._report = self._engine.start_collective(self.tuner.work, place, device)
+
+    def decide(self, device: torch.device) -> None:
+        """Decide from the report that was started, if there is one. The caller raises failures.
+
+        Every rank calls it before its next bucket.
+        """
+        if self._report is None:
             return
         with self.tuner.count():
-            self._engine.run_collective(self.tuner.work, place, device)
+            self._wait_for_report()
             reports = self._share(None if self._engine.failure is not None else self.tuner.report)
             known = [report for report in reports if report is not None]
             if len(known) < len(reports):  # some ranks have failed, and tell the others
@@ -99,6 +112,7 @@ class Tuned:
 
     def load(self, state: PolicyState | None, step: int, *, look_soon: bool) -> None:
         """Go on at ``step`` from the state that `read` has returned; after a change of ranks, look soon."""
+        self._wait_for_report()
         self.tuner.load(state, step, look_soon=look_soon)
         self._use_choice()
 
@@ -106,6 +120,14 @@ class Tuned:
         """A table of the decisions, and what they have cost."""
         cost = f"measuring and deciding took {self.tuner.looking:.1%} of the time"
         return f"{decision_table(self.decisions)}\n{cost}" if self.decisions else cost
+
+    def _wait_for_report(self) -> None:
+        report, self._report = self._report, None
+        if report is not None:
+            report.wait()
+
+    def _see(self, layout: BucketLayout, flat: Tensor, place: Place, is_last: bool) -> None:
+        self.tuner.arrive(layout, flat, place.step, is_last=is_last)
 
     def _use_choice(self) -> None:
         exchange = self._tuning.exchange(self.tuner.encodings)

@@ -67,8 +67,6 @@ class Bridge:
         try:
             if self.runner.failure is None:
                 bucket = self._bucket(grad_bucket, position)
-                if self.tuned is not None:
-                    self.tuned.arrive(bucket, place)
                 future = self._start(bucket, place)
         except Exception as error:
             self.runner.fail(locate(error, place))
@@ -141,7 +139,8 @@ class Bridge:
 
     def _tune(self, place: Place, device: torch.device) -> None:
         if self.tuned is not None:
-            self.tuned.decide(place, device)
+            self.tuned.start_report(place, device)
+            self.tuned.decide(device)
             self.raise_failure()
 
 

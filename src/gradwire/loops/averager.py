@@ -159,13 +159,14 @@ class Averager(Uncopied):
         place = self._begin_call()
         self._in_flight = [handle for handle in self._in_flight if not handle.done()]
         with self._failing_all(place):
-            if self._tuned is not None:  # about the call before: all ranks begin calls in the same order
-                self._tuned.decide(place, self._device)
-                self._require_usable()
+            self._decide()
+            self._require_usable()
             named = named_tensors(tensors, self._device_types)
             weight = self._checked(weight, named)
             packing = self._packing_of(named, weight is not None, place)
             futures = self._start(packing, named, weight, place)
+            if self._tuned is not None:
+                self._tuned.start_report(place, self._device)
 
         def end(results: list[Tensor]) -> None:
             self._require_usable()
@@ -250,6 +251,7 @@ class Averager(Uncopied):
         The state is copies of tensors, and numbers. Each rank saves its own. Waits for what is under way.
         """
         self._wait_for_lane()
+        self._decide()
         run, group = self._engine.state, self._group
         state = run.save(str(self._recipe), self._num_calls, group.rank(), Grid(group.size()))
         return state if self._tuned is None else {**state, "tuning": self._tuned.tuner.save()}
@@ -320,6 +322,11 @@ class Averager(Uncopied):
             return None
         return Tuned(tuning, engine, group.rank(), group.size(), self._num_calls)
 
+    def _decide(self) -> None:
+        """Let recipe ``auto`` decide from the call before, if it has taken a report in it."""
+        if self._tuned is not None:
+            self._tuned.decide(self._device)
+
     def _start(
         self, packing: Packing, named: Mapping[str, Tensor], weight: float | None, place: Place
     ) -> list[Future[Tensor]]:
@@ -328,8 +335,6 @@ class Averager(Uncopied):
         futures = []
         for bucket in packing.buckets(named, weight, may_overlap=may_overlap):
             own_place = replace(place, bucket=bucket.layout.index)
-            if self._tuned is not None:
-                self._tuned.arrive(bucket, own_place)
             futures.append(self._engine.start(bucket, own_place))
         return futures
 

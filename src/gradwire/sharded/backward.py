@@ -130,9 +130,9 @@ class Backward:
             if self.engine.failure is None and self.failure is None:
                 layout, claim = self._layout(place.bucket, flat, parameters, num_shards)
                 bucket = Bucket(flat, layout, is_last=False, claim=claim, factor=factor)
-                if self.tuned is not None:
-                    self.tuned.arrive(bucket, place)
                 future = self.engine.start(bucket, place)
+                if self.tuned is not None and num_shards > 1 and flat.device.type == "cpu":
+                    self.tuned.count_until_done(future)
         except Exception as error:
             self.engine.fail(locate(error, place))
         if future is None:
@@ -237,7 +237,8 @@ class Backward:
         """Let recipe ``auto`` decide, if it is due; raise the failure of any rank."""
         if self.tuned is None or not self.tuned.tuner.is_due:
             return
-        self.tuned.decide(place, self._device)
+        self.tuned.start_report(place, self._device)
+        self.tuned.decide(self._device)
         failure = self.engine.failure
         self.failure = failure if self._share_failure is None else self._share_failure(failure)
         if self.failure is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from gradwire.exchanges import Exchange, Hierarchical, Scattered, TwoShot
 from gradwire.recipes import Tuning
 from gradwire.tuning.allocation import allocate
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.units import TuningUnit, units_of
+from gradwire.tuning.units import SMALLEST, TuningUnit, units_of
 
 # A sample is off by a few percent, and so is one step from the next.
 _MARGIN = 0.95
@@ -39,6 +40,7 @@ class Choosing:
     def __init__(self, layouts: Sequence[BucketLayout], tuning: Tuning, world_size: int) -> None:
         self.units: tuple[TuningUnit, ...] = units_of(layouts, tuning.tables)
         self._layouts = tuple(layouts)
+        self._layout_of = {layout.index: layout for layout in layouts}
         self._tuning = tuning
         self._world_size = world_size
         # Samples are fp32, whatever the buckets are.
@@ -50,23 +52,31 @@ class Choosing:
     def num_encodings(self) -> int:
         return len(self._tuning.encodings)
 
+    @functools.cached_property
+    def bytes_by_unit(self) -> list[list[int]]:
+        """For each unit, the bytes that the busiest rank sends for it alone, by each encoding.
+
+        A coarser encoding may send more: it has larger blocks, and each rank's part of a unit is filled up
+        to whole ones.
+        """
+        parts = [_part(self._layout_of[unit.bucket], unit) for unit in self.units]
+        exchanges = [exchange for _, exchange in self._tuning.encodings]
+        return [[max(self._sent(part, exchange)) for exchange in exchanges] for part in parts]
+
     def best(self, table: ErrorTable, num_allowed: int) -> EncodingChoice:
         """Return the best choice from the ``num_allowed`` finest encodings."""
         allowed = [self._num_allowed(unit, num_allowed) for unit in self.units]
-        num_phases = 1 if self._tuning.is_scattered else 2
-        sent = num_phases * (self._world_size - 1) / self._world_size
-        num_bytes = [
-            [sent * _wire_bytes(unit, codec) for codec in self.codecs[:n]]
-            for unit, n in zip(self.units, allowed, strict=True)
-        ]
+        num_bytes = [row[:n] for row, n in zip(self.bytes_by_unit, allowed, strict=True)]
         errors = [row[:n] for row, n in zip(self._relative(table), allowed, strict=True)]
         if (limit := self._tuning.max_bytes) is None:
             max_error = (_MARGIN * self._tuning.budget) ** 2
-            return self._choice(allocate(num_bytes, errors, max_error=max_error), table)
-        # Messages have a few bytes of padding, which the units do not know of.
+            numbers = allocate(num_bytes, errors, max_error=max_error)
+            return self._choice(self._finer_for_free(numbers, errors), table)
+        # Units that share messages send a few bytes more or less than each alone.
         target = limit
         for _ in range(_NUM_ATTEMPTS):
-            choice = self._choice(allocate(num_bytes, errors, max_bytes=target), table)
+            numbers = allocate(num_bytes, errors, max_bytes=target)
+            choice = self._choice(self._finer_for_free(numbers, errors), table)
             if choice.num_bytes <= limit:
                 break
             target -= choice.num_bytes - limit
@@ -97,19 +107,61 @@ class Choosing:
             for unit, number in zip(self.units, numbers, strict=True)
             for name in unit.names
         }
-        exchange = self._tuning.exchange(encodings)
-        sent = [exchange.link_bytes(layout, self._world_size, 0) for layout in self._layouts]
-        num_bytes = max((sum(links.across for links in rank) for rank in zip(*sent, strict=True)), default=0)
+        sent = [self._sent(layout, self._tuning.exchange(encodings)) for layout in self._layouts]
         error = None
         if table is not None and any(table.norms):
             left_out = (row[n] for row, n in zip(self._relative(table), numbers, strict=True))
             error = math.sqrt(math.fsum(left_out))
-        return EncodingChoice(encodings, num_bytes, error)
+        return EncodingChoice(encodings, _of_busiest(sent), error)
+
+    def _finer_for_free(self, numbers: Sequence[int], errors: Sequence[Sequence[float]]) -> list[int]:
+        """Return finer encodings of small units with which no more bytes are sent.
+
+        Messages are filled up to 64 bytes, and neighbours with the same encoding share a block.
+        """
+        found = list(numbers)
+        small = [number for number, unit in enumerate(self.units) if unit.numel < SMALLEST]
+        if not small:
+            return found
+        sent = {layout.index: self._sent_with(layout, found) for layout in self._layouts}
+
+        def refine(number: int) -> bool:
+            """Change a unit to the finest encoding that costs nothing; return False if it has that one."""
+            index, row = self.units[number].bucket, errors[number]
+            for finer in range(found[number]):
+                if row[finer] < row[found[number]]:
+                    tried = [*found[:number], finer, *found[number + 1 :]]
+                    then = {**sent, index: self._sent_with(self._layout_of[index], tried)}
+                    if _of_busiest(then.values()) <= _of_busiest(sent.values()):
+                        found[number], sent[index] = finer, then[index]
+                        return True
+            return False
+
+        while any(map(refine, small)):
+            pass  # each change makes the error smaller, so this ends
+        return found
+
+    def _sent_with(self, layout: BucketLayout, numbers: Sequence[int]) -> list[int]:
+        """Return the bytes that each rank sends for a bucket, with these encodings of all units."""
+        pairs = zip(self.units, numbers, strict=True)
+        own = [(unit, self._tuning.names[number]) for unit, number in pairs if unit.bucket == layout.index]
+        encodings: dict[str, str] = {name: encoding for unit, encoding in own for name in unit.names}
+        return self._sent(layout, self._tuning.exchange(encodings))
+
+    def _sent(self, layout: BucketLayout, exchange: Exchange) -> list[int]:
+        """Return the bytes that each rank sends to other nodes for a bucket."""
+        return [links.across for links in exchange.link_bytes(layout, self._world_size, 0)]
 
 
-def _wire_bytes(unit: TuningUnit, codec: Codec) -> int:
-    """Return the bytes of a unit's values; chunks are encoded one by one, each in whole blocks."""
-    return unit.num_chunks * codec.wire_bytes(unit.chunk_numel)
+def _of_busiest(sent: Iterable[Sequence[int]]) -> int:
+    """Return the bytes of the rank that sends most, from those of each rank for each bucket."""
+    return max(map(sum, zip(*sent, strict=True)), default=0)
+
+
+def _part(layout: BucketLayout, unit: TuningUnit) -> BucketLayout:
+    """Return the layout of one unit of a bucket."""
+    slots = [slot for slot in layout.slots if slot.name in unit.names]
+    return BucketLayout.packed(layout.index, layout.dtype, slots, layout.num_shards)
 
 
 def codec_of(exchange: Exchange) -> Codec:

@@ -24,7 +24,7 @@ from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState, StepReport, Want
-from gradwire.tuning.times import NUM_NEEDED, Times
+from gradwire.tuning.times import NUM_NEEDED, UNKNOWN, Times
 from gradwire.tuning.trials import MAX_CREDIT, REFILL, WINDOW, WORTH_IT, Candidate, Trial
 from gradwire.tuning.trials import NUM_SETTLING as WINDOW_SETTLING
 
@@ -79,6 +79,7 @@ class Policy:
             return
         self._end_trial()
         self.state.table = None  # its columns may be those of other encodings
+        self.state.times = UNKNOWN
         if self.state.phase != "measure":
             self.state.next_look = step + NUM_SETTLING + NUM_TIMED
         self._reopen(())
@@ -117,7 +118,8 @@ class Policy:
         if state.phase == "try":
             return "times" if num_steps >= WINDOW else "nothing"
         if state.phase == "measure":
-            return "errors" if num_steps >= NUM_SETTLING + NUM_TIMED else "nothing"
+            is_due = num_steps >= NUM_SETTLING + NUM_TIMED and step >= state.next_look
+            return "errors" if is_due else "nothing"
         if self._needs_times and num_steps < NUM_SETTLING + NUM_NEEDED:
             return "nothing"  # a report would have no times yet
         if step >= state.next_look and state.looking <= MAX_LOOKING:
@@ -127,15 +129,18 @@ class Policy:
     def conclude(self, step: int, report: StepReport, choosing: Choosing) -> Decision | None:
         """Take the report of a step; return a decision, if there is one. The choice may change without one.
 
-        A report with numbers that are not finite is ignored, and one without times that are needed. The
-        policy then wants another from the next step, unless looks have taken too much time.
+        A report with numbers that are not finite is ignored, and so is one without times that are needed.
         """
         state = self.state
         if not report.is_finite:
             state.looking = report.looking
+            self._wait_for_finite_gradients(step)
             return None
+        if not report.times.is_known and state.trial is None:
+            report = replace(report, times=state.times)
         if self._needs_times and not report.times.is_known:
             return None
+        state.times = report.times
         state.credit = min(MAX_CREDIT, state.credit + REFILL * (step - state.credited))
         state.credited, state.looking = step, report.looking
         has_new_gradients = self._used_so_far(report.used) != state.used
@@ -156,6 +161,11 @@ class Policy:
             return None
         return self._search(step, report.times, table, choosing)
 
+    def _wait_for_finite_gradients(self, step: int) -> None:
+        """Look again after a step, then two, four and so on: a loss scale may overflow for many steps."""
+        state, longest = self.state, min(FIRST_INTERVAL, self._tuning.every)
+        state.next_look, state.retry = step + state.retry, min(2 * state.retry, longest)
+
     def _used_so_far(self, used: tuple[bool, ...]) -> tuple[bool, ...]:
         """Return the units that have had gradients, by now or before; units change with the buckets."""
         before = self.state.used if len(self.state.used) == len(used) else (False,) * len(used)
@@ -165,6 +175,7 @@ class Policy:
         """Decide from new errors and times."""
         state, is_first = self.state, self.state.phase == "measure"
         state.used, state.table, state.phase = self._used_so_far(report.used), table, "keep"
+        state.retry = 1
         interval = min(state.interval, self._tuning.every)
         state.next_look, state.interval = step + interval, min(2 * interval, self._tuning.every)
         now = choosing.again(state.choice, table)
@@ -225,7 +236,9 @@ class Policy:
         reason += ": not worth coarser gradients"
         if choosing.best(table, self._coarsest).num_bytes > _FEWER_BYTES * now.num_bytes:
             reason = "nothing coarser keeps the budget"
-        return self._decide(at, reason, now, state.rung, times.step)
+        decision = self._decide(at, reason, now, state.rung, times.step)
+        state.times = times  # the choice is the same
+        return decision
 
     def _try(self, at: _Measured, candidate: Candidate, reason: str) -> Decision:
         if candidate.rung == 1 and self._tuning.names[0] == "fp32":
@@ -254,16 +267,22 @@ class Policy:
             rest = [each for each in trial.challengers[1:] if state.finest <= each.rung <= self._coarsest]
             if rest and state.credit > 0:
                 state.trial = Trial(kept, tuple(rest), kept_s[-1:])
-                return self._try(at, rest[0], "faster" if has_won else "not faster")
+                # The last window was one of the choice that is kept, so its times tell more than the first.
+                expected = times.predict(kept.choice.num_bytes, rest[0].choice.num_bytes)
+                next_one = replace(rest[0], expected=expected)
+                return self._try(at, next_one, "faster" if has_won else "not faster")
         else:
             # Trials until now tell nothing of what is slower from now on.
             self._reopen(())
         # By its first window, so that a change since then is noticed.
         state.trial, state.phase, state.recent, state.num_off = None, "keep", kept_s[:1], 0
+        decision = None
         if has_won:
             self._use(step, kept.choice, kept.rung)
-            return None
-        return self._decide(at, "faster before", kept.choice, kept.rung, kept_s[-1])
+        else:
+            decision = self._decide(at, "faster before", kept.choice, kept.rung, kept_s[-1])
+        state.times = times  # of the last window, which was one of the choice that is kept
+        return decision
 
     def _close_side(self, trial: Trial, *, has_won: bool) -> None:
         """Remember on which side of the loser the fastest rung cannot be."""
@@ -329,7 +348,7 @@ class Policy:
     def _use(self, step: int, choice: EncodingChoice, rung: int) -> None:
         """Let a choice hold from the next step on."""
         state = self.state
-        state.choice, state.rung, state.since = choice, rung, step + 1
+        state.choice, state.rung, state.since, state.times = choice, rung, step + 1, UNKNOWN
         state.next_check = step + CHECK_EVERY
 
 

@@ -11,14 +11,15 @@ from typing import Literal
 from gradwire.tuning.choices import EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.times import Times, combine
+from gradwire.tuning.times import UNKNOWN, Times, combine
 from gradwire.tuning.trials import MAX_CREDIT, Trial
+from gradwire.tuning.units import TuningUnit
 
 Want = Literal["nothing", "times", "errors"]
 Phase = Literal["measure", "try", "keep"]
 
 FIRST_INTERVAL = 50
-"""Steps from the first look at errors to the second."""
+"""Steps from the first look at errors to the second, and the most from one that fails to the next."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class PolicyState:
     next_look: int = 0
     next_check: int = 0
     interval: int = FIRST_INTERVAL
+    retry: int = 1
+    """Steps from a look at gradients that are not finite to the next look."""
     finest: int = 1
     """The fastest rung is not finer than this one, as far as is known."""
     coarsest: int = 0
@@ -104,6 +107,10 @@ class PolicyState:
     """The number of reports, one after the other, whose step time differs from the first ones."""
     recent: tuple[float, ...] = ()
     """Times of a step with the present choice, by the first reports."""
+    times: Times = UNKNOWN
+    """Times of the present choice by the last report; a report that follows soon after a resume has none."""
+    units: tuple[TuningUnit, ...] = ()
+    """The units of the last step. The next one is sampled only if it has the same."""
     used: tuple[bool, ...] = ()
     choice: EncodingChoice | None = None
     """The present choice; None for the encoding that all parameters begin with."""

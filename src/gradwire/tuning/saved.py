@@ -12,10 +12,16 @@ from gradwire.tuning.choices import EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.policy_state import Phase, PolicyState
+from gradwire.tuning.times import UNKNOWN, Times
 from gradwire.tuning.trials import Candidate, Trial
+from gradwire.tuning.units import TuningUnit
 
 # The most decisions that a checkpoint holds: the latest ones.
 _NUM_KEPT = 50
+# More gradients than a rank holds, 256 GB in fp32. To sample what a damaged state asks for may take for ever.
+_MOST_VALUES = 1 << 36
+# Fields that states of earlier versions do not have, with their values then.
+_ADDED: dict[str, Any] = {"retry": 1, "times": dataclasses.asdict(UNKNOWN), "units": []}
 
 
 def write_state(state: PolicyState) -> str:
@@ -28,8 +34,11 @@ def read_state(text: str) -> PolicyState:
     """Return the state that `write_state` was given; ValueError names what is wrong."""
     try:
         found = json.loads(text)
-        if not isinstance(found, dict) or found.keys() != {f.name for f in dataclasses.fields(PolicyState)}:
+        if not isinstance(found, dict) or {*found, *_ADDED} != {
+            f.name for f in dataclasses.fields(PolicyState)
+        }:
             raise ValueError("its fields are not those of a policy")
+        found = {**_ADDED, **found}
         return PolicyState(
             rung=_whole(found["rung"], least=1),
             phase=_one_of(found["phase"], get_args(Phase)),
@@ -37,6 +46,7 @@ def read_state(text: str) -> PolicyState:
             next_look=_whole(found["next_look"]),
             next_check=_whole(found["next_check"]),
             interval=_whole(found["interval"], least=1),
+            retry=_whole(found["retry"], least=1),
             finest=_whole(found["finest"], least=1),
             coarsest=_whole(found["coarsest"]),
             credit=_finite(found["credit"]),
@@ -44,6 +54,8 @@ def read_state(text: str) -> PolicyState:
             looking=_number(found["looking"]),
             num_off=_whole(found["num_off"]),
             recent=_numbers(found["recent"]),
+            times=_times(found["times"]),
+            units=_units(found["units"]),
             used=tuple(map(_bool, _list(found["used"]))),
             choice=None if found["choice"] is None else _choice(found["choice"]),
             table=None if found["table"] is None else _table(found["table"]),
@@ -61,6 +73,30 @@ def _choice(found: object) -> EncodingChoice:
     fields = dict(_fields(found, EncodingChoice))
     error = None if fields["error"] is None else _number(fields["error"])
     return EncodingChoice(_encodings(fields["encodings"]), _whole(fields["num_bytes"]), error)
+
+
+def _times(found: object) -> Times:
+    fields = dict(_fields(found, Times))
+    return Times(_number(fields["step"]), _number(fields["exposed"]), _number(fields["averaging"]))
+
+
+def _units(found: object) -> tuple[TuningUnit, ...]:
+    units = tuple(map(_unit, _list(found)))
+    if sum(unit.numel for unit in units) > _MOST_VALUES:
+        raise ValueError("its units are larger than a rank's memory")
+    return units
+
+
+def _unit(found: object) -> TuningUnit:
+    fields = dict(_fields(found, TuningUnit))
+    names, sizes = _list(fields["names"]), tuple(map(_whole, _list(fields["sizes"])))
+    bucket, begin = _whole(fields["bucket"]), _whole(fields["begin"])
+    numel, num_chunks = _whole(fields["numel"], least=1), _whole(fields["num_chunks"], least=1)
+    if not all(isinstance(name, str) for name in names) or len(names) != len(sizes):
+        raise TypeError("a unit has no names")
+    if num_chunks * sum(sizes) != numel:
+        raise ValueError("a unit has other sizes")
+    return TuningUnit(bucket, begin, numel, tuple(names), sizes, num_chunks)
 
 
 def _table(found: object) -> ErrorTable:

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.futures import Future
 
+_CPU = torch.device("cpu")
 # The most steps that times are taken from, and the least.
 _NUM_KEPT, NUM_NEEDED = 16, 4
 
@@ -24,8 +27,8 @@ class Times:
     exposed: float
     """Communication that nothing hides: from the last bucket's arrival to the end of the backward pass.
 
-    For shards, the time in which the pass has waited for earlier buckets is added. On CUDA that is all the
-    time of their reduce-scatters, since a host cannot see which part of it other streams have hidden.
+    For shards, it is all the time in which a reduce-scatter is under way: gathers of parameters share its
+    link, and the pass waits for them. Computing may hide a part of it, so this is the most that it can be.
     """
     averaging: float
     """From the first bucket's arrival to the end of the backward pass."""
@@ -88,7 +91,8 @@ class _Step:
     first: Moment
     last: Moment
     end: Moment
-    blocked: list[tuple[Moment, Moment]]
+    exposed_before: list[tuple[Moment, Moment]]
+    """Beginnings and ends of exposed communication before the last bucket's arrival; they may overlap."""
 
     @property
     def seconds(self) -> float:
@@ -96,7 +100,12 @@ class _Step:
 
     @property
     def exposed(self) -> float:
-        return self.last.until(self.end) + sum(begin.until(end) for begin, end in self.blocked)
+        spans = [(self.last, self.end), *self.exposed_before]
+        total = reached = 0.0
+        for begin, end in sorted((self.before.until(begin), self.before.until(end)) for begin, end in spans):
+            total += max(0.0, end - max(begin, reached))
+            reached = max(reached, end)
+        return total
 
 
 class StepTimer:
@@ -104,7 +113,7 @@ class StepTimer:
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=_NUM_KEPT)
-        self._blocked: list[tuple[Moment, Moment]] = []
+        self._exposed_before: list[tuple[Moment, Moment]] = []
         self._end: Moment | None = None
         self._first: Moment | None = None
         self._last: Moment | None = None
@@ -112,14 +121,19 @@ class StepTimer:
     def begin_averaging(self, device: torch.device) -> None:
         """Note the arrival of a step's first bucket."""
         self._first = Moment(device)
-        self._blocked = []
+        self._exposed_before = []
 
     @contextlib.contextmanager
     def blocked(self, device: torch.device) -> Iterator[None]:
         """Count the time of the block as one in which the backward pass waits for a bucket."""
         begin = Moment(device)
         yield
-        self._blocked.append((begin, Moment(device)))
+        self._exposed_before.append((begin, Moment(device)))
+
+    def count_until_done(self, future: Future[Tensor]) -> None:
+        """Count the time until a future on the host completes as exposed; another thread may complete it."""
+        begin, spans = Moment(_CPU), self._exposed_before  # of this step, also if a later one has begun
+        future.add_done_callback(lambda _: spans.append((begin, Moment(_CPU))))
 
     def end_arrivals(self, device: torch.device) -> None:
         """Note the arrival of a step's last bucket."""
@@ -129,7 +143,7 @@ class StepTimer:
         """Note the end of a backward pass."""
         before, self._end = self._end, Moment(device)
         if before is not None and self._first is not None and self._last is not None:
-            self._steps.append(_Step(before, self._first, self._last, self._end, self._blocked))
+            self._steps.append(_Step(before, self._first, self._last, self._end, self._exposed_before))
 
     def begin(self, device: torch.device) -> None:
         """Let the next step begin now: what was done since the last one ended belongs to no step."""
@@ -143,5 +157,6 @@ class StepTimer:
         """Return medians over the last steps; unknown if there are too few."""
         if len(self._steps) < NUM_NEEDED:
             return UNKNOWN
-        taken = [(step.seconds, step.exposed, step.first.until(step.end)) for step in self._steps]
+        steps = list(self._steps)  # an averager's next step may end meanwhile
+        taken = [(step.seconds, step.exposed, step.first.until(step.end)) for step in steps]
         return Times(*(statistics.median(each) for each in zip(*taken, strict=True)))

@@ -1,20 +1,27 @@
 """Trials: a choice is compared with the present one in short windows of steps that alternate.
 
-Windows follow one another as A B A B A B A, where A is the present choice. A window of B is compared with the
+Windows follow one another as A B A B A, where A is the present choice. A window of B is compared with the
 windows of A before and after it, so that a machine that becomes slower does not count against B. B may win at
-once, and loses after a window of A. After the first window of B, only a large difference is believed; after
-the third, the median decides.
+once, and loses after a window of A. After the first two windows of B, only a large difference is believed.
+After that, windows are counted: see Note [Which choice wins].
+
+Note [Which choice wins]: times of windows differ by some percent for no reason. Let finer gradients win if
+they seem to be as fast in one window of two. Then B, C and D, each finer and a little slower than the one
+before, may all win, and a step takes much longer than with A. So a choice that is no faster must show it in
+five windows, before it is slower in three. One that is faster, by what coarser gradients are worth, needs
+three windows, before it has missed the mark in three.
 
 Note [Cost of trials]: a trial loses time if B is slower. What it loses is counted in steps of A, and paid
 from a credit, which is `MAX_CREDIT` steps at first and grows by `REFILL` steps a step up to that. A trial
 begins only while there is credit. So in n steps, trials lose at most ``MAX_CREDIT + REFILL * n`` steps' time
 and the loss of one trial more. Let B take r times as long as A. Then the loss of a trial is at most
-``WINDOW * (r - 1)`` steps if r exceeds 1.3, for it ends after one window, and ``3 * WINDOW * (r - 1)``
-otherwise.
+``WINDOW * (r - 1)`` steps if r exceeds 1.3, for it ends after one window. Otherwise it is at most
+``3 * WINDOW * (r - 1)``, and up to seven windows' if noise hides it.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -24,10 +31,12 @@ from gradwire.tuning.choices import EncodingChoice
 WINDOW, NUM_SETTLING = 6, 1
 MAX_CREDIT = 20.0
 REFILL = 0.01
-# After each window of B, a ratio of times is believed if it is off the mark by more than this factor.
-_DOUBTS = (1.3, 1.1, 1.0)
 # A gain below 3 % is not worth coarser gradients. Finer ones are welcome if they cost nothing.
 WORTH_IT, _NOT_SLOWER = 0.97, 1.0
+# After the first window of B and after the second, a ratio of times that is off the mark by this factor.
+_AT_ONCE = (1.3, 1.1)
+# Windows of B that are faster, that are not slower, and that miss the mark.
+_NUM_FASTER, _NUM_NOT_SLOWER, _NUM_MISSED = 3, 5, 3
 
 
 @dataclass(frozen=True)
@@ -62,12 +71,10 @@ class Trial:
         return self.kept if len(self.new_s) == len(self.kept_s) else self.challenger
 
     @property
-    def ratio(self) -> float:
-        """The median of how many times as long a step takes with the challenger."""
+    def ratios(self) -> list[float]:
+        """How many times as long a step takes with the challenger, by each of its windows."""
         after = (*self.kept_s[1:], self.kept_s[-1])
-        return statistics.median(
-            2 * new / sum(around) for new, *around in zip(self.new_s, self.kept_s, after, strict=False)
-        )
+        return [2 * new / sum(around) for new, *around in zip(self.new_s, self.kept_s, after, strict=False)]
 
     @property
     def loss(self) -> float:
@@ -77,9 +84,15 @@ class Trial:
 
     def verdict(self) -> bool | None:
         """Return True if the challenger has won, False if it has lost, and None to go on."""
-        is_coarser = self.challenger.rung > self.kept.rung
-        mark, doubt = WORTH_IT if is_coarser else _NOT_SLOWER, _DOUBTS[len(self.new_s) - 1]
-        if self.ratio <= mark / doubt:
+        ratios, is_finer = self.ratios, self.challenger.rung < self.kept.rung
+        mark = _NOT_SLOWER if is_finer else WORTH_IT
+        clearly = _AT_ONCE[len(ratios) - 1] if len(ratios) <= len(_AT_ONCE) else math.inf
+        num_faster = sum(ratio <= WORTH_IT for ratio in ratios)
+        num_missed = sum(ratio > mark for ratio in ratios)
+        if statistics.median(ratios) <= mark / clearly or num_faster >= _NUM_FASTER:
+            return True
+        if is_finer and len(ratios) - num_missed >= _NUM_NOT_SLOWER:
             return True
         has_seen_both = len(self.kept_s) > len(self.new_s)
-        return False if has_seen_both and self.ratio > mark * doubt else None
+        is_lost = statistics.median(ratios) > mark * clearly or num_missed >= _NUM_MISSED
+        return False if has_seen_both and is_lost else None

@@ -21,6 +21,7 @@ from gradwire.tuning.policy_state import PolicyState, StepReport, Want, combine_
 from gradwire.tuning.sampling import Sample
 from gradwire.tuning.saved import write_state
 from gradwire.tuning.times import UNKNOWN, StepTimer, Times, combine
+from gradwire.tuning.units import units_of
 
 log = logging.getLogger("gradwire")
 
@@ -82,7 +83,8 @@ class Tuner:
             self._layouts.pop(layout.index, None)
         elif self._layouts.get(layout.index) != layout:
             self._layouts[layout.index] = layout
-            self._sample = None  # its units are those of other buckets
+            if not self._is_expected(layout):
+                self._sample = None
         if self._sample is not None and not flat.is_sparse:
             with self.count():
                 self._sample.take(layout.index, flat)
@@ -95,6 +97,7 @@ class Tuner:
         """Note that all buckets of a step have arrived; for a caller that does not know the last one."""
         for stale in [index for index in self._layouts if index >= num_buckets]:
             del self._layouts[stale]
+        self.policy.state.units = self._choosing_now().units
         self.timer.end_arrivals(device)
 
     def end_step(self, step: int, device: torch.device) -> None:
@@ -159,14 +162,20 @@ class Tuner:
         self.policy = Policy(self._tuning, state or begin, needs_times=self._is_timed)
         self.policy.resume(step, look_soon=look_soon)
         self.timer.clear()
+        self._layouts.clear()
         self._sample, self._want, self.report = None, "nothing", None
 
     def _begin(self, step: int) -> None:
         self._begun_s = self._begun_s or time.perf_counter()
         self._step, self._want = step, self.policy.wants(step)
         self._sample = None
-        if self._want != "nothing" and self._layouts:
-            self._sample = Sample(self._choosing_now().units, step)
+        if self._want != "nothing" and self.policy.state.units:
+            self._sample = Sample(self.policy.state.units, step)
+
+    def _is_expected(self, layout: BucketLayout) -> bool:
+        """Return True if a bucket has the units of the step before, which may be one before a resume."""
+        expected = tuple(unit for unit in self.policy.state.units if unit.bucket == layout.index)
+        return units_of([layout], self._tuning.tables) == expected
 
     def _choosing_now(self) -> Choosing:
         layouts = tuple(layout for _, layout in sorted(self._layouts.items()))

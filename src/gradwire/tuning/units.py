@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from gradwire.buckets import BucketLayout, Slot
 
+SMALLEST = 1 << 14
+"""Values of a unit, at least, if its bucket has as many beside tables."""
 # A run of its own costs a bucket some tens of microseconds, so a unit is not smaller than this share of its
-# bucket, nor than this many values.
+# bucket, either.
 _SMALLEST_SHARE = 1 / 16
-_SMALLEST = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def units_of(layouts: Iterable[BucketLayout], tables: Collection[str] = ()) -> t
     """
     units = []
     for layout in layouts:
-        least = max(_SMALLEST, layout.numel * _SMALLEST_SHARE)
+        least = max(SMALLEST, layout.numel * _SMALLEST_SHARE)
         pairs = layout.real_values[0] // max(1, layout.numel)  # 2 for complex values
         if layout.num_shards > 1 and layout.numel:
             names = tuple(slot.name for slot in layout.slots)
