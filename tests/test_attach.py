@@ -61,7 +61,7 @@ def group_of_its_own():
 NO_RECIPE = "a recipe is text, .* or a gradwire.Recipe, not .*"
 # name: (what makes the model, the recipe, further arguments or what makes them, type and text of the error)
 REFUSED = {
-    "a module": (lambda: nn.Linear(2, 2), "bf16", {}, TypeError, "not Linear; wrap the model first"),
+    "a module": (lambda: nn.Linear(2, 2), "bf16", {}, TypeError, "Linear; .* or shard it with fully_shard"),
     "text for a model": (lambda: "model", "bf16", {}, TypeError, "takes a DistributedDataParallel, not str"),
     "an unknown name": (small_model, "bf61", {}, ValueError, "no recipe 'bf61'; did you mean 'bf16'"),
     "a number": (small_model, 16, {}, TypeError, f"{NO_RECIPE}int, 16"),

@@ -50,7 +50,10 @@ def _hint(model: object) -> str:
         )
     if _is_inside_ddp(model):
         return ": this is the .module of one; attach to the DistributedDataParallel around it, and train that"
-    return "; wrap the model first, in torch.nn.parallel.DistributedDataParallel"
+    return (
+        "; wrap the model first, in torch.nn.parallel.DistributedDataParallel, or shard it with fully_shard. "
+        "In a loop without either, use gradwire.Averager"
+    )
 
 
 _FSDP1, _FSDP2 = "FullyShardedDataParallel (FSDP)", "fully_shard() (FSDP2)"
