@@ -12,7 +12,7 @@ from gradwire.recipes import ENCODINGS
 from gradwire.tuning.choices import Choosing
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.policy import Policy
-from gradwire.tuning.policy_state import StepReport
+from gradwire.tuning.reports import StepReport
 from gradwire.tuning.times import UNKNOWN, Times
 
 

@@ -23,7 +23,8 @@ from gradwire.recipes import Tuning
 from gradwire.tuning.choices import Choosing, EncodingChoice
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState, StepReport, Want
+from gradwire.tuning.policy_state import FIRST_INTERVAL, PolicyState
+from gradwire.tuning.reports import StepReport, Want
 from gradwire.tuning.times import NUM_NEEDED, UNKNOWN, Times
 from gradwire.tuning.trials import MAX_CREDIT, REFILL, WINDOW, WORTH_IT, Candidate, Trial
 from gradwire.tuning.trials import NUM_SETTLING as WINDOW_SETTLING

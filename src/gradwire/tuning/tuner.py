@@ -17,10 +17,11 @@ from gradwire.tuning.choices import Choosing
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable, measure_errors
 from gradwire.tuning.policy import Policy
-from gradwire.tuning.policy_state import PolicyState, StepReport, Want, combine_used
+from gradwire.tuning.policy_state import PolicyState
+from gradwire.tuning.reports import StepReport, Want, from_rows, to_row
 from gradwire.tuning.sampling import Sample
 from gradwire.tuning.saved import write_state
-from gradwire.tuning.times import UNKNOWN, StepTimer, Times, combine
+from gradwire.tuning.times import UNKNOWN, StepTimer
 from gradwire.tuning.units import units_of
 
 log = logging.getLogger("gradwire")
@@ -116,29 +117,14 @@ class Tuner:
         """Exchange this step's measurements, and keep them as `report`; collective."""
         sample = self._sample
         assert sample is not None
-        times, used = self.timer.read() if self._is_timed else UNKNOWN, sample.used_units()
-        own = [times.step, times.exposed, times.averaging, self.looking, *map(float, used)]
         table: ErrorTable | None = None
         if self._want == "errors":
             codecs = self._choosing_now().codecs
             table = measure_errors(sample.values.to(device), sample, codecs, group, self._step)
-            # The same on every rank, unless their kernels differ. All take rank 0's.
-            own += [*table.norms, *(error for row in table.errors for error in row)]
+        times, looking = (self.timer.read(), self.looking) if self._is_timed else (UNKNOWN, 0.0)
+        own = to_row(times, looking, sample.used_units(), table)
         everyone = gather_rows(torch.tensor(own, dtype=torch.float64, device=device), group)
-        ranks: list[list[float]] = everyone.tolist()
-        begin, num_units = 4, len(sample.units)
-        if table is not None:
-            figures = ranks[0][begin + num_units :]
-            rest, width = figures[num_units:], len(self._tuning.encodings)
-            table = ErrorTable(
-                figures[:num_units], [rest[width * u : width * (u + 1)] for u in range(num_units)]
-            )
-        self.report = StepReport(
-            combine([Times(*row[:3]) for row in ranks]),
-            combine_used([[each > 0 for each in row[begin : begin + num_units]] for row in ranks]),
-            table,
-            max(row[3] for row in ranks) if self._is_timed else 0.0,
-        )
+        self.report = from_rows(everyone.tolist(), len(sample.units), has_table=table is not None)
 
     def conclude(self, report: StepReport, device: torch.device) -> Decision | None:
         """Return the decision that follows from a report, if there is one."""
