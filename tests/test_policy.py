@@ -9,7 +9,8 @@ import random
 
 import pytest
 
-from gradwire.tuning.policy import CHECK_EVERY, CHECK_SOON, MAX_LOOKING, NUM_SETTLING, NUM_TIMED, Policy
+from gradwire.tuning.policy import CHECK_SOON, MAX_LOOKING, NUM_SETTLING, NUM_TIMED, Policy
+from gradwire.tuning.policy_state import CHECK_EVERY
 from gradwire.tuning.reports import StepReport
 from gradwire.tuning.saved import read_state, write_state
 from gradwire.tuning.times import UNKNOWN

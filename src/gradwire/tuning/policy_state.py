@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradwire.tuning.choices import EncodingChoice
-from gradwire.tuning.decisions import Decision
+from gradwire.tuning.decisions import Basis, Decision
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.times import UNKNOWN, Times
 from gradwire.tuning.trials import MAX_CREDIT, Trial
@@ -14,20 +14,18 @@ from gradwire.tuning.units import TuningUnit
 
 Phase = Literal["measure", "try", "keep"]
 
+CHECK_EVERY = 25
+"""Steps between two reports of times, each a message of a few bytes."""
 FIRST_INTERVAL = 50
 """Steps from the first look at errors to the second, and the most from one that fails to the next."""
 
 
 @dataclass
 class PolicyState:
-    """Everything that a policy remembers from step to step and a checkpoint holds.
-
-    A *rung* is a number of encodings, counted from the finest: the choice of rung 3 is made from the three
-    finest.
-    """
+    """Everything that a policy remembers from step to step and a checkpoint holds."""
 
     rung: int
-    """The rung of the present choice."""
+    """The rung of the present choice: see `ladder`."""
     phase: Phase = "measure"
     since: int = 0
     """The first step of this phase, or of a trial's window."""
@@ -63,3 +61,20 @@ class PolicyState:
     decisions: list[Decision] = field(default_factory=list)
     is_scattered: bool = False
     """True if errors and times are those of reduce-scatters."""
+
+    def use(self, step: int, choice: EncodingChoice, rung: int) -> None:
+        """Let a choice hold from the step after ``step`` on."""
+        self.choice, self.rung, self.since, self.times = choice, rung, step + 1, UNKNOWN
+        self.next_check = step + CHECK_EVERY
+
+    def decide(
+        self, at: Basis, reason: str, choice: EncodingChoice, rung: int, expected_s: float | None = None
+    ) -> Decision:
+        """Use a choice, and return the decision for it."""
+        self.use(at.step, choice, rung)
+        self.decisions.append(at.decide(reason, choice, expected_s, self.looking))
+        return self.decisions[-1]
+
+    def expect_steps_of(self, *seconds: float) -> None:
+        """Let a step with the present choice usually take so long, as far as is known."""
+        self.recent, self.num_off = seconds, 0
