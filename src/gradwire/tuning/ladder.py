@@ -11,7 +11,7 @@ import statistics
 from dataclasses import replace
 
 from gradwire.recipes import Tuning
-from gradwire.tuning.choices import Choosing
+from gradwire.tuning.choices import Chooser
 from gradwire.tuning.decisions import Basis, Decision, to_ms
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.policy_state import PolicyState
@@ -44,15 +44,15 @@ class Ladder:
         state.credit = min(MAX_CREDIT, state.credit + REFILL * (step - state.credited))
         state.credited = step
 
-    def search(self, step: int, times: Times, table: ErrorTable, choosing: Choosing) -> Decision | None:
+    def search(self, step: int, times: Times, table: ErrorTable, chooser: Chooser) -> Decision | None:
         """Begin to try choices that promise to be faster, or are finer and not known to be slower."""
         state = self._state
-        now = choosing.again(state.choice, table)
+        now = chooser.reassess(state.choice, table)
         coarser = range(self.coarsest, state.rung, -1)
         finer = range(state.rung - 1, state.finest - 1, -1)
         challengers: list[Candidate] = []
         for rung in (*coarser, *finer):
-            choice = choosing.best(table, rung)
+            choice = chooser.best(table, rung)
             expected = times.predict(now.num_bytes, choice.num_bytes)
             is_known = choice.num_bytes in {now.num_bytes, *(each.choice.num_bytes for each in challengers)}
             is_promising = rung in finer or expected <= WORTH_IT * times.step

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from gradwire.recipes import Tuning
 from gradwire.tuning.changes import notice_change
-from gradwire.tuning.choices import Choosing, EncodingChoice
+from gradwire.tuning.choices import Chooser, EncodingChoice
 from gradwire.tuning.decisions import Basis, Decision
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.ladder import Ladder
@@ -103,7 +103,7 @@ class Policy:
             return "errors"
         return "times" if step >= state.next_check else "nothing"
 
-    def conclude(self, step: int, report: StepReport, choosing: Choosing) -> Decision | None:
+    def conclude(self, step: int, report: StepReport, chooser: Chooser) -> Decision | None:
         """Take the report of a step; return a decision, if there is one. The choice may change without one.
 
         A report with numbers that are not finite is ignored, and so is one without times that are needed.
@@ -133,11 +133,11 @@ class Policy:
             state.interval = min(FIRST_INTERVAL, self._tuning.every)
             state.next_look = min(state.next_look, step + state.interval)
         if report.table is not None:
-            return self._look(step, report, report.table, choosing)
+            return self._look(step, report, report.table, chooser)
         table = state.table
-        if not has_changed or has_new_gradients or table is None or len(table.norms) != len(choosing.units):
+        if not has_changed or has_new_gradients or table is None or len(table.norms) != len(chooser.units):
             return None
-        return self._ladder.search(step, report.times, table, choosing)
+        return self._ladder.search(step, report.times, table, chooser)
 
     def _wait_for_finite_gradients(self, step: int) -> None:
         """Look again after a step, then two, four and so on: a loss scale may overflow for many steps."""
@@ -149,25 +149,25 @@ class Policy:
         before = self.state.used if len(self.state.used) == len(used) else (False,) * len(used)
         return tuple(map(operator.or_, before, used))
 
-    def _look(self, step: int, report: StepReport, table: ErrorTable, choosing: Choosing) -> Decision | None:
+    def _look(self, step: int, report: StepReport, table: ErrorTable, chooser: Chooser) -> Decision | None:
         """Decide from new errors and times."""
         state, is_first = self.state, self.state.phase == "measure"
         state.used, state.table, state.phase = self._used_so_far(report.used), table, "keep"
         state.retry = 1
         interval = min(state.interval, self._tuning.every)
         state.next_look, state.interval = step + interval, min(2 * interval, self._tuning.every)
-        now = choosing.again(state.choice, table)
+        now = chooser.reassess(state.choice, table)
         rung = state.rung if self._needs_times else len(self._tuning.encodings)
-        target = choosing.best(table, rung)
+        target = chooser.best(table, rung)
         at = Basis(step, report.times, now.num_bytes)
         if (reason := self._why_anew(now, target)) or (is_first and not self._needs_times):
             state.expect_steps_of()
             return state.decide(at, reason or self._why_these_bytes(target), target, rung)
         if not self._needs_times:
             return None
-        decision = self._ladder.search(step, report.times, table, choosing)
+        decision = self._ladder.search(step, report.times, table, chooser)
         if decision is None and is_first:
-            coarsest = choosing.best(table, self._ladder.coarsest)
+            coarsest = chooser.best(table, self._ladder.coarsest)
             decision = state.decide(at, _why_not(at, coarsest), now, state.rung, at.times.step)
             state.times = at.times  # the choice is the same
         return decision
