@@ -9,10 +9,10 @@ import torch
 import gradwire
 from gradwire.buckets.layout import BucketLayout, Slot
 from gradwire.recipes import ENCODINGS
-from gradwire.tuning.choices import Choosing
+from gradwire.tuning.choices import Chooser
 from gradwire.tuning.errors import ErrorTable
 from gradwire.tuning.policy import Policy
-from gradwire.tuning.policy_state import StepReport
+from gradwire.tuning.reports import StepReport
 from gradwire.tuning.times import UNKNOWN, Times
 
 
@@ -38,8 +38,8 @@ class Simulated:
         self.tuning = gradwire.recipe(spec).tuning
         self.policy = Policy(self.tuning)
         slots = [Slot(f"p{i}", 0, torch.Size([80_000]), (1,)) for i in range(2)]
-        self.choosing = Choosing([BucketLayout.packed(0, torch.float32, slots)], self.tuning, 2)
-        self.first = self.choosing.again(None, None)
+        self.chooser = Chooser([BucketLayout.packed(0, torch.float32, slots)], self.tuning, 2)
+        self.first = self.chooser.reassess(None, None)
         self.errors = {"fp32": 0.0, "bf16": 3e-6, "int8": 1e-4, "int4": 0.005, "int3": 0.03, "int2": 0.1}
         self.now = Conditions(**conditions)
         self.used = (True, True)
@@ -65,7 +65,7 @@ class Simulated:
     def choice(self):
         choice = self.policy.state.choice or self.first
         is_allowed = set(choice.encodings.values()) <= set(self.tuning.names)
-        return choice if is_allowed else self.choosing.again(choice, None)
+        return choice if is_allowed else self.chooser.reassess(choice, None)
 
     @property
     def last(self):
@@ -81,7 +81,7 @@ class Simulated:
 
     def best_s(self):
         """Return the time of a step with the best of all rungs."""
-        choices = [self.choosing.best(self.table, n + 1) for n in range(len(self.tuning.names))]
+        choices = [self.chooser.best(self.table, n + 1) for n in range(len(self.tuning.names))]
         return min(self.times_with(each).step for each in choices)
 
     def run(self, num_steps):
@@ -110,7 +110,7 @@ class Simulated:
             if len(kept) >= 4:
                 seen = Times(statistics.median(kept), now.exposed, now.averaging)
             report = StepReport(seen, self.used, self.table if want == "errors" else None, self.looking)
-            policy.conclude(self.step, report, self.choosing)
+            policy.conclude(self.step, report, self.chooser)
             if policy.starts_anew(self.step):
                 self._steps.clear()
         self.step += 1

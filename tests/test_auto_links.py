@@ -11,7 +11,8 @@ import gradwire
 from gradwire.ddp import attachment_of
 from gradwire.lab import Lab
 from gradwire.ranks import run_ranks, send_message
-from gradwire.tuning.policy import CHECK_EVERY, CHECK_SOON
+from gradwire.tuning.policy import CHECK_SOON
+from gradwire.tuning.policy_state import CHECK_EVERY
 from gradwire.tuning.times import Times
 from gradwire.tuning.trials import WINDOW
 from tests.auto_runs import FIRST, pretend, require_same_everywhere

@@ -15,7 +15,7 @@ from gradwire.exchanges import Context, Scratch, average
 from gradwire.recipes import ENCODINGS, scattered
 from gradwire.scripts import Observations, summarize
 from gradwire.testing import run_virtual_ranks
-from gradwire.tuning import Choosing
+from gradwire.tuning import Chooser
 from gradwire.tuning.errors import measure_errors
 from gradwire.tuning.sampling import Sample
 from gradwire.tuning.times import Times
@@ -78,12 +78,12 @@ def test_sampled_errors_are_those_of_the_reduce_scatter(factor, tolerance, alike
     # A part that all ranks share: then errors of ranks are alike too, and do not cancel out.
     common = alike * torch.randn(layout.numel)
     gradients = [scales.repeat(3) * (common + torch.randn(layout.numel)) for _ in range(3)]
-    choosing = Choosing([layout], tuning, 3)
+    chooser = Chooser([layout], tuning, 3)
 
     def job(group):
-        sample = Sample(choosing.units, step=7)
+        sample = Sample(chooser.units, step=7)
         sample.take(0, gradients[group.rank])
-        return measure_errors(sample.values, sample, choosing.codecs, group, 7)
+        return measure_errors(sample.values, sample, chooser.codecs, group, 7)
 
     tables = run_virtual_ranks(job, 3)
     assert tables[0] == tables[1] == tables[2], "the same on every rank"

@@ -15,8 +15,9 @@ from gradwire.buckets.memory import Memory
 from gradwire.exchanges import Context, Scratch, average
 from gradwire.recipes import scattered
 from gradwire.testing import run_virtual_ranks
-from gradwire.tuning.choices import Choosing, EncodingChoice
+from gradwire.tuning.choices import Chooser, EncodingChoice
 from gradwire.tuning.errors import ErrorTable, measure_errors
+from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
 from gradwire.tuning.sampling import PIECE, Sample, pieces_of
 from gradwire.tuning.times import UNKNOWN, Times, combine
 from gradwire.tuning.tuner import Tuner
@@ -133,18 +134,18 @@ def test_sampled_errors_are_those_of_the_exchange(numel, tolerance, alike, one_t
     # A part that all ranks share: then errors of ranks are alike too, and do not cancel out.
     common = alike * torch.randn(numel) * torch.rand(numel)
     gradients = [common + torch.randn(numel) for _ in range(3)]
-    choosing = Choosing([layout], TUNING, 3)
+    chooser = Chooser([layout], TUNING, 3)
 
     def job(group):
-        sample = Sample(choosing.units, step=7)
+        sample = Sample(chooser.units, step=7)
         sample.take(0, gradients[group.rank])
-        return measure_errors(sample.values, sample, choosing.codecs, group, 7)
+        return measure_errors(sample.values, sample, chooser.codecs, group, 7)
 
     tables = run_virtual_ranks(job, 3)
     assert tables[0] == tables[1] == tables[2], "the same on every rank"
     assert tables[0].errors[0][0] == 0, "fp32 leaves out nothing"
     for number, (name, exchange) in enumerate(TUNING.encodings[1:], start=1):
-        (error,), (norm,) = full_errors(exchange, layout, gradients, choosing.units)
+        (error,), (norm,) = full_errors(exchange, layout, gradients, chooser.units)
         assert tables[0].norms[0] == pytest.approx(norm, rel=tolerance)
         assert tables[0].errors[0][number] == pytest.approx(error, rel=tolerance), name
         assert error > 0
@@ -167,29 +168,29 @@ def test_a_choice_keeps_the_budget_in_both_senses_and_could_not_send_much_less(e
     scales = torch.tensor(each).repeat_interleave(torch.tensor(SIZES))
     common = alike * torch.randn(layout.numel)
     gradients = [scales * (common + torch.randn(layout.numel)) for _ in range(2)]
-    choosing = Choosing([layout], tuning, 2)
+    chooser = Chooser([layout], tuning, 2)
 
     def job(group):
-        sample = Sample(choosing.units, step=7)
+        sample = Sample(chooser.units, step=7)
         sample.take(0, gradients[group.rank])
-        table = measure_errors(sample.values, sample, choosing.codecs, group, 7)
-        return choosing.best(table, choosing.num_encodings)
+        table = measure_errors(sample.values, sample, chooser.codecs, group, 7)
+        return chooser.best(table, chooser.num_encodings)
 
     first, second = run_virtual_ranks(job, 2)
     assert first == second
-    errors, norms = full_errors(tuning.exchange(first.encodings), layout, gradients, choosing.units)
+    errors, norms = full_errors(tuning.exchange(first.encodings), layout, gradients, chooser.units)
     if not any(norms):
         assert first.error is None
         return
-    counted = [(e / n, u.numel) for e, n, u in zip(errors, norms, choosing.units, strict=True) if n]
+    counted = [(e / n, u.numel) for e, n, u in zip(errors, norms, chooser.units, strict=True) if n]
     of_values = sum(ratio * numel for ratio, numel in counted) / sum(numel for _, numel in counted)
     for error in (sum(errors) / sum(norms), of_values):
         assert math.sqrt(error) <= budget, "the margin covers the sampling error"
     table = ErrorTable(norms, [[error] for error in errors])
-    bounded = sum(error for (error,) in table.relative([unit.numel for unit in choosing.units]))
+    bounded = sum(error for (error,) in table.relative([unit.numel for unit in chooser.units]))
     assert first.error == pytest.approx(math.sqrt(bounded), rel=0.1)
     assert max(sum(errors) / sum(norms), of_values) <= bounded * (1 + 1e-9)
-    finest = choosing.again(None, None)
+    finest = chooser.reassess(None, None)
     if budget >= 0.05:
         assert first.num_bytes < 0.6 * finest.num_bytes
 
@@ -200,7 +201,7 @@ def test_small_gradients_count_by_their_number_of_values():
     table = ErrorTable([1.0, 1e-8], [row, [1e-8 * error for error in row]])
     tuning = gradwire.recipe("auto:budget=0.3").tuning
     # The second one's share of the error is next to nothing, and yet it is half of the values.
-    assert set(Choosing([layout], tuning, 2).best(table, 6).encodings.values()) == {"int3"}
+    assert set(Chooser([layout], tuning, 2).best(table, 6).encodings.values()) == {"int3"}
 
 
 def test_a_gradient_of_zeros_does_not_count():
@@ -215,7 +216,7 @@ def test_tables_never_go_by_two_bits():
     layout = layout_of([50_000, 50_000])
     tuning = dataclasses.replace(gradwire.recipe("auto:budget=0.9").tuning, tables=("0.p1",))
     table = ErrorTable([1.0, 1.0], [[0.0, 0.0, 1e-4, 0.01, 0.04, 0.1]] * 2)
-    assert Choosing([layout], tuning, 2).best(table, 6).encodings == {"0.p0": "int2", "0.p1": "int4"}
+    assert Chooser([layout], tuning, 2).best(table, 6).encodings == {"0.p0": "int2", "0.p1": "int4"}
 
 
 @pytest.mark.parametrize("ceiling", [30_000, 47_000, 90_000])
@@ -223,7 +224,7 @@ def test_a_ceiling_of_bytes_is_kept_whatever_the_error(ceiling):
     tuning = gradwire.recipe(f"auto:bytes={ceiling}").tuning
     layout = layout_of([40_000, 20_000, 33_333])
     table = ErrorTable([1.0] * 3, [[0.0, 0.0, 1e-4, 0.01, 0.04, 0.1]] * 3)
-    choice = Choosing([layout], tuning, 2).best(table, 6)
+    choice = Chooser([layout], tuning, 2).best(table, 6)
     assert 0.6 * ceiling < choice.num_bytes <= ceiling
 
 
@@ -245,22 +246,22 @@ def small_models(draw):
         names = [slot.name for layout in layouts for slot in layout.slots]
         tables = draw(st.lists(st.sampled_from(names), max_size=2))
         tuning = dataclasses.replace(tuning, tables=tuple(tables))
-    choosing = Choosing(layouts, tuning, num_ranks)
+    chooser = Chooser(layouts, tuning, num_ranks)
     row = st.lists(st.floats(-5, 0).map(lambda power: 10**power), min_size=5, max_size=5)
-    rows = [[0.0, *sorted(draw(row))] for _ in choosing.units]
-    return choosing, tuning, ErrorTable([1.0] * len(rows), rows), draw(st.integers(1, 6))
+    rows = [[0.0, *sorted(draw(row))] for _ in chooser.units]
+    return chooser, tuning, ErrorTable([1.0] * len(rows), rows), draw(st.integers(1, 6))
 
 
 @settings(max_examples=100)
 @given(small_models())
 def test_no_unit_has_an_encoding_with_more_error_and_no_fewer_bytes(drawn):
-    choosing, tuning, table, num_allowed = drawn
-    choice = choosing.best(table, num_allowed)
-    for unit, errors in zip(choosing.units, table.errors, strict=True):
+    chooser, tuning, table, num_allowed = drawn
+    choice = chooser.best(table, num_allowed)
+    for unit, errors in zip(chooser.units, table.errors, strict=True):
         now = tuning.names.index(choice.encodings[unit.names[0]])
         for finer in range(now):
             encodings = {**choice.encodings, **dict.fromkeys(unit.names, tuning.names[finer])}
-            other = choosing.again(EncodingChoice(encodings, 0, None), table)
+            other = chooser.reassess(EncodingChoice(encodings, 0, None), table)
             assert other.num_bytes > choice.num_bytes or errors[finer] >= errors[now], (unit, finer)
 
 
@@ -269,21 +270,21 @@ def test_a_tiny_model_does_not_go_by_encodings_with_large_blocks(num_ranks):
     """A rank's part of 100 values is less than a block of 128."""
     tuning = gradwire.recipe("auto:budget=0.9").tuning
     table = ErrorTable([1.0], [[0.0, 0.0, 1e-4, 0.01, 0.04, 0.15]])
-    choosing = Choosing([layout_of([100])], tuning, num_ranks)
-    bytes_of = dict(zip(tuning.names, choosing.bytes_by_unit[0], strict=True))
+    chooser = Chooser([layout_of([100])], tuning, num_ranks)
+    bytes_of = dict(zip(tuning.names, chooser.bytes_by_unit[0], strict=True))
     assert bytes_of["int4"] < bytes_of["int2"] < bytes_of["int3"]
-    choice = choosing.best(table, 6)
+    choice = chooser.best(table, 6)
     assert choice.encodings == {"0.p0": "int4"}
     assert choice.num_bytes == bytes_of["int4"]
 
 
 def test_values_that_are_16_bits_wide_already_gain_nothing_by_bf16():
     tuning = gradwire.recipe("auto").tuning
-    choosing = Choosing([layout_of([50_000], dtype=torch.bfloat16)], tuning, 2)
-    fp32, bf16, int8, *_ = choosing.bytes_by_unit[0]
+    chooser = Chooser([layout_of([50_000], dtype=torch.bfloat16)], tuning, 2)
+    fp32, bf16, int8, *_ = chooser.bytes_by_unit[0]
     assert fp32 == bf16 > int8
     table = ErrorTable([1.0], [[0.0, 1e-6, 1.0, 1.0, 1.0, 1.0]])
-    assert choosing.best(table, 6).encodings == {"0.p0": "fp32"}
+    assert chooser.best(table, 6).encodings == {"0.p0": "fp32"}
 
 
 # --- times ---
@@ -310,6 +311,27 @@ def test_buckets_without_values_are_not_measured():
                 tuner.arrive(layout, torch.ones(layout.numel), step, is_last=layout is layouts[-1])
             tuner.end_step(step, cpu)
         assert tuner.is_due is is_due
+
+
+def test_a_step_is_sampled_only_if_its_buckets_are_those_of_the_last_whole_step():
+    tuner, cpu = Tuner(TUNING, 0, 1, is_timed=False), torch.device("cpu")
+    few, many = [layout_of([500]), layout_of([300], 1)], [layout_of([500]), layout_of([7000], 1)]
+
+    def run(layouts, step, num_arrived=2):
+        for layout in layouts[:num_arrived]:
+            tuner.arrive(layout, torch.ones(layout.numel), step, is_last=layout is layouts[-1])
+        if num_arrived == 2:
+            tuner.end_step(step, cpu)
+        return tuner.is_due
+
+    assert not any(run(few, step) for step in range(NUM_SETTLING + NUM_TIMED - 1))
+    assert run(few, 11)
+    assert not run(many, 12), "other buckets"
+    assert run(many, 13)
+    others = [layout_of([900]), layout_of([7000], 1)]
+    run(others, 14, num_arrived=1)  # an exception of the user's ends the pass
+    assert not run(others, 14), "the last whole step had others"
+    assert run(others, 15)
 
 
 def test_the_time_of_measuring_is_counted():

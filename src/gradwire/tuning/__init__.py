@@ -3,16 +3,17 @@
 Encodings themselves belong to `codecs`, and the averaging by them to `exchanges`.
 """
 
-from gradwire.tuning.choices import Choosing
+from gradwire.tuning.choices import Chooser
 from gradwire.tuning.decisions import Decision, decision_table
 from gradwire.tuning.policy import Policy
-from gradwire.tuning.policy_state import PolicyState, StepReport, combine_reports
+from gradwire.tuning.policy_state import PolicyState
 from gradwire.tuning.proposal import propose
+from gradwire.tuning.reports import StepReport, combine_reports
 from gradwire.tuning.saved import read_state
 from gradwire.tuning.tuner import Tuner
 
 __all__ = [
-    "Choosing",
+    "Chooser",
     "Decision",
     "Policy",
     "PolicyState",

@@ -34,12 +34,12 @@ class EncodingChoice:
     """The error that a budget bounds; None if it is not known."""
 
 
-class Choosing:
+class Chooser:
     """Makes choices for the buckets of a model, and knows their bytes."""
 
     def __init__(self, layouts: Sequence[BucketLayout], tuning: Tuning, world_size: int) -> None:
         self.units: tuple[TuningUnit, ...] = units_of(layouts, tuning.tables)
-        self._layouts = tuple(layouts)
+        self.layouts = tuple(layouts)
         self._layout_of = {layout.index: layout for layout in layouts}
         self._tuning = tuning
         self._world_size = world_size
@@ -82,7 +82,7 @@ class Choosing:
             target -= choice.num_bytes - limit
         return choice
 
-    def again(self, choice: EncodingChoice | None, table: ErrorTable | None) -> EncodingChoice:
+    def reassess(self, choice: EncodingChoice | None, table: ErrorTable | None) -> EncodingChoice:
         """Return the same choice with the error that it has by now; None stands for the first encoding."""
         encodings: Mapping[str, str] = {} if choice is None else choice.encodings
         number: dict[str, int] = {name: index for index, name in enumerate(self._tuning.names)}
@@ -107,7 +107,8 @@ class Choosing:
             for unit, number in zip(self.units, numbers, strict=True)
             for name in unit.names
         }
-        sent = [self._sent(layout, self._tuning.exchange(encodings)) for layout in self._layouts]
+        exchange = self._tuning.exchange(encodings)
+        sent = [self._sent(layout, exchange) for layout in self.layouts]
         error = None
         if table is not None and any(table.norms):
             left_out = (row[n] for row, n in zip(self._relative(table), numbers, strict=True))
@@ -123,7 +124,7 @@ class Choosing:
         small = [number for number, unit in enumerate(self.units) if unit.numel < SMALLEST]
         if not small:
             return found
-        sent = {layout.index: self._sent_with(layout, found) for layout in self._layouts}
+        sent = {layout.index: self._sent_with(layout, found) for layout in self.layouts}
 
         def refine(number: int) -> bool:
             """Change a unit to the finest encoding that costs nothing; return False if it has that one."""

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gradwire.tuning.choices import EncodingChoice
+from gradwire.tuning.times import Times
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -52,6 +55,43 @@ class Decision:
         if self.expected_ms is not None and self.step_ms is not None:
             told += f"; {self.step_ms:.1f} ms a step, {self.expected_ms:.1f} expected"
         return told
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The step, times and bytes that a decision follows from."""
+
+    step: int
+    times: Times
+    num_bytes: int
+
+    def decide(
+        self, reason: str, choice: EncodingChoice, expected_s: float | None, looking: float
+    ) -> Decision:
+        """Return the decision for a choice, of which steps of ``expected_s`` seconds are expected."""
+        known = self.times if self.times.is_known else None
+        return Decision(
+            step=self.step,
+            reason=reason,
+            step_ms=None if known is None else to_ms(known.step),
+            exposed_ms=None if known is None else to_ms(known.exposed),
+            bytes_per_s=None if known is None else self._bytes_per_s,
+            encodings=dict(choice.encodings),
+            error=choice.error,
+            bytes_per_step=choice.num_bytes,
+            expected_ms=None if expected_s is None else to_ms(expected_s),
+            looking=looking,
+        )
+
+    @property
+    def _bytes_per_s(self) -> float | None:
+        averaging = self.times.averaging
+        return float(round(self.num_bytes / averaging)) if averaging else None
+
+
+def to_ms(seconds: float) -> float:
+    """Return seconds as milliseconds, in the accuracy of decisions."""
+    return round(1e3 * seconds, 3)
 
 
 _TITLES = ("step", "ms a step", "exposed", "expected", "got", "error", "bytes", "encodings", "why")

@@ -1,90 +1,31 @@
-"""The input and the memory of a policy: reports, and the state that a checkpoint holds."""
+"""The memory of a policy, which a checkpoint holds."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from gradwire.tuning.choices import EncodingChoice
-from gradwire.tuning.decisions import Decision
+from gradwire.tuning.decisions import Basis, Decision
 from gradwire.tuning.errors import ErrorTable
-from gradwire.tuning.times import UNKNOWN, Times, combine
+from gradwire.tuning.times import UNKNOWN, Times
 from gradwire.tuning.trials import MAX_CREDIT, Trial
 from gradwire.tuning.units import TuningUnit
 
-Want = Literal["nothing", "times", "errors"]
 Phase = Literal["measure", "try", "keep"]
 
+CHECK_EVERY = 25
+"""Steps between two reports of times, each a message of a few bytes."""
 FIRST_INTERVAL = 50
 """Steps from the first look at errors to the second, and the most from one that fails to the next."""
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """Measurements of all ranks together, the same on every rank."""
-
-    times: Times
-    used: tuple[bool, ...]
-    """For each unit, True if any rank has a gradient in it."""
-    table: ErrorTable | None = None
-    looking: float = 0.0
-    """The part of the time so far that measuring and deciding has taken."""
-
-    @property
-    def is_finite(self) -> bool:
-        table = self.table
-        return table is None or all(
-            map(math.isfinite, [*table.norms, *(e for row in table.errors for e in row)])
-        )
-
-    def to_json(self) -> str:
-        """Return the report as JSON, to send it to other ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> StepReport:
-        """Return the report that `to_json` has written."""
-        found = json.loads(text)
-        table = None if found["table"] is None else ErrorTable(**found["table"])
-        return cls(Times(**found["times"]), tuple(found["used"]), table, found["looking"])
-
-
-def combine_used(ranks: Sequence[Sequence[bool]]) -> tuple[bool, ...]:
-    """Return, for each unit, True if it is used on any rank."""
-    return tuple(map(any, zip(*ranks, strict=True)))
-
-
-def combine_reports(reports: Sequence[StepReport]) -> StepReport:
-    """Return the report of groups of ranks that average different parts of the same parameters."""
-    tables = [report.table for report in reports if report.table is not None]
-    table = None
-    if tables:
-        rows = zip(*(each.errors for each in tables), strict=True)
-        table = ErrorTable(
-            [math.fsum(norms) for norms in zip(*(each.norms for each in tables), strict=True)],
-            [[math.fsum(errors) for errors in zip(*parts, strict=True)] for parts in rows],
-        )
-    return StepReport(
-        combine([report.times for report in reports]),
-        combine_used([report.used for report in reports]),
-        table,
-        max(report.looking for report in reports),
-    )
-
-
 @dataclass
 class PolicyState:
-    """Everything that a policy remembers from step to step and a checkpoint holds.
-
-    A *rung* is a number of encodings, counted from the finest: the choice of rung 3 is made from the three
-    finest.
-    """
+    """Everything that a policy remembers from step to step and a checkpoint holds."""
 
     rung: int
-    """The rung of the present choice."""
+    """The rung of the present choice: see `ladder`."""
     phase: Phase = "measure"
     since: int = 0
     """The first step of this phase, or of a trial's window."""
@@ -120,3 +61,20 @@ class PolicyState:
     decisions: list[Decision] = field(default_factory=list)
     is_scattered: bool = False
     """True if errors and times are those of reduce-scatters."""
+
+    def use(self, step: int, choice: EncodingChoice, rung: int) -> None:
+        """Let a choice hold from the step after ``step`` on."""
+        self.choice, self.rung, self.since, self.times = choice, rung, step + 1, UNKNOWN
+        self.next_check = step + CHECK_EVERY
+
+    def decide(
+        self, at: Basis, reason: str, choice: EncodingChoice, rung: int, expected_s: float | None = None
+    ) -> Decision:
+        """Use a choice, and return the decision for it."""
+        self.use(at.step, choice, rung)
+        self.decisions.append(at.decide(reason, choice, expected_s, self.looking))
+        return self.decisions[-1]
+
+    def expect_steps_of(self, *seconds: float) -> None:
+        """Let a step with the present choice usually take so long, as far as is known."""
+        self.recent, self.num_off = seconds, 0

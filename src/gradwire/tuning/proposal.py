@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwire.buckets import BucketLayout
 from gradwire.peers import Group
 from gradwire.recipes import Tuning
-from gradwire.tuning.choices import Choosing, EncodingChoice
+from gradwire.tuning.choices import Chooser, EncodingChoice
 from gradwire.tuning.errors import measure_errors
 from gradwire.tuning.sampling import Sample
 
@@ -19,8 +19,8 @@ def propose(
     gradients: Mapping[str, Tensor], layouts: Sequence[BucketLayout], tuning: Tuning, group: Group
 ) -> EncodingChoice:
     """Return the choice for this rank's own ``gradients``, which are not averaged; collective."""
-    choosing = Choosing(layouts, tuning, group.size)
-    sample = Sample(choosing.units, step=0)
+    chooser = Chooser(layouts, tuning, group.size)
+    sample = Sample(chooser.units, step=0)
     device = next(iter(gradients.values())).device
     for layout in layouts:
         flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
@@ -31,5 +31,5 @@ def propose(
                 is_pair = own.is_complex() and not view.is_complex()
                 view.copy_(torch.view_as_real(own) if is_pair else own)
         sample.take(layout.index, flat)
-    table = measure_errors(sample.values, sample, choosing.codecs, group, 0)
-    return choosing.best(table, choosing.num_encodings)
+    table = measure_errors(sample.values, sample, chooser.codecs, group, 0)
+    return chooser.best(table, chooser.num_encodings)

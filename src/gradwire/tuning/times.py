@@ -37,6 +37,11 @@ class Times:
     def is_known(self) -> bool:
         return self.step > 0
 
+    @property
+    def share_exposed(self) -> float:
+        """The part of a step that is exposed communication."""
+        return self.exposed / self.step
+
     def predict(self, bytes_now: float, bytes_then: float) -> float:
         """Return the time of a step that sends another number of bytes.
 

@@ -13,14 +13,15 @@ from torch import Tensor
 from gradwire.buckets import BucketLayout
 from gradwire.peers import Group, gather_rows
 from gradwire.recipes import Tuning
-from gradwire.tuning.choices import Choosing
+from gradwire.tuning.choices import Chooser
 from gradwire.tuning.decisions import Decision
 from gradwire.tuning.errors import ErrorTable, measure_errors
 from gradwire.tuning.policy import Policy
-from gradwire.tuning.policy_state import PolicyState, StepReport, Want, combine_used
+from gradwire.tuning.policy_state import PolicyState
+from gradwire.tuning.reports import StepReport, Want, from_rows, to_row
 from gradwire.tuning.sampling import Sample
 from gradwire.tuning.saved import write_state
-from gradwire.tuning.times import UNKNOWN, StepTimer, Times, combine
+from gradwire.tuning.times import UNKNOWN, StepTimer
 from gradwire.tuning.units import units_of
 
 log = logging.getLogger("gradwire")
@@ -42,7 +43,7 @@ class Tuner:
         self._is_timed = is_timed
         self._world_size = world_size
         self._layouts: dict[int, BucketLayout] = {}
-        self._choosing: tuple[tuple[BucketLayout, ...], Choosing] | None = None
+        self._chooser: Chooser | None = None
         self._sample: Sample | None = None
         self._step = 0
         self._want: Want = "nothing"
@@ -81,13 +82,9 @@ class Tuner:
             self._begin(step)
         if flat.is_sparse:  # sparse gradients are not compressed
             self._layouts.pop(layout.index, None)
-        elif self._layouts.get(layout.index) != layout:
+        else:
             self._layouts[layout.index] = layout
-            if not self._is_expected(layout):
-                self._sample = None
-        if self._sample is not None and not flat.is_sparse:
-            with self.count():
-                self._sample.take(layout.index, flat)
+            self._take_sample(layout, flat)
         if is_first:
             self.timer.begin_averaging(flat.device)
         if is_last:
@@ -97,7 +94,7 @@ class Tuner:
         """Note that all buckets of a step have arrived; for a caller that does not know the last one."""
         for stale in [index for index in self._layouts if index >= num_buckets]:
             del self._layouts[stale]
-        self.policy.state.units = self._choosing_now().units
+        self.policy.state.units = self._chooser_now().units
         self.timer.end_arrivals(device)
 
     def end_step(self, step: int, device: torch.device) -> None:
@@ -116,33 +113,18 @@ class Tuner:
         """Exchange this step's measurements, and keep them as `report`; collective."""
         sample = self._sample
         assert sample is not None
-        times, used = self.timer.read() if self._is_timed else UNKNOWN, sample.used_units()
-        own = [times.step, times.exposed, times.averaging, self.looking, *map(float, used)]
         table: ErrorTable | None = None
         if self._want == "errors":
-            codecs = self._choosing_now().codecs
+            codecs = self._chooser_now().codecs
             table = measure_errors(sample.values.to(device), sample, codecs, group, self._step)
-            # The same on every rank, unless their kernels differ. All take rank 0's.
-            own += [*table.norms, *(error for row in table.errors for error in row)]
+        times, looking = (self.timer.read(), self.looking) if self._is_timed else (UNKNOWN, 0.0)
+        own = to_row(times, looking, sample.used_units(), table)
         everyone = gather_rows(torch.tensor(own, dtype=torch.float64, device=device), group)
-        ranks: list[list[float]] = everyone.tolist()
-        begin, num_units = 4, len(sample.units)
-        if table is not None:
-            figures = ranks[0][begin + num_units :]
-            rest, width = figures[num_units:], len(self._tuning.encodings)
-            table = ErrorTable(
-                figures[:num_units], [rest[width * u : width * (u + 1)] for u in range(num_units)]
-            )
-        self.report = StepReport(
-            combine([Times(*row[:3]) for row in ranks]),
-            combine_used([[each > 0 for each in row[begin : begin + num_units]] for row in ranks]),
-            table,
-            max(row[3] for row in ranks) if self._is_timed else 0.0,
-        )
+        self.report = from_rows(everyone.tolist(), len(sample.units), has_table=table is not None)
 
     def conclude(self, report: StepReport, device: torch.device) -> Decision | None:
         """Return the decision that follows from a report, if there is one."""
-        decision = self.policy.conclude(self._step, report, self._choosing_now())
+        decision = self.policy.conclude(self._step, report, self._chooser_now())
         self.report = self._sample = None
         if decision is not None and self._tuning.log and self._rank == 0:
             log.info("auto, %s", decision)
@@ -172,13 +154,20 @@ class Tuner:
         if self._want != "nothing" and self.policy.state.units:
             self._sample = Sample(self.policy.state.units, step)
 
-    def _is_expected(self, layout: BucketLayout) -> bool:
-        """Return True if a bucket has the units of the step before, which may be one before a resume."""
-        expected = tuple(unit for unit in self.policy.state.units if unit.bucket == layout.index)
-        return units_of([layout], self._tuning.tables) == expected
+    def _take_sample(self, layout: BucketLayout, flat: Tensor) -> None:
+        """Take a bucket's sample, if this step is sampled and the bucket has the units of the step before."""
+        if self._sample is None:
+            return
+        with self.count():
+            expected = tuple(unit for unit in self._sample.units if unit.bucket == layout.index)
+            if units_of([layout], self._tuning.tables) == expected:
+                self._sample.take(layout.index, flat)
+            else:
+                self._sample = None
 
-    def _choosing_now(self) -> Choosing:
+    def _chooser_now(self) -> Chooser:
+        """Return the chooser of the buckets that were seen last."""
         layouts = tuple(layout for _, layout in sorted(self._layouts.items()))
-        if self._choosing is None or self._choosing[0] != layouts:
-            self._choosing = layouts, Choosing(layouts, self._tuning, self._world_size)
-        return self._choosing[1]
+        if self._chooser is None or self._chooser.layouts != layouts:
+            self._chooser = Chooser(layouts, self._tuning, self._world_size)
+        return self._chooser
