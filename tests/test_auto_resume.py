@@ -57,6 +57,7 @@ def test_around_the_first_look(two_ranks):
     two_ranks.run(check_ddp, "auto:budget=0.2", AROUND_THE_FIRST, FIRST + 8)
 
 
+@pytest.mark.full
 def test_around_a_later_look(two_ranks):
     two_ranks.run(check_ddp, BY_BYTES.format(40_000), range(SECOND - 2, SECOND + 2), SECOND + 22)
 
@@ -89,7 +90,9 @@ def check_sharded(rank, spec, steps, end):
     ("spec", "steps", "end"),
     [
         ("auto", AROUND_THE_FIRST, FIRST + 8),
-        (BY_BYTES.format(1800), range(SECOND - 2, SECOND + 2), SECOND + 22),
+        pytest.param(
+            BY_BYTES.format(1800), range(SECOND - 2, SECOND + 2), SECOND + 22, marks=pytest.mark.full
+        ),
     ],
     ids=["the first look", "a later one"],
 )

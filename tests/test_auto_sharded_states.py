@@ -148,7 +148,10 @@ def check_resumed(rank, path):
         assert len(wire.decisions()) > len(decisions)
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["own file", "one checkpoint"])
+@pytest.mark.parametrize(
+    "is_shared",
+    [pytest.param(False, marks=pytest.mark.full, id="own file"), pytest.param(True, id="one checkpoint")],
+)
 def test_a_resumed_run_is_the_one_that_was_not_stopped(is_shared, two_ranks, tmp_path):
     two_ranks.run(check_resumed, str(tmp_path / "checkpoint") if is_shared else None)
 
