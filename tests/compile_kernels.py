@@ -35,6 +35,7 @@ RECIPES = [
 # Shared memory that a block may have on the smallest of recent GPUs.
 MAX_SHARED_BYTES = 64 * 1024
 TYPES = {
+    torch.float64: "fp64",
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

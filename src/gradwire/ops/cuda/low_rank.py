@@ -180,8 +180,9 @@ def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | 
     if factor.dtype != torch.float32 or blocks[-1] > _MAX_LENGTH:
         reference.orthogonalize(batches, side, factor, spare)
         return
+    rank = max(batch.rank for batch in batches)
     for block in blocks:
-        orthogonalize_matrices(_matrices(batches, side, block, factor.device), factor, spare, block)
+        orthogonalize_matrices(_matrices(batches, side, block, factor.device), factor, spare, rank, block)
 
 
 def _on(device: torch.device, table: Sequence[tuple[int, ...]]) -> Tensor:

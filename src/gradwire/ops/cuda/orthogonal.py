@@ -1,4 +1,4 @@
-"""Orthonormalization in Triton: a program takes one matrix, and its vectors one by one."""
+"""Orthonormalization in Triton: of all vectors at once if they differ enough, else one by one."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.ops.cuda.cholesky import orthogonalize_at_once
 from gradwire.ops.cuda.codes import ABS, INFINITY
 from gradwire.ops.reference.low_rank import NEGLIGIBLE
 
 _NEGLIGIBLE = tl.constexpr(NEGLIGIBLE[torch.float32])
+# Few vectors are fast one by one. The root of the products of many does not fit into a warp's registers.
+_FEW, _MANY = 4, 32
 
 
 @triton.jit
@@ -35,13 +38,17 @@ def _direction(own, vectors, i, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _orthogonalize(matrices, factor, spare, HAS_SPARE: tl.constexpr, BLOCK: tl.constexpr):
+def _orthogonalize(
+    matrices, factor, spare, is_done, HAS_SPARE: tl.constexpr, MAY_BE_DONE: tl.constexpr, BLOCK: tl.constexpr
+):
     entry = matrices + 3 * tl.program_id(0)
     start, num_vectors, length = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     vectors = factor + start
     place = tl.arange(0, BLOCK)
     exists = place < length
     all_finite = length > 0
+    if MAY_BE_DONE:
+        num_vectors = tl.where(tl.load(is_done + tl.program_id(0)) != 0, 0, num_vectors)
     for i in range(num_vectors):
         own = tl.load(vectors + i * length + place, exists, other=0.0)
         direction, keeps, finite = _direction(own, vectors, i, length, BLOCK)
@@ -58,16 +65,21 @@ def _orthogonalize(matrices, factor, spare, HAS_SPARE: tl.constexpr, BLOCK: tl.c
         tl.debug_barrier()  # the next vector's threads read what these wrote
 
 
-def orthogonalize_matrices(matrices: Tensor, factor: Tensor, spare: Tensor | None, block: int) -> None:
+def orthogonalize_matrices(
+    matrices: Tensor, factor: Tensor, spare: Tensor | None, rank: int, block: int
+) -> None:
     """Orthogonalize as the reference does; ``matrices`` has a row with start, rank and length for each.
 
-    No vector has more than ``block`` values.
+    No matrix has more than ``rank`` vectors, and no vector more than ``block`` values.
     """
+    may_be_done = _FEW < rank <= _MANY
     _orthogonalize[(len(matrices),)](
         matrices,
         factor,
         factor if spare is None else spare,
+        orthogonalize_at_once(matrices, factor, rank, block) if may_be_done else matrices,
         HAS_SPARE=spare is not None,
+        MAY_BE_DONE=may_be_done,
         BLOCK=block,
         num_warps=min(block // 512, 16),
     )
