@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import gradwire
@@ -350,6 +351,21 @@ def check_refusals(rank):
 
 def test_what_does_not_work_is_refused_when_it_is_attached(two_ranks):
     two_ranks.run(check_refusals)
+
+
+def check_own_groups(rank):
+    plain, model = make(), make()
+    ranks = list(range(world()))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=DeviceMesh.from_group(dist.new_group(ranks), "cpu"))
+    with gradwire.attach(model, "int8") as wire:
+        loss_of(model, batch(rank, 0)).backward()
+        require_within(model, plain, 0, TOLERANCES["int8"])
+        assert wire.stats().bytes_sent > 0
+
+
+def test_parts_may_have_groups_of_their_own_with_the_same_ranks(two_ranks):
+    two_ranks.run(check_own_groups)
 
 
 def check_disabled(rank):

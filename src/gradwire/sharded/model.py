@@ -31,8 +31,9 @@ class ShardedModel:
         self.device: torch.device = _one("devices", [unit.device for unit in self.units])
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"gradwire averages gradients on cpu and cuda, not on {self.device.type}")
-        shards: dist.ProcessGroup = _one("groups of shards", [unit.shard_group for unit in self.units])
-        native = _one("groups of replicas", [unit.replicate_group for unit in self.units])
+        shards = _same_ranks("groups of shards", [unit.shard_group for unit in self.units])
+        native = _same_ranks("groups of replicas", [unit.replicate_group for unit in self.units])
+        assert shards is not None
         self.is_native_hsdp = native is not None
         given = group_of(replicas, "replicas")
         if given is not None and native is not None and given is not native:
@@ -166,6 +167,15 @@ def _one(what: str, found: list[Any]) -> Any:
             "over one mesh"
         )
     return found[0]
+
+
+def _same_ranks(what: str, groups: list[dist.ProcessGroup | None]) -> dist.ProcessGroup | None:
+    """Return the first of some groups; ValueError if not all have the same ranks.
+
+    Without a mesh, each call of ``fully_shard`` may make a group: it does on CPU where there is a GPU too.
+    """
+    _one(what, [None if group is None else dist.get_process_group_ranks(group) for group in groups])
+    return groups[0]
 
 
 def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
