@@ -101,6 +101,8 @@ def speed_plot() -> str:
     for index, link in enumerate(LINKS[:3]):
         found, bar = gains(link), (group - 36) / len(BARS)
         for place, (name, color) in enumerate(BARS.items()):
+            if name not in found:
+                continue
             left, y = LEFT + 18 + index * group + place * bar, height(found[name])
             low = height(1.0)
             top, tall = min(y, low), max(abs(y - low), 1.0)
