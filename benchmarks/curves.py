@@ -51,7 +51,8 @@ def _gap(gaps: Sequence[float]) -> str:
 
 
 PANEL, HEIGHT, LEFT, TOP, GAP = 300, 250, 52, 62, 46
-KEYS_PER_LINE = 3
+# The longest name of which three fit into a line of the legend.
+LONGEST_OF_THREE = 44
 INK = "#24292f"
 COLOURS = [
     "#24292f", "#8da9c4", "#3d5a80", "#2a9d8f", "#e07a5f", "#f2a65a", "#9b5de5", "#bc4749", "#6a994e",
@@ -72,7 +73,8 @@ def draw(runs: Sequence[Run], link: str) -> str:
     }
     is_log = {name: i > 0 for i, name in enumerate(axes)}
     width = LEFT + len(axes) * (PANEL + GAP)
-    height = TOP + HEIGHT + 64 + 18 * math.ceil(len(recipes) / KEYS_PER_LINE)
+    per_line = 3 if max(map(len, recipes)) <= LONGEST_OF_THREE else 2
+    height = TOP + HEIGHT + 64 + 18 * math.ceil(len(recipes) / per_line)
     title = f"Held-out loss, {setting.unit}: {runs[0].num_parameters / 1e6:.1f} M parameters, {setting}"
     panels = [
         _panel(recipes, name, x_of, is_log[name], LEFT + i * (PANEL + GAP))
@@ -80,8 +82,8 @@ def draw(runs: Sequence[Run], link: str) -> str:
     ]
     keys = []
     for i, recipe in enumerate(recipes):
-        x = LEFT + width // KEYS_PER_LINE * (i % KEYS_PER_LINE)
-        y = TOP + HEIGHT + 58 + 18 * (i // KEYS_PER_LINE)
+        x = LEFT + width // per_line * (i % per_line)
+        y = TOP + HEIGHT + 58 + 18 * (i // per_line)
         keys.append(
             f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{COLOURS[i % len(COLOURS)]}"/>'
             f'<text x="{x + 20}" y="{y}">{escape(recipe)}</text>'

@@ -18,7 +18,7 @@ BARS = {
     "torch fp16": "#999999",
     "int8": "#0072b2",
     "int4": "#56b4e9",
-    "sign": "#e69f00",
+    "int2": "#e69f00",
     "powersgd": "#d55e00",
     "noop": "#24292f",
 }
