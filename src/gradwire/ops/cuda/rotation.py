@@ -101,17 +101,22 @@ def _square(x, units, LOG: tl.constexpr):
 
 
 @triton.jit
-def _flipped(x, block, seed, TILE: tl.constexpr):
-    """Return a block with random signs."""
+def _random_words(block, seed, TILE: tl.constexpr):
+    """Return the words (group, 1, column) whose bits are the random signs of a block."""
     groups: tl.constexpr = max(TILE.rows // 32, 1)
-    rows: tl.constexpr = TILE.rows // groups
-    first_row = block * TILE.rows
-    group = (first_row >> 5) + tl.arange(0, groups)[:, None, None]
+    group = (block * TILE.rows >> 5) + tl.arange(0, groups)[:, None, None]
     words = random_word(group * 32 + tl.arange(0, 32)[None, None, :], seed)
-    place = (first_row & 31).to(tl.int32) + tl.arange(0, rows)[None, :, None]
+    return words.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _flipped(x, words, block, TILE: tl.constexpr):
+    """Return a block with random signs."""
+    rows: tl.constexpr = min(TILE.rows, 32)
+    place = (block * TILE.rows & 31).to(tl.int32) + tl.arange(0, rows)[None, :, None]
     if TILE.rows >= 32:
         place = tl.arange(0, rows)[None, :, None]  # the same, known when this is compiled
-    signs = tl.reshape((words.to(tl.int32, bitcast=True) << (31 - place)) & _SIGN, x.shape)
+    signs = tl.reshape((words << (31 - place)) & _SIGN, x.shape)
     return (x.to(tl.int32, bitcast=True) ^ signs).to(tl.float32, bitcast=True)
 
 
@@ -132,7 +137,7 @@ def decoded(words, scale, block, seed, size, TILE: tl.constexpr):
     sign = (words[0] << (31 - place)) & _SIGN
     x = (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     x = tl.trans(_mixed(x, 5, False))
-    x = _flipped(_mixed(x, TILE.log_rows, False) * scale, block, seed, TILE)
+    x = _flipped(_mixed(x, TILE.log_rows, False) * scale, _random_words(block, seed, TILE), block, TILE)
     if scale > _LARGE:
         # Clamped in this way, a NaN stays.
         x = tl.where(x > _LARGEST, _LARGEST, x)
@@ -237,6 +242,7 @@ def coded(x, block, seed, size, TILE: tl.constexpr):
 
     There are always three words. With fewer bits, the last ones have no meaning.
     """
+    random = _random_words(block, seed, TILE)
     # Numbers without signs have the same order as integers, of which a warp finds the largest at once.
     largest = tl.max(tl.reduce(tl.abs(x), 0, _larger).to(tl.int32, bitcast=True))
     # The reference scales by a power of two, so that neither sums nor squares overflow or vanish. Where they
@@ -248,11 +254,14 @@ def coded(x, block, seed, size, TILE: tl.constexpr):
         # The same as ``up``. A division keeps this a branch: products alone would be computed for each block.
         x *= tl.div_rn(1.0, down)
         up = 1.0
-    x = _flipped(x, block, seed, TILE)
-    # The deviation of rotated values is the norm of the block.
-    deviation = tl.sqrt_rn(_square(x, up * up * _SQUARE_UNITS, TILE.log_rows) * (1 / _SQUARE_UNITS))
-    unit = tl.where(deviation > 0, tl.div_rn(_UNITS, deviation) * up, 0.0)
+    x = _flipped(x, random, block, TILE)
+    square = _square(x, up * up * _SQUARE_UNITS, TILE.log_rows)
+    # Roots and quotients have branches, beyond which the compiler moves nothing: what comes before them fills
+    # the time in which the square is added up.
     z = _mixed(tl.trans(_mixed(x, TILE.log_rows, True)), 5, True)
+    # The deviation of rotated values is the norm of the block.
+    deviation = tl.sqrt_rn(square * (1 / _SQUARE_UNITS))
+    unit = tl.where(deviation > 0, tl.div_rn(_UNITS, deviation) * up, 0.0)
     exists = tl.arange(0, TILE.rows)[None, :] * 32 < size
     rounded = tl.abs(z * tl.where(exists, unit, 0.0)) + _ROUND
     signs = tl.where(largest > 0, _signs(_eighths(z)), 0)
