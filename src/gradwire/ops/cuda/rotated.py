@@ -34,6 +34,15 @@ _SIZES = [
 _VALUES = ["values", "own"]
 _RANK_STEP = tl.constexpr(RANK_STEP)
 _TIME_STEP = tl.constexpr(TIME_STEP)
+# Instructions per value of a full block of 1024, as Triton 3.6 compiles them for compute capability 9.0; in
+# brackets, those of the units for integers and comparisons, which take two cycles each:
+#                         int2       int3   int2:bits=1+1
+#   encode           29.2  (9)  36.9 (12)       25.2  (7)
+#   decode           21.1  (7)  23.4  (9)       20.0  (6)
+#   reduce, 2 rows   73.7 (22)  85.1 (30)       66.9 (19)
+# With masks, and bits that were chosen and joined one by one, int2 took 32.3 (13), 23.1 (9) and 87.8 (32). An
+# H200 issues about 33 in the time that it takes to read one value at the bandwidth of a copy.
+
 # The most registers of a thread, by operation; more leave room for fewer warps. On an H200, encoding and
 # decoding take the same time with any number from 64 on.
 _TUNED: dict[str, int | None] = {"encode": None, "decode": None, "reduce": 128}

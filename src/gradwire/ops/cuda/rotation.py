@@ -195,7 +195,7 @@ def _signs(eighths):
     """Join the sign bits of each column of 32 values to one word."""
     word = eighths[7].to(tl.uint32, bitcast=True) >> 31
     for i in tl.static_range(7):
-        # Shifting two registers by one bit is one instruction.
+        # A shift of two registers, which is one instruction. To compare, choose a bit and add it takes three.
         word = (word << 1) | (eighths[6 - i].to(tl.uint32, bitcast=True) >> 31)
     return _word(word.to(tl.int32, bitcast=True) << (8 * tl.arange(0, 4)[:, None]))
 
@@ -206,7 +206,8 @@ def _above(rounded, total, bound, TILE: tl.constexpr):
     under = _eighths(tl.cast(bound + _ROUND, tl.float32) - rounded)
     above = _signs(under)
     count = tl.sum(_num_bits(above))
-    # Sums of eight are less than 2**24, so they are exact.
+    # The mean square of parts is 2**32. So the sum of eight out of 4096 is 2**23.5 at most, and that of their
+    # distances less than 2**24: it is exact.
     distance = tl.abs(under[0])
     for i in tl.static_range(1, 8):
         distance += tl.abs(under[i])
