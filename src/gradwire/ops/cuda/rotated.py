@@ -34,6 +34,15 @@ _SIZES = [
 _VALUES = ["values", "own"]
 _RANK_STEP = tl.constexpr(RANK_STEP)
 _TIME_STEP = tl.constexpr(TIME_STEP)
+# Instructions per value of a full block of 1024, as Triton 3.6 compiles them for compute capability 9.0; in
+# brackets, those of the units for integers and comparisons, which take two cycles each:
+#                         int2       int3   int2:bits=1+1
+#   encode           29.2  (9)  36.9 (12)       25.2  (7)
+#   decode           21.1  (7)  23.4  (9)       20.0  (6)
+#   reduce, 2 rows   73.7 (22)  85.1 (30)       66.9 (19)
+# With masks, and bits that were chosen and joined one by one, int2 took 32.3 (13), 23.1 (9) and 87.8 (32). An
+# H200 issues about 33 in the time that it takes to read one value at the bandwidth of a copy.
+
 # The most registers of a thread, by operation; more leave room for fewer warps. On an H200, encoding and
 # decoding take the same time with any number from 64 on.
 _TUNED: dict[str, int | None] = {"encode": None, "decode": None, "reduce": 128}
@@ -57,10 +66,27 @@ def _low_word(low, step, STEP_ON_DEVICE: tl.constexpr):
 
 
 @triton.jit
-def _values_of(m, TILE: tl.constexpr):
-    """Return offsets from a block's first value (row, column), and a mask of those that exist."""
-    offsets = tl.arange(0, TILE.rows)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    return offsets, offsets < m
+def _values_of(values, m, TILE: tl.constexpr):
+    """Return pointers to a block's values (row, column), and a mask of those that exist."""
+    row, column = tl.arange(0, TILE.rows)[:, None] * 32, tl.arange(0, 32)[None, :]
+    # In this order, a thread's pointers differ by constants, which are a part of instructions.
+    return (values + column) + row, row + column < m
+
+
+@triton.jit
+def _load(pointers, exists, FULL: tl.constexpr):
+    if FULL:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, exists, other=0)
+
+
+@triton.jit
+def _store(pointers, x, exists, FULL: tl.constexpr):
+    if FULL:
+        tl.store(pointers, x)
+    else:
+        tl.store(pointers, x, exists)
 
 
 @triton.jit
@@ -71,43 +97,43 @@ def _words_of(codes, block, size, TILE: tl.constexpr):
 
 
 @triton.jit
-def _read(codes, scales, block, seed, size, TILE: tl.constexpr):
+def _read(codes, scales, block, seed, size, TILE: tl.constexpr, FULL: tl.constexpr):
     """Return the values that a block of a row decodes to."""
     scale = (tl.load(scales + block).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     first, exists = _words_of(codes, block, size, TILE)
-    signs = tl.load(first, exists, other=0)
+    signs = _load(first, exists, FULL)
     second, third = signs, signs
     if TILE.bits > 1:
-        second = tl.load(first + size // 32, exists, other=0)
+        second = _load(first + size // 32, exists, FULL)
     if TILE.bits > 2:
-        third = tl.load(first + size // 32 * 2, exists, other=0)
+        third = _load(first + size // 32 * 2, exists, FULL)
     return decoded((signs, second, third), scale, block, seed, size, TILE)
 
 
 @triton.jit
-def _write(codes, scales, x, block, seed, size, TILE: tl.constexpr):
+def _write(codes, scales, x, block, seed, size, TILE: tl.constexpr, FULL: tl.constexpr):
     """Encode a block to a row, and return its words of codes and its scale."""
     words, scale = coded(x, block, seed, size, TILE)
     scale = to_bf16(scale.to(tl.int32, bitcast=True))
     tl.store(scales + block, (scale >> 16).to(tl.int16))
     first, exists = _words_of(codes, block, size, TILE)
-    tl.store(first, words[0], exists)
+    _store(first, words[0], exists, FULL)
     if TILE.bits > 1:
-        tl.store(first + size // 32, words[1], exists)
+        _store(first + size // 32, words[1], exists, FULL)
     if TILE.bits > 2:
-        tl.store(first + size // 32 * 2, words[2], exists)
+        _store(first + size // 32 * 2, words[2], exists, FULL)
     return words, scale.to(tl.float32, bitcast=True)
 
 
-# Each kernel is compiled twice: for full blocks, whose masks vanish, and for one of ``m`` values, padded to
-# ``size``.
+# Each kernel is compiled twice: for full blocks, and for one of ``m`` values, padded to ``size``. Full blocks
+# have no masks at all: those that are always true would let the compiler merge both, and compute them.
 
 
 @triton.jit
-def _encode_block(values, codes, scales, block, seed, m, size, TILE: tl.constexpr):
-    offsets, exists = _values_of(m, TILE)
-    x = tl.load(values + offsets, exists, other=0.0).to(tl.float32)
-    _write(codes, scales, x, block, seed, size, TILE)
+def _encode_block(values, codes, scales, block, seed, m, size, TILE: tl.constexpr, FULL: tl.constexpr):
+    pointers, exists = _values_of(values, m, TILE)
+    x = _load(pointers, exists, FULL).to(tl.float32)
+    _write(codes, scales, x, block, seed, size, TILE, FULL)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
@@ -119,16 +145,16 @@ def _encode(
     seed = _low_word(low, step, STEP_ON_DEVICE), high
     full: tl.constexpr = TILE.rows * 32
     if m == full:
-        _encode_block(values + start, codes, scales, block, seed, full, full, TILE)
+        _encode_block(values + start, codes, scales, block, seed, full, full, TILE, True)
     else:
-        _encode_block(values + start, codes, scales, block, seed, m, tail_size, TILE)
+        _encode_block(values + start, codes, scales, block, seed, m, tail_size, TILE, False)
 
 
 @triton.jit
-def _decode_block(codes, scales, values, block, seed, m, size, TILE: tl.constexpr):
-    x = _read(codes, scales, block, seed, size, TILE)
-    offsets, exists = _values_of(m, TILE)
-    tl.store(values + offsets, x.to(values.dtype.element_ty), exists)
+def _decode_block(codes, scales, values, block, seed, m, size, TILE: tl.constexpr, FULL: tl.constexpr):
+    x = _read(codes, scales, block, seed, size, TILE, FULL)
+    pointers, exists = _values_of(values, m, TILE)
+    _store(pointers, x.to(values.dtype.element_ty), exists, FULL)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
@@ -140,30 +166,33 @@ def _decode(
     seed = _low_word(low, step, STEP_ON_DEVICE), high
     full: tl.constexpr = TILE.rows * 32
     if m == full:
-        _decode_block(codes, scales, values + start, block, seed, full, full, TILE)
+        _decode_block(codes, scales, values + start, block, seed, full, full, TILE, True)
     else:
-        _decode_block(codes, scales, values + start, block, seed, m, tail_size, TILE)
+        _decode_block(codes, scales, values + start, block, seed, m, tail_size, TILE, False)
 
 
 @triton.jit
 def _reduce_block(
-    terms, own, own_index, factor, codes, scales, block, seed, m, size, TERM: tl.constexpr, TILE: tl.constexpr
-):
+    terms, own, own_index, factor, codes, scales, block, seed, m, size,
+    TERM: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     rows, scales_of_row, num_rows, stride, term_low, high_of_row = terms
-    offsets, exists = _values_of(m, TILE)
+    pointers, exists = _values_of(own, m, TILE)
     x = tl.full((TILE.rows, 32), -0.0, tl.float32)  # added to a zero, -0.0 keeps the zero's sign
     for r in range(num_rows):
         if r == own_index:
-            x += tl.load(own + offsets, exists, other=0.0).to(tl.float32) * factor
+            x += _load(pointers, exists, FULL).to(tl.float32) * factor
         else:
-            x += _read(rows, scales_of_row, block, (term_low, high_of_row), size, TERM) * factor
+            x += _read(rows, scales_of_row, block, (term_low, high_of_row), size, TERM, FULL) * factor
         # Advanced row by row: the product r * stride may overflow 32 bits.
         rows += stride // 4
         scales_of_row += stride // 2
         high_of_row += _RANK_STEP
-    words, scale = _write(codes, scales, tl.where(exists, x, 0.0), block, seed, size, TILE)
+    if not FULL:
+        x = tl.where(exists, x, 0.0)
+    words, scale = _write(codes, scales, x, block, seed, size, TILE, FULL)
     sent = decoded(words, scale, block, seed, size, TILE)
-    tl.store(own + offsets, sent.to(own.dtype.element_ty), exists)
+    _store(pointers, sent.to(own.dtype.element_ty), exists, FULL)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
@@ -181,11 +210,11 @@ def _reduce(
     terms = rows, halves + first_scale, num_rows, stride, term_low, term_high.to(tl.uint32)
     if m == full:
         _reduce_block(
-            terms, own + start, own_index, factor, codes, scales, block, seed, full, full, TERM, TILE
+            terms, own + start, own_index, factor, codes, scales, block, seed, full, full, TERM, TILE, True
         )
     else:
         _reduce_block(
-            terms, own + start, own_index, factor, codes, scales, block, seed, m, tail_size, TERM, TILE
+            terms, own + start, own_index, factor, codes, scales, block, seed, m, tail_size, TERM, TILE, False
         )
 
 

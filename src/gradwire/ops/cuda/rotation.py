@@ -92,22 +92,31 @@ def _square(x, units, LOG: tl.constexpr):
     for step in tl.static_range(LOG):
         low, high = _pairs(x, 1 << (LOG - 1 - step))
         x = tl.reshape(low + high, (1 << (LOG - 1 - step), 32))
-    # The sums of columns are added as integers: in any order, the result is the same.
-    return tl.sum((x * units).to(tl.int64)).to(tl.float32)
+    # The sums of columns are added as integers: in any order, the result is the same. They have less than 50
+    # bits. A warp adds up 32 bits in one instruction, so they are added in two parts.
+    x *= units
+    high = (x * 2.0**-24).to(tl.int32)
+    low = (x - high.to(tl.float32) * 2.0**24).to(tl.int32)
+    return ((tl.sum(high).to(tl.int64) << 24) + tl.sum(low)).to(tl.float32)
 
 
 @triton.jit
-def _flipped(x, block, seed, TILE: tl.constexpr):
-    """Return a block with random signs."""
+def _random_words(block, seed, TILE: tl.constexpr):
+    """Return the words (group, 1, column) whose bits are the random signs of a block."""
     groups: tl.constexpr = max(TILE.rows // 32, 1)
-    rows: tl.constexpr = TILE.rows // groups
-    first_row = block * TILE.rows
-    group = (first_row >> 5) + tl.arange(0, groups)[:, None, None]
+    group = (block * TILE.rows >> 5) + tl.arange(0, groups)[:, None, None]
     words = random_word(group * 32 + tl.arange(0, 32)[None, None, :], seed)
-    place = (first_row & 31).to(tl.int32) + tl.arange(0, rows)[None, :, None]
+    return words.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _flipped(x, words, block, TILE: tl.constexpr):
+    """Return a block with random signs."""
+    rows: tl.constexpr = min(TILE.rows, 32)
+    place = (block * TILE.rows & 31).to(tl.int32) + tl.arange(0, rows)[None, :, None]
     if TILE.rows >= 32:
         place = tl.arange(0, rows)[None, :, None]  # the same, known when this is compiled
-    signs = tl.reshape((words.to(tl.int32, bitcast=True) << (31 - place)) & _SIGN, x.shape)
+    signs = tl.reshape((words << (31 - place)) & _SIGN, x.shape)
     return (x.to(tl.int32, bitcast=True) ^ signs).to(tl.float32, bitcast=True)
 
 
@@ -128,7 +137,7 @@ def decoded(words, scale, block, seed, size, TILE: tl.constexpr):
     sign = (words[0] << (31 - place)) & _SIGN
     x = (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     x = tl.trans(_mixed(x, 5, False))
-    x = _flipped(_mixed(x, TILE.log_rows, False) * scale, block, seed, TILE)
+    x = _flipped(_mixed(x, TILE.log_rows, False) * scale, _random_words(block, seed, TILE), block, TILE)
     if scale > _LARGE:
         # Clamped in this way, a NaN stays.
         x = tl.where(x > _LARGEST, _LARGEST, x)
@@ -162,21 +171,58 @@ def _num_bits(words):
 
 
 @triton.jit
-def _above(rounded, bound, TILE: tl.constexpr):
+def _alternating(x):
+    """Return the even and the odd rows."""
+    pairs = tl.reshape(x, (x.shape[0] // 2, 2, x.shape[1]))
+    return tl.split(tl.permute(pairs, (0, 2, 1)))
+
+
+@triton.jit
+def _eighths(x):
+    """Return eight tensors, each of every eighth row."""
+    a, b = _alternating(x)
+    a, c = _alternating(a)
+    b, d = _alternating(b)
+    a, e = _alternating(a)
+    b, f = _alternating(b)
+    c, g = _alternating(c)
+    d, h = _alternating(d)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def _signs(eighths):
+    """Join the sign bits of each column of 32 values to one word."""
+    word = eighths[7].to(tl.uint32, bitcast=True) >> 31
+    for i in tl.static_range(7):
+        # A shift of two registers, which is one instruction. To compare, choose a bit and add it takes three.
+        word = (word << 1) | (eighths[6 - i].to(tl.uint32, bitcast=True) >> 31)
+    return _word(word.to(tl.int32, bitcast=True) << (8 * tl.arange(0, 4)[:, None]))
+
+
+@triton.jit
+def _above(rounded, total, bound, TILE: tl.constexpr):
     """Return a word for each row, of the parts that are above a bound; their number; and their sum."""
-    above = _word(tl.where(rounded > bound + _ROUND_BITS, 1 << tl.arange(0, 32)[:, None], 0))
+    under = _eighths(tl.cast(bound + _ROUND, tl.float32) - rounded)
+    above = _signs(under)
     count = tl.sum(_num_bits(above))
-    # Each of the others adds the bound.
-    total = _total(tl.maximum(rounded, bound + _ROUND_BITS), TILE)
-    return above, (count, total - (TILE.rows * 32 - count) * bound)
+    # The mean square of parts is 2**32. So the sum of eight out of 4096 is 2**23.5 at most, and that of their
+    # distances less than 2**24: it is exact.
+    distance = tl.abs(under[0])
+    for i in tl.static_range(1, 8):
+        distance += tl.abs(under[i])
+    # Half of the distances, and of the differences, is what the parts above exceed the bound by.
+    excess = (tl.sum(tl.sum(distance.to(tl.int32), axis=0)) + (total - TILE.rows * 32 * bound)) >> 1
+    return above, (count, excess + count * bound)
 
 
 @triton.jit
 def _total(rounded, TILE: tl.constexpr):
-    """Return the sum of a block's parts, from their sums with `_ROUND`, as bits."""
+    """Return the sum of a block's parts, from their sums with `_ROUND`."""
     # What exceeds 32 bits is cut off on both sides.
     offset: tl.constexpr = (TILE.rows * 32 * _ROUND_BITS) % 2**32
-    return (tl.sum(tl.sum(rounded, axis=0).to(tl.uint32, bitcast=True)) - offset).to(tl.int32, bitcast=True)
+    bits = tl.sum(rounded.to(tl.int32, bitcast=True), axis=0).to(tl.uint32, bitcast=True)
+    return (tl.sum(bits) - offset).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -197,38 +243,43 @@ def coded(x, block, seed, size, TILE: tl.constexpr):
 
     There are always three words. With fewer bits, the last ones have no meaning.
     """
-    largest = tl.reduce(tl.abs(x), None, _larger).to(tl.int32, bitcast=True)
+    random = _random_words(block, seed, TILE)
+    # Numbers without signs have the same order as integers, of which a warp finds the largest at once.
+    largest = tl.max(tl.reduce(tl.abs(x), 0, _larger).to(tl.int32, bitcast=True))
     # The reference scales by a power of two, so that neither sums nor squares overflow or vanish. Where they
     # would not, the same power is applied to the sums: results are the same.
     exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
     up = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     down = (exponent << 23).to(tl.float32, bitcast=True)
     if (largest < _LEAST_SAFE) | (largest >= _MOST_SAFE):
-        x *= up
+        # The same as ``up``. A division keeps this a branch: products alone would be computed for each block.
+        x *= tl.div_rn(1.0, down)
         up = 1.0
-    x = _flipped(x, block, seed, TILE)
-    # The deviation of rotated values is the norm of the block.
-    deviation = tl.sqrt_rn(_square(x, up * up * _SQUARE_UNITS, TILE.log_rows) * (1 / _SQUARE_UNITS))
-    unit = tl.where(deviation > 0, tl.div_rn(_UNITS, deviation) * up, 0.0)
+    x = _flipped(x, random, block, TILE)
+    square = _square(x, up * up * _SQUARE_UNITS, TILE.log_rows)
+    # Roots and quotients have branches, beyond which the compiler moves nothing: what comes before them fills
+    # the time in which the square is added up.
     z = _mixed(tl.trans(_mixed(x, TILE.log_rows, True)), 5, True)
+    # The deviation of rotated values is the norm of the block.
+    deviation = tl.sqrt_rn(square * (1 / _SQUARE_UNITS))
+    unit = tl.where(deviation > 0, tl.div_rn(_UNITS, deviation) * up, 0.0)
     exists = tl.arange(0, TILE.rows)[None, :] * 32 < size
-    rounded = (tl.abs(z * tl.where(exists, unit, 0.0)) + _ROUND).to(tl.int32, bitcast=True)
-    place = tl.arange(0, 32)[:, None]
-    signs = _word((z.to(tl.uint32, bitcast=True) >> (31 - place)).to(tl.int32) & (1 << place))
-    signs = tl.where(largest > 0, signs, 0)
-    all_of = size, _total(rounded, TILE)
+    rounded = tl.abs(z * tl.where(exists, unit, 0.0)) + _ROUND
+    signs = tl.where(largest > 0, _signs(_eighths(z)), 0)
+    total = _total(rounded, TILE)
+    all_of = size, total
     if TILE.bits == 1:
         words = (signs, signs, signs)
         product, norm = _add_level(0.0, 0.0, all_of, TILE.levels[0])
     elif TILE.bits == 2:
-        above, of_above = _above(rounded, TILE.bounds[0], TILE)
+        above, of_above = _above(rounded, total, TILE.bounds[0], TILE)
         words = (signs, above, above)
         product, norm = _add_level(0.0, 0.0, _difference(all_of, of_above), TILE.levels[0])
         product, norm = _add_level(product, norm, of_above, TILE.levels[1])
     else:
-        first, of_first = _above(rounded, TILE.bounds[0], TILE)
-        second, of_second = _above(rounded, TILE.bounds[1], TILE)
-        third, of_third = _above(rounded, TILE.bounds[2], TILE)
+        first, of_first = _above(rounded, total, TILE.bounds[0], TILE)
+        second, of_second = _above(rounded, total, TILE.bounds[1], TILE)
+        third, of_third = _above(rounded, total, TILE.bounds[2], TILE)
         words = (signs, second, first ^ second ^ third)
         product, norm = _add_level(0.0, 0.0, _difference(all_of, of_first), TILE.levels[0])
         product, norm = _add_level(product, norm, _difference(of_first, of_second), TILE.levels[1])
