@@ -59,23 +59,27 @@ def _accumulate(tiles, flat, sums, votes, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
-def _judge(matrices, factor, votes, kept, KEEPS: tl.constexpr, CHUNK: tl.constexpr):
-    k = tl.program_id(0)
-    start, size = tl.load(matrices + 3 * k), tl.load(matrices + 3 * k + 1) * tl.load(matrices + 3 * k + 2)
-    largest = tl.zeros([CHUNK], tl.int32)
-    for chunk in range(0, size, CHUNK):
-        place = chunk + tl.arange(0, CHUNK)
-        found = tl.load(factor + start + place, place < size, other=0.0)
-        largest = tl.maximum(largest, found.to(tl.int32, bitcast=True) & ABS)
-    vote = tl.load(votes + k)
-    vote = tl.where(tl.max(largest, axis=0) < INFINITY, vote, float("nan"))
-    tl.store(votes + k, vote)
-    if KEEPS:
-        for chunk in range(0, size, CHUNK):
-            place = chunk + tl.arange(0, CHUNK)
-            found = tl.load(factor + start + place, place < size, other=0.0)
-            before = tl.load(kept + start + place, place < size, other=0.0)
-            tl.store(kept + start + place, tl.where(vote > 0.0, found, before), place < size)
+def _chunk(matrices, CHUNK: tl.constexpr):
+    """Return the places of this program's values in a factor, and a mask of those that exist."""
+    entry = matrices + 3 * tl.program_id(0)
+    start, size = tl.load(entry), tl.load(entry + 1) * tl.load(entry + 2)
+    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    return start + place, place < size
+
+
+@triton.jit
+def _judge(matrices, factor, votes, CHUNK: tl.constexpr):
+    places, exist = _chunk(matrices, CHUNK)
+    found = tl.load(factor + places, exist, other=0.0).to(tl.int32, bitcast=True) & ABS
+    if tl.max(found, axis=0) >= INFINITY:
+        tl.atomic_max(votes + tl.program_id(0), _NAN)
+
+
+@triton.jit
+def _keep(matrices, factor, votes, kept, CHUNK: tl.constexpr):
+    if tl.load(votes + tl.program_id(0)) > 0.0:
+        places, exist = _chunk(matrices, CHUNK)
+        tl.store(kept + places, tl.load(factor + places, exist), exist)
 
 
 @triton.jit
@@ -150,8 +154,10 @@ def judge(batches: Batches, side: Side, factor: Tensor, votes: Tensor, kept: Ten
         reference.judge(batches, side, factor, votes, kept)
         return
     matrices = _matrices(batches, side, 0, factor.device)
-    out = factor if kept is None else kept
-    _judge[(len(matrices),)](matrices, factor, votes, out, KEEPS=kept is not None, CHUNK=_CHUNK)
+    grid = len(matrices), triton.cdiv(max(batch.rank * batch.length(side) for batch in batches), _CHUNK)
+    _judge[grid](matrices, factor, votes.view(torch.int32), CHUNK=_CHUNK)
+    if kept is not None:
+        _keep[grid](matrices, factor, votes, kept, CHUNK=_CHUNK)
 
 
 def finish(
