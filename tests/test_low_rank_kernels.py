@@ -87,6 +87,20 @@ def test_the_kernels_equal_the_reference_within_rounding(module, rank):
                 assert torch.allclose(old, new, atol=1e-6), "as it was"
 
 
+@pytest.mark.parametrize("module", FAST, ids=str)
+@pytest.mark.parametrize("place", [0, 1500, 2699])
+def test_a_value_that_is_not_finite_is_found_anywhere_in_a_long_factor(module, place):
+    plan = plan_of(layout_of((300, 300), (300, 300)), 9, 0, False)
+    (factor,) = draw(6, 2 * 2700)
+    factor[2700 + place] = -math.inf
+    votes, kept = torch.ones(2), torch.zeros_like(factor)
+    module.judge(plan.batches, "right", factor, votes, kept)
+    assert votes[0] == 1
+    assert votes[1].isnan()
+    assert torch.equal(kept[:2700], factor[:2700])
+    assert not kept[2700:].any()
+
+
 def expand(plan, side, flags):
     """Repeat each matrix's flag for every value of its factor."""
     out = torch.empty(plan.left.numel if side == "left" else plan.right.numel, dtype=torch.bool)
