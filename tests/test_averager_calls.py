@@ -171,6 +171,9 @@ def check_disabled(rank):
             averager.swap("fp32")
             averager.start(tensors := draw(rank), weight=rank).wait()
             require_near(tensors, exact(weights=[0, 1]), 1e-6)
+            for weight in (None, 1000 + rank):
+                averager.average_(half := torch.full((3,), 6e4, dtype=torch.float16), weight)
+                assert torch.allclose(half.float(), torch.tensor(6e4), rtol=1e-3), "nothing overflows"
             averager.load_state_dict(averager.state_dict())
             assert averager.stats().bytes_sent is None
     finally:
