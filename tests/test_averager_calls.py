@@ -151,9 +151,11 @@ def check_subgroups(rank):
     else:  # errors name ranks of the world
         averager = gradwire.Averager("fp32", halves[0])
         found = rf"^rank {rank}, .* \(3,\), float32 on rank\(s\) 0, .* \(5,\), float32 on rank\(s\) 2"
-        with pytest.raises(ValueError, match=found):
+        with pytest.raises(ValueError, match=found) as caught:
             averager.average_(torch.ones(3 + rank))
         averager.close()
+        averager.close()
+        assert str(averager.failure) == str(caught.value)
 
 
 def test_an_averager_takes_any_group(three_ranks):

@@ -62,6 +62,8 @@ class Attachment(abc.ABC):
         # Kept here, since another runner may be put around it.
         self.engine = bridge.runner if isinstance(bridge.runner, Engine) else None
         self.timeout = timeout
+        self._has_ended = False
+        self._ended_with: WireError | None = None
         if choice.recipe is not None:
             self.use_tuner_of(choice.recipe)
 
@@ -113,6 +115,11 @@ class Attachment(abc.ABC):
     def failure(self) -> WireError | None:
         """The first error of any rank, if there was one."""
         return self.bridge.runner.failure
+
+    @property
+    def first_failure(self) -> WireError | None:
+        """The first error of any rank while this was attached, if there was one."""
+        return self._ended_with if self._has_ended else self.failure
 
     @property
     def state(self) -> RunState:
@@ -189,6 +196,8 @@ class Attachment(abc.ABC):
 
     def detach(self) -> None:
         """Return the model to its own averaging, and close the runner."""
+        # A runner that is closed has an error for whoever still uses it, which is not one of this run.
+        self._ended_with, self._has_ended = self.first_failure, True
         self.leave()
         if not self.is_disabled:
             self.bridge.runner.close()
