@@ -12,7 +12,7 @@ FRAMEWORKS_VENV ?= .venv-frameworks
 WORKERS ?= 4
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help test test-full test-gpu test-browser test-frameworks test-torch test-wheel lint types headroom bench docs clean
+.PHONY: help test test-full test-gpu test-browser test-frameworks test-torch test-wheel lint types kernels headroom bench docs clean
 
 help:
 	@echo "make test          set up .venv, lint, type-check, run the tests"
@@ -49,7 +49,13 @@ lint: $(VENV)/installed
 types: $(VENV)/installed
 	$(BIN)/mypy
 
-test: lint types
+# Compile the CPU kernels, which takes half a minute in a new clone. Each test process would compile them all.
+kernels: $(VENV)/installed
+	@$(BIN)/python -c 'import torch, typing; from gradwire.ops import Family, warm_up; \
+		warm_up(torch.device("cpu"), typing.get_args(Family))'
+
+test: $(VENV)/installed
+	@$(MAKE) --no-print-directory -j2 --output-sync lint types kernels
 	$(BIN)/python -m pytest -m "not full and not browser" -n $(WORKERS) --dist loadfile
 
 test-full: lint types

@@ -1,14 +1,19 @@
-"""Names for the examples in docstrings: a DistributedDataParallel model in a group of one rank."""
+"""One thread for torch, and names for the examples in docstrings."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+# Before anything imports torch. With more threads, those of several test processes wait for each other:
+# tests/test_codecs.py then takes three times the CPU time. And sums are added in another order.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture(autouse=True)
 def _names_of_examples(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give an example that speaks of ``model`` a model, its inputs, and modules under their usual names."""
+    """Give an example that speaks of ``model`` one in a group of one rank, its inputs, and usual modules."""
     example: Any = getattr(request.node, "dtest", None)
     if example is None or "model" not in "".join(each.source for each in example.examples):
         yield

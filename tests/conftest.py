@@ -24,17 +24,6 @@ with contextlib.suppress(ModuleNotFoundError):  # the environment of the framewo
     settings.load_profile("gradwire")
 
 
-@pytest.fixture
-def one_thread():
-    """Run torch in one thread: with more, sums are added in another order and threads wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def kept(world_size):
     """Make a fixture: ranks that all tests of a module share."""
 

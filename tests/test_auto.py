@@ -310,7 +310,7 @@ def train_virtually(model, ranks, steps):
         optimizer.step()
 
 
-def test_virtual_ranks_choose_too_and_resume_on_another_number(one_thread):
+def test_virtual_ranks_choose_too_and_resume_on_another_number():
     torch.manual_seed(0)
     model = Net()
     ranks = VirtualRanks(model, "auto:budget=0.2", 4)

@@ -69,7 +69,7 @@ def scattered_error(exchange, layout, gradients):
 
 @pytest.mark.parametrize("alike", [0.0, 3.0])
 @pytest.mark.parametrize(("factor", "tolerance"), [(1, 0.03), (60, 0.1)], ids=["all", "sampled"])
-def test_sampled_errors_are_those_of_the_reduce_scatter(factor, tolerance, alike, one_thread):
+def test_sampled_errors_are_those_of_the_reduce_scatter(factor, tolerance, alike):
     tuning = scattered(gradwire.recipe("auto")).tuning
     sizes = [factor * n for n in (3001, 7, 2500, 7, 1000)]
     scales = torch.cat([torch.full((n,), s) for n, s in zip(sizes, (1.0, 30.0, 0.2, 5.0, 3.0), strict=True)])

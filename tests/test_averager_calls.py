@@ -151,9 +151,11 @@ def check_subgroups(rank):
     else:  # errors name ranks of the world
         averager = gradwire.Averager("fp32", halves[0])
         found = rf"^rank {rank}, .* \(3,\), float32 on rank\(s\) 0, .* \(5,\), float32 on rank\(s\) 2"
-        with pytest.raises(ValueError, match=found):
+        with pytest.raises(ValueError, match=found) as caught:
             averager.average_(torch.ones(3 + rank))
         averager.close()
+        averager.close()
+        assert str(averager.failure) == str(caught.value)
 
 
 def test_an_averager_takes_any_group(three_ranks):
@@ -171,6 +173,9 @@ def check_disabled(rank):
             averager.swap("fp32")
             averager.start(tensors := draw(rank), weight=rank).wait()
             require_near(tensors, exact(weights=[0, 1]), 1e-6)
+            for weight in (None, 1000 + rank):
+                averager.average_(half := torch.full((3,), 6e4, dtype=torch.float16), weight)
+                assert torch.allclose(half.float(), torch.tensor(6e4), rtol=1e-3), "nothing overflows"
             averager.load_state_dict(averager.state_dict())
             assert averager.stats().bytes_sent is None
     finally:

@@ -160,6 +160,8 @@ def check_disabled(rank):
             start, end = even_bounds(7, 2)[rank]
             assert torch.allclose(shard.double(), mean(7)[start:end])
             assert torch.allclose(averager.all_gather(shard, numel=7).double(), mean(7))
+            large = averager.reduce_scatter(torch.full((4,), 6e4, dtype=torch.float16))
+            assert large.tolist() == [6e4, 6e4], "nothing overflows"
     finally:
         del os.environ["GRADWIRE_DISABLE"]
 

@@ -1,18 +1,22 @@
 """`check_sharded`: recipes hold in every way of sharding, and errors are found."""
 
+from dataclasses import replace
+
 import pytest
 
+import gradwire
+from gradwire.exchanges import Scattered
 from gradwire.testing import check_sharded
 from gradwire.testing import sharded as checked
 
-FSDP = ["fp32", "bf16", "fp16", "int8", "fp8", "int4", "sign"]
+FSDP = ["fp32", "bf16", "fp16", "int8", "fp8", "int4", "int3", "int2", "sign"]
 HSDP = ["fp32", "bf16", "int8", "fp8", "int4"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", FSDP)
 def test_shards_are_reduced_in_every_way(recipe):
-    report = check_sharded(recipe, world_size=2, tolerance=2.0 if recipe == "sign" else None)
+    report = check_sharded(recipe, world_size=2)
     assert report.ok, report
     assert len(report.results) == 5
 
@@ -50,10 +54,30 @@ def test_what_cannot_be_checked_is_refused():
 
 def check_too_strict(rank):
     """Rounding to 4 bits is more than the bound of 8 allows."""
-    bounds = checked.Bounds(1e-3, 0.01, False, 1, None, False)
+    bounds = replace(checked.bounds_of(gradwire.recipe("int8"), None, 2, 1), tolerance=1e-3)
     with pytest.raises(AssertionError, match="step 0"):
-        checked._check(rank, checked.ShardedCase(), checked.parse_recipe("int4"), bounds, 1, "cpu")
+        checked._check(rank, checked.ShardedCase(), gradwire.recipe("int4"), bounds, 1, "cpu")
 
 
 def test_an_error_beyond_the_bound_is_found(two_ranks):
     two_ranks.run(check_too_strict)
+
+
+def reduce_to_zeros(self, flat, context):
+    yield from ()
+    flat.zero_()
+
+
+def check_zeros(rank, spec):
+    """Few bits have errors as large as the gradients, so zeros are within the tolerance."""
+    recipe = gradwire.recipe(spec)
+    bounds = checked.bounds_of(recipe, None, world_size=2, replicas=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scattered, "rounds", reduce_to_zeros)
+        with pytest.raises(AssertionError, match="step 0: gradients are of the wrong size"):
+            checked._check(rank, checked.ShardedCase(), recipe, bounds, 1, "cpu")
+
+
+@pytest.mark.parametrize("spec", ["sign", "int2", "int2:bits=1+1"])
+def test_zeros_are_found_whatever_the_tolerance(spec, two_ranks):
+    two_ranks.run(check_zeros, spec)

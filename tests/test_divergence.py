@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +44,25 @@ def check_corrupted(rank, name):
 @pytest.mark.parametrize("name", CORRUPTING)
 def test_a_gradient_that_differs_is_an_error_on_all_ranks_with_its_name(name, three_ranks):
     three_ranks.run(check_corrupted, name)
+
+
+def check_corrupted_in_a_part(rank):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    model = model_of(process_group=group)
+    with gradwire.attach(model, corrupting_recipe(), verify_every=1):
+        for step in range(FIRST_WRONG_STEP):
+            backward(model, step)
+        with pytest.raises(
+            gradwire.WireError, match=r"one on rank\(s\) 1, another on rank\(s\) 2\."
+        ) as caught:
+            backward(model, FIRST_WRONG_STEP)
+    assert str(caught.value).startswith(f"rank {rank}, step {FIRST_WRONG_STEP}: ")
+
+
+def test_ranks_that_differ_are_named_as_in_the_world(three_ranks):
+    three_ranks.run(check_corrupted_in_a_part)
 
 
 # What is attached, and whether DDP looks for unused parameters.

@@ -82,7 +82,7 @@ def test_a_run_that_torchrun_starts_again_ends_as_one_that_was_not_disturbed(tmp
     path = os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")]))
     run = subprocess.Popen(
         [*torchrun, "--max-restarts", "1", "--monitor-interval", "0.1", str(script), str(tmp_path)],
-        env={**os.environ, **NEW_STORE, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **NEW_STORE, "PYTHONPATH": path},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -49,9 +49,12 @@ def job_broken_exchange(rank):
     assert isinstance(caught.value, FloatingPointError if rank == 1 else gradwire.PeerError)
     # Detached, the model averages again; attached anew, too.
     wire.detach()
+    assert wire.failure is caught.value
     backward(model)
-    with gradwire.attach(model, "fp32"):
+    with gradwire.attach(model, "fp32") as wire:
         backward(model)
+    wire.detach()
+    assert wire.failure is None
 
 
 def test_an_error_in_an_exchange_is_raised_on_every_rank_and_can_be_left_behind():

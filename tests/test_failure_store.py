@@ -129,7 +129,7 @@ ASKING = {
     "a hook's connection": lambda group: own_store(group, SHORT),
     "attach": lambda group: join_rendezvous(group, SHORT, "attach"),
     "an agreement": lambda group: agree(group, "rendezvous", {}, SHORT, "attach"),
-    "groups": lambda group: connect_all(limited(group), ["group"], 0, 2, SHORT),
+    "groups": lambda group: connect_all(limited(group), ["group"], 0, range(2), SHORT),
     "a late group": lambda group: GlooGroup(limited(group), "group", 0, range(2), SHORT).open(),
 }
 

@@ -38,7 +38,7 @@ def averaged(spec, world_size):
 
 @pytest.mark.parametrize(("world_size", "columns"), [(6, 3), (6, 2), (12, 4)])
 @pytest.mark.parametrize("recipe", ["int8:", "int4:feedback=false,", "bf16:", "int2:"])
-def test_every_rank_gets_the_same_bits_near_the_mean(recipe, world_size, columns, one_thread):
+def test_every_rank_gets_the_same_bits_near_the_mean(recipe, world_size, columns):
     plain = averaged(f"{recipe}local_size=1", world_size)[0][0]
     ranks = averaged(f"{recipe}local_size={columns},within=same", world_size)
     for step, results in enumerate(zip(*(results for results, _ in ranks), strict=True)):
@@ -50,7 +50,7 @@ def test_every_rank_gets_the_same_bits_near_the_mean(recipe, world_size, columns
 
 
 @pytest.mark.parametrize("world_size", usually(6, otherwise=[8, 12]))
-def test_what_three_encodings_leave_out_is_held_back(world_size, one_thread):
+def test_what_three_encodings_leave_out_is_held_back(world_size):
     ranks = averaged("int4:local_size=2,within=same", world_size)
     given = sum(gradient(rank, step) for rank in range(world_size) for step in range(NUM_STEPS))
     sent = world_size * sum(ranks[0][0])

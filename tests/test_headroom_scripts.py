@@ -1,6 +1,5 @@
 """Headroom of scripts as they are, and under torchrun."""
 
-import os
 import subprocess
 import sys
 
@@ -122,7 +121,6 @@ def torchrun(folder, *arguments):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     (measured,) = read_records(path.read_text())

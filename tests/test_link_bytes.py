@@ -105,7 +105,7 @@ def check(spec, bucket, world_size):
 
 
 @pytest.mark.parametrize("world_size", usually(4, otherwise=[2, 3]))
-def test_each_rank_sends_the_bytes_and_messages_that_are_announced(world_size, one_thread):
+def test_each_rank_sends_the_bytes_and_messages_that_are_announced(world_size):
     specs = [row.spec for row in ROWS if world_size in row.world_sizes]
     for spec in [*specs, *COMPOSED]:
         for bucket in BUCKETS:

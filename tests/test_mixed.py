@@ -45,7 +45,7 @@ def averages(exchange, layout, world_size, begin=0, end=None, whole=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_each_run_of_neighbours_is_averaged_as_it_would_be_alone(dtype, one_thread):
+def test_each_run_of_neighbours_is_averaged_as_it_would_be_alone(dtype):
     layout = layout_of(SHAPES, dtype)
     together = averages(MIXED, layout, 3)
     runs = MIXED.split(layout)
@@ -66,7 +66,7 @@ def test_each_run_of_neighbours_is_averaged_as_it_would_be_alone(dtype, one_thre
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_runs_share_their_messages_and_announce_every_byte(world_size, dtype, one_thread):
+def test_runs_share_their_messages_and_announce_every_byte(world_size, dtype):
     layout = layout_of(SHAPES, dtype)
 
     def job(group):
@@ -85,7 +85,7 @@ def test_runs_share_their_messages_and_announce_every_byte(world_size, dtype, on
         )
 
 
-def test_runs_in_nodes_announce_every_byte_too(one_thread):
+def test_runs_in_nodes_announce_every_byte_too():
     nodes = [gradwire.recipe(f"{name}:local_size=2").exchange for name in ("bf16", "int8")]
     mixed, layout = Mixed(((nodes[1], ("p0", "p1")),), nodes[0]), layout_of(SHAPES)
 
@@ -109,7 +109,7 @@ def test_one_rank_sends_nothing():
     assert MIXED.link_bytes(layout_of(SHAPES), 1, 0) == [Links(0, 0)]
 
 
-def test_what_an_earlier_exchange_held_back_is_sent(one_thread):
+def test_what_an_earlier_exchange_held_back_is_sent():
     layout = layout_of(SHAPES)
 
     def job(group):

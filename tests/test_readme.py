@@ -1,7 +1,6 @@
 """The README's example runs as it stands, and its figures are those of the pages it sends readers to."""
 
 import csv
-import os
 import re
 import statistics
 import subprocess
@@ -42,7 +41,6 @@ def test_the_readmes_example_runs_under_torchrun(tmp_path):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("WireStats(num_steps=10, bytes_sent=") == 2

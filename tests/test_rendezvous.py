@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gradwire.peers import rendezvous
+from gradwire.peers import CollectiveCall, GridCall, rendezvous
 from gradwire.peers.agreement import agree
 from gradwire.peers.rendezvous import claim_key, join_rendezvous
 from tests.clocks import WaitingClock
@@ -95,6 +95,32 @@ def test_a_rank_that_died_between_rendezvous_keeps_those_that_start_again_from_n
             members,
         )
         together(lambda m: agree(m, join_rendezvous(m, LONG, "attach"), saved, LONG, "load"), members)
+
+
+def test_a_rank_raises_its_own_error_even_if_another_does_not_come(store, caplog):
+    first, _ = together(lambda m: (join_rendezvous(m, LONG, "attach"), m)[1], start(store, size=2))
+    with pytest.raises(KeyError, match="no such thing"), CollectiveCall(first, SHORT, "attach"):
+        raise KeyError("no such thing")
+    assert "attach is collective, but rank(s) 1 of 2 did not call it" in caplog.text
+
+
+def test_an_error_reaches_those_that_average_even_if_a_shard_does_not_come(store):
+    """Rank 0 fails; the rank with its other shard is gone, and the one with the same shard waits."""
+    averaging = start(store, size=2)
+    shards = together(lambda m: (join_rendezvous(m, LONG, "swap"), m)[1], start(dist.HashStore(), size=2))
+
+    def fail(member):
+        with pytest.raises(KeyError), GridCall(member, shards[0], SHORT, "swap"):
+            raise KeyError("no such thing")
+
+    def wait(member):
+        with (
+            pytest.raises(RuntimeError, match="swap failed on rank 0: 'no such thing'"),
+            GridCall(member, None, LONG, "swap") as call,
+        ):
+            call.agree({"recipe": "int8"})
+
+    together(lambda member: (wait if member.number else fail)(member), averaging)
 
 
 def test_every_rendezvous_has_a_name_of_its_own(store):

@@ -125,8 +125,15 @@ def test_a_schedule_that_cannot_be_is_refused(stages, message):
         gradwire.schedule(stages)
 
 
+@pytest.mark.parametrize("start", [0.5, "5", True])
+def test_a_stage_that_begins_with_no_step_is_refused(start):
+    with pytest.raises(TypeError, match=f"begins with a step, a whole number, not {start!r}"):
+        gradwire.schedule({0: "fp32", start: "int8"})
+
+
 @pytest.mark.parametrize(
-    "spec", ["schedule()", "schedule(fp32)", "schedule(0=fp32; 0=int8)", "schedule(x=fp32)"]
+    "spec",
+    ["schedule()", "schedule(fp32)", "schedule(0=fp32; 0=int8)", "schedule(x=fp32)", "schedule(²=fp32)"],
 )
 def test_a_schedules_text_that_cannot_be_is_refused(spec):
     with pytest.raises(ValueError, match="schedule"):

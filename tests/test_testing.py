@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.utils.data import DataLoader
 
 import gradwire
+from gradwire.ops import Family
 from gradwire.ranks import rank_process, time_limit
 from gradwire.testing import Case, RanksFailed, cases, check_hook, run_ranks, send_message
 from gradwire.testing.expectations import Expectation, expectation_of
@@ -35,6 +37,14 @@ def test_results_come_back_in_rank_order_and_messages_arrive():
     results = run_ranks(job_sum, 3, args=(1,), on_message=lambda rank, text: heard.add((rank, text)))
     assert results == [torch.tensor([6])] * 3
     assert heard == {(rank, f"hello from {rank}") for rank in range(3)}
+
+
+def job_kernels(rank):
+    return [family for family in get_args(Family) if f"gradwire.ops.cpu.{family}" in sys.modules]
+
+
+def test_a_rank_starts_with_all_kernels_and_need_not_compile_them():
+    assert run_ranks(job_kernels, 1) == [list(get_args(Family))]
 
 
 def job_with_children(rank):

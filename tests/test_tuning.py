@@ -128,7 +128,7 @@ def full_errors(exchange, layout, gradients, units):
 
 @pytest.mark.parametrize(("numel", "tolerance"), [(40_000, 0.03), (1 << 20, 0.1)])
 @pytest.mark.parametrize("alike", [0.0, 3.0])
-def test_sampled_errors_are_those_of_the_exchange(numel, tolerance, alike, one_thread):
+def test_sampled_errors_are_those_of_the_exchange(numel, tolerance, alike):
     layout = layout_of([numel])
     torch.manual_seed(1)
     # A part that all ranks share: then errors of ranks are alike too, and do not cancel out.

@@ -64,7 +64,7 @@ def job_averages(rank, specs):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_virtual_ranks_end_with_the_bits_bytes_and_residuals_of_real_ones(world_size, one_thread):
+def test_virtual_ranks_end_with_the_bits_bytes_and_residuals_of_real_ones(world_size):
     rows = [row for row in ROWS if row.exchange.communicates and world_size in row.world_sizes]
     specs = [row.spec for row in rows] + MORE_SPECS
     real = run_ranks(job_averages, world_size, 240, args=(specs,))
@@ -195,7 +195,7 @@ def require_same(have, want, where):
 
 
 def test_training_on_virtual_ranks_ends_with_the_weights_and_the_state_of_ddp_and_goes_on_from_there(
-    one_thread, tmp_path
+    tmp_path,
 ):
     virtual = [train_virtually(form, EARLY) for form in FORMS]
     torch.save(virtual, tmp_path / "virtual.pt")

@@ -31,7 +31,7 @@ class ParameterState:
         self._dtype = dtype
         self._flats: dict[str, _FlatState] = {}
         self.num_moves = 0
-        """How often values have moved to other memory, or have been forgotten."""
+        """The number of times that values have moved to other memory, or have been forgotten."""
 
     def flat(
         self, layout: BucketLayout, device: torch.device | str = "cpu", *, may_change: bool = False

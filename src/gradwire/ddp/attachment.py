@@ -18,7 +18,7 @@ from gradwire.ddp.choice import Choice
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
 from gradwire.errors import WireError
-from gradwire.peers import CollectiveCall, GridCall
+from gradwire.peers import CollectiveCall, GridCall, own_world_rank
 from gradwire.recipes import Recipe, Tuning, WirePlan
 from gradwire.torch_private import backward_pass
 from gradwire.tuning import Decision
@@ -57,10 +57,13 @@ class Attachment(abc.ABC):
         self.rank, self.world_size = rank, world_size
         """This rank and the number of ranks, as states count them."""
         self.grid = Grid(world_size, num_shards)
+        self._name = own_world_rank(self.group)
         self.is_disabled = is_disabled
         # Kept here, since another runner may be put around it.
         self.engine = bridge.runner if isinstance(bridge.runner, Engine) else None
         self.timeout = timeout
+        self._has_ended = False
+        self._ended_with: WireError | None = None
         if choice.recipe is not None:
             self.use_tuner_of(choice.recipe)
 
@@ -114,6 +117,11 @@ class Attachment(abc.ABC):
         return self.bridge.runner.failure
 
     @property
+    def first_failure(self) -> WireError | None:
+        """The first error of any rank while this was attached, if there was one."""
+        return self._ended_with if self._has_ended else self.failure
+
+    @property
     def state(self) -> RunState:
         """The state that a checkpoint holds; empty for a hook, which keeps its own."""
         return RunState() if self.engine is None else self.engine.state
@@ -155,7 +163,7 @@ class Attachment(abc.ABC):
         if not (self.is_attached or self.is_disabled):
             what = method.rpartition(".")[2]
             raise RuntimeError(
-                f"rank {self.rank}: this wire is detached, and {what} would have no effect; "
+                f"rank {self._name}: this wire is detached, and {what} would have no effect; "
                 "call it on the wire that gradwire.attach returned last"
             )
         return GridCall(self.group, self.other_shards(), self.timeout, method)
@@ -164,7 +172,7 @@ class Attachment(abc.ABC):
         """Return the state of this rank, or of all ranks; RuntimeError inside ``backward()``."""
         if backward_pass() != -1:
             raise RuntimeError(
-                f"rank {self.rank}: Wire.state_dict was called inside backward(), where some residuals are "
+                f"rank {self._name}: Wire.state_dict was called inside backward(), where some residuals are "
                 "those of this step and some are older; call it after backward() has returned"
             )
         state = self.state.save(self.choice.name, self.bridge.num_steps, self.rank, self.grid)
@@ -188,6 +196,8 @@ class Attachment(abc.ABC):
 
     def detach(self) -> None:
         """Return the model to its own averaging, and close the runner."""
+        # A runner that is closed has an error for whoever still uses it, which is not one of this run.
+        self._ended_with, self._has_ended = self.first_failure, True
         self.leave()
         if not self.is_disabled:
             self.bridge.runner.close()

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.hook_slot import HookSlot
 from gradwire.ddp.models import trained_parameters
+from gradwire.peers import own_world_rank
 
 
 class Watch(Protocol):
@@ -34,7 +35,7 @@ class WatchedModel:
 
     def __init__(self, ddp: DistributedDataParallel, slot: HookSlot, bridge: Bridge) -> None:
         self._ddp, self._slot, self._bridge = weakref.ref(ddp), weakref.ref(slot), weakref.ref(bridge)
-        self.rank = ddp.process_group.rank()
+        self.rank = own_world_rank(ddp.process_group)
 
     @property
     def is_attached(self) -> bool:

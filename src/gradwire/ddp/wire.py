@@ -59,8 +59,8 @@ class Wire(Uncopied):
 
     @property
     def failure(self) -> WireError | None:
-        """The first error of any rank, if there was one."""
-        return self._attachment.failure
+        """The first error of any rank, if there was one; also after `detach`."""
+        return self._attachment.first_failure
 
     def stats(self) -> WireStats:
         """Return bytes, messages, and times of waiting and working: in total, per step and per bucket."""

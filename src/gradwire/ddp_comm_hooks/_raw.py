@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradwire.buckets import Layouts
 from gradwire.ddp import Bridge, open_raw_engine
+from gradwire.peers import own_world_rank
 from gradwire.recipes import Recipe
 from gradwire.torch_private import GradBucket, backward_pass
 
@@ -63,7 +64,7 @@ def run_recipe(recipe: Recipe, process_group: dist.ProcessGroup | None, bucket: 
     models = _models.setdefault(group, {}).setdefault((recipe, device.type), _Models())
 
     def make() -> Bridge:
-        return Bridge(open_raw_engine(recipe, group, bucket), Layouts(), group.rank())
+        return Bridge(open_raw_engine(recipe, group, bucket), Layouts(), own_world_rank(group))
 
     return models.bridge_of(bucket, make).run(bucket)
 

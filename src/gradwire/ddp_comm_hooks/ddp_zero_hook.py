@@ -28,7 +28,7 @@ from gradwire.ddp import (
     step_parameters,
 )
 from gradwire.ddp_comm_hooks.default_hooks import Hook
-from gradwire.peers import Group, backend_name, gather
+from gradwire.peers import Group, backend_name, gather, own_world_rank
 from gradwire.torch_private import (
     GradBucket,
     optimizer_class,
@@ -98,7 +98,7 @@ def _zero_hook(
         assert model is not None, "only the model's reducer calls its hook"
         lane = open_raw_lane(model.process_group, bucket)
         runner = SteppingRunner(HookRunner(hook, state), lane, step, at_the_end=at_the_end)
-        layouts, rank = Layouts(model.module), model.process_group.rank()
+        layouts, rank = Layouts(model.module), own_world_rank(model.process_group)
         return Bridge(runner, layouts, rank, num_parameters=num_parameters)
 
     return hook_with_bridge(open_bridge, f"zero_step({hook_name(hook)})", HookInfo(wraps=hook))

@@ -25,7 +25,7 @@ from gradwire.ddp import (
 )
 from gradwire.ddp_comm_hooks.default_hooks import Hook
 from gradwire.lanes import open_local_lane
-from gradwire.peers import Group
+from gradwire.peers import Group, own_world_rank
 from gradwire.recipes import fp32
 from gradwire.torch_private import GradBucket, backward_step_handles, in_backward_optimizers, skip_lazy_init
 
@@ -58,7 +58,7 @@ def _hook_then_optimizer(hook: Hook, optimizer_state: upstream._OptimizerHookSta
     def open_bridge(state: Any, bucket: GradBucket) -> Bridge:
         group = getattr(state, "process_group", state)
         # A state without a group means the world, as in torch.
-        rank = group.rank() if isinstance(group, dist.ProcessGroup) else dist.get_rank()
+        rank = own_world_rank(group) if isinstance(group, dist.ProcessGroup) else dist.get_rank()
         return _stepping_bridge(HookRunner(hook, state), bucket, rank, step)
 
     return hook_with_bridge(open_bridge, f"_hook_then_optimizer({hook_name(hook)})", HookInfo(wraps=hook))
@@ -90,7 +90,7 @@ def _apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> Hook:
         assert ddp is not None, "only the model's reducer calls its hook"
         group = ddp.process_group
         inner = open_raw_engine(fp32(), group, bucket)
-        return _stepping_bridge(inner, bucket, group.rank(), step, drop_gradients)
+        return _stepping_bridge(inner, bucket, own_world_rank(group), step, drop_gradients)
 
     return hook_with_bridge(open_bridge, "_apply_optim_in_backward", HookInfo(prepare=_stop_backward_steps))
 

@@ -22,6 +22,7 @@ from gradwire.ddp import (
 )
 from gradwire.ddp_comm_hooks._raw import group_or_world
 from gradwire.exchanges import LowRank
+from gradwire.peers import own_world_rank
 from gradwire.recipes import Recipe, powersgd
 from gradwire.torch_private import GradBucket
 
@@ -238,7 +239,7 @@ class PowerSGDState:
                 may_have_unused=whole,
             )
             bridge = self._bridges[key] = Bridge(
-                engine, self._layouts, group.rank(), num_parameters=self._num_parameters
+                engine, self._layouts, own_world_rank(group), num_parameters=self._num_parameters
             )
         position = self._order.next(bucket)
         if position.index == 0:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.ddp import make_ddp
+from gradwire.ddp import local_part, make_ddp
 from gradwire.headroom.benchmark import Benchmark, Measurement, Variant
 from gradwire.headroom.devices import largest_of_ranks, open_group, sum_of_ranks
 from gradwire.headroom.records import Row
@@ -139,19 +139,12 @@ def relative_error(model: nn.Module, exact: nn.Module) -> float | None:
     difference = whole = 0.0
     for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
         if ours.grad is not None and theirs.grad is not None:
-            mine, right = _local(ours.grad), _local(theirs.grad)
+            mine, right = local_part(ours.grad), local_part(theirs.grad)
             difference += _sum_of_squares(mine - right)
             whole += _sum_of_squares(right)
     if is_sharded(model):
         difference, whole = sum_of_ranks([difference, whole])
     return math.sqrt(difference / whole) if whole and math.isfinite(difference) else None
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a gradient."""
-    to_local = getattr(gradient, "to_local", None)  # of a DTensor, whose import takes a second
-    local: torch.Tensor = gradient if to_local is None else to_local()
-    return local
 
 
 def _sum_of_squares(gradient: torch.Tensor) -> float:

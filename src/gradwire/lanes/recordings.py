@@ -34,7 +34,7 @@ _NUM_COUNTED = 8192
 
 @dataclass(frozen=True)
 class RepeatKey:
-    """What the work of a task on its device depends on, besides the values in memory and the step."""
+    """Everything that a task's work on its device depends on, besides the values in memory and the step."""
 
     facts: tuple[Hashable, ...]
     """Facts, and ids of ``objects``."""
@@ -48,7 +48,7 @@ RecordedRun = Callable[[Sequence[Tensor], NcclGroup, Scratch, Tensor], object]
 
 @dataclass(frozen=True)
 class Repeat:
-    """How a task is recorded: a run, and the key by which the same work is found again."""
+    """The way in which a task is recorded: a run, and the key by which the same work is found again."""
 
     key: RepeatKey
     run: RecordedRun
@@ -134,7 +134,7 @@ class _Recording:
 
     work: list[Callable[[], object]]
     step: Tensor | None
-    """Where the kernels read the step; None if they do not."""
+    """The memory from which kernels read the step; None if they do not."""
     traffic: Traffic
     keeps: list[Tensor]
     """Memory that the kernels use, and that nothing else may hold any more."""

@@ -77,7 +77,7 @@ class Task:
     overlaps: bool = False
     """True if it may run beside other tasks that overlap; otherwise it runs alone."""
     repeat: Repeat | None = None
-    """How a lane on a stream can record the task and replay it in later steps; None if it cannot."""
+    """The way in which a lane on a stream records the task, to replay it later; None if it cannot."""
 
     @property
     def flats(self) -> list[Tensor]:

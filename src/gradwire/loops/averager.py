@@ -101,6 +101,7 @@ class Averager(Uncopied):
         self._in_flight: list[AveragingHandle] = []
         self._may_have_state = keeps_state(self._recipe)
         self._is_closed = False
+        self._closed_with: WireError | None = None
         self._is_nccl = uses_nccl(self._group, self._device)
         self._device_types = ("cuda",) if self._is_nccl else ("cpu", "cuda")
         state = RunState(timeline=Timeline(None))
@@ -123,8 +124,8 @@ class Averager(Uncopied):
 
     @property
     def failure(self) -> WireError | None:
-        """The first error of any rank, if there was one."""
-        return None if self._is_closed else self._engine.failure
+        """The first error of any rank, if there was one; also after `close`."""
+        return self._closed_with if self._is_closed else self._engine.failure
 
     def average_(self, tensors: Tensors, weight: float | None = None) -> None:
         """Replace tensors by their mean over ranks; collective.
@@ -300,7 +301,7 @@ class Averager(Uncopied):
 
     def close(self) -> None:
         """End the averager's threads and connections, and give up what is under way; call on every rank."""
-        self._is_closed = True
+        self._closed_with, self._is_closed = self.failure, True
         self._engine.close()
 
     def __enter__(self) -> Averager:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.exchanges import even_bounds
+from gradwire.peers import own_world_rank
 
 Half = Literal["reduce_scatter", "all_gather"]
 """The two halves of an average."""
@@ -53,8 +54,8 @@ def make_full(shard: Tensor, numel: int | None, group: dist.ProcessGroup) -> Ten
     own = chunk_of(full, group)
     if own.shape != shard.shape:
         raise ValueError(
-            f"rank {group.rank()} gives {shard.numel()} values, and its chunk of {total} has {own.numel()}; "
-            "give numel, the length of the result, and the shard that reduce_scatter returned"
+            f"rank {own_world_rank(group)} gives {shard.numel()} values, and its chunk of {total} has "
+            f"{own.numel()}; give numel, the length of the result, and the shard that reduce_scatter returned"
         )
     own.copy_(shard)
     return full

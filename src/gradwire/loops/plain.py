@@ -35,24 +35,29 @@ class PlainEngine:
 
     def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
         """Begin to average a bucket in place; it is averaged when the future has been waited for."""
-        flat, group, weight = bucket.flat, self._group, bucket.weight
-        total = torch.tensor(float(group.size()), dtype=torch.float64, device=flat.device)
-        if weight is not None:
-            total.fill_(weight)
-            dist.all_reduce(total, dist.ReduceOp.SUM, group)  # see Note [Groups by position]
-            if weight == 0:
-                flat.zero_()
-            else:
-                flat.mul_(weight)
+        flat, group = bucket.flat, self._group
+        # Scaled before they are added, as in DDP: in fp16, a sum may overflow where its mean does not.
+        if bucket.weight is not None:
+            self._weigh(flat, bucket.weight)
+        elif self.recipe.reduction != "sum":
+            flat.div_(group.size())
+        # See Note [Groups by position].
         work = dist.all_reduce(as_real(flat), dist.ReduceOp.SUM, group, async_op=True)
-        is_sum = self.recipe.reduction == "sum"
 
-        def divide(done: Future[list[Tensor]]) -> Tensor:
+        def take(done: Future[list[Tensor]]) -> Tensor:
             done.wait()
-            return flat if is_sum else flat.div_(total)
+            return flat
 
-        future: Future[Tensor] = work.get_future().then(divide)
+        future: Future[Tensor] = work.get_future().then(take)
         return future
+
+    def _weigh(self, flat: Tensor, weight: float) -> None:
+        """Multiply by this rank's weight over that of all ranks; collective."""
+        total = torch.full((), weight, dtype=torch.float64, device=flat.device)
+        dist.all_reduce(total, dist.ReduceOp.SUM, self._group)
+        if weight == 0:
+            flat.zero_()  # not a product alone: the values of a rank without weight may be infinite
+        flat.mul_(weight / total)
 
     def swap(self, recipe: Recipe, open_lane: Callable[[], Lane]) -> None:
         """Average or sum as another recipe does from now on."""
@@ -79,14 +84,14 @@ class PlainHalves:
 
     def run(self, what: Half, recipe: Recipe, flat: Tensor, place: Place) -> None:
         """Run a reduce-scatter or an all-gather in place, and wait for it."""
-        own = chunk_of(flat, self._group)
         if what == "all_gather":
+            own = chunk_of(flat, self._group)
             alone = own.clone()
             flat.zero_()
             own.copy_(alone)
+        elif recipe.reduction != "sum":
+            flat.div_(self._group.size())
         dist.all_reduce(flat, dist.ReduceOp.SUM, self._group)
-        if what == "reduce_scatter" and recipe.reduction != "sum":
-            own.div_(self._group.size())
 
 
 class _NoStats:

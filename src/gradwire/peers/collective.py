@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+log = logging.getLogger("gradwire")
+
+
 class CollectiveCall:
     """A call that all ranks make together: they meet, each checks what it can alone, then they agree.
 
-    If a rank raises before `agree`, the other ranks raise with its text, so that none waits for it.
+    If a rank raises before `agree`, the other ranks raise with its text, so that none waits for it. That rank
+    raises its own error, also if others do not come.
 
     Example::
 
@@ -53,8 +58,12 @@ class CollectiveCall:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, Exception) and not self._has_agreed:
+        if not isinstance(error, Exception) or self._has_agreed:
+            return
+        try:
             agree(self.group, self.rendezvous, error, self._timeout, self._caller)
+        except RuntimeError as missing:  # that others do not come must not hide the error
+            log.warning("%s", missing)
 
 
 class GridCall(CollectiveCall):

@@ -17,33 +17,38 @@ Connections = tuple[Any, Any]
 
 
 def connect_all(
-    store: LimitedStore, prefixes: Sequence[str], rank: int, size: int, timeout: timedelta, note: str = ""
+    store: LimitedStore,
+    prefixes: Sequence[str],
+    rank: int,
+    names: Sequence[int],
+    timeout: timedelta,
+    note: str = "",
 ) -> tuple[list[Connections], list[str]]:
     """Make the connections of a group for each prefix, and return them with every rank's note; collective.
 
-    The two process groups of a prefix share one Gloo device, and so one thread. Raises RuntimeError if a rank
-    cannot be reached.
+    The two process groups of a prefix share one Gloo device, and so one thread. ``names`` has the ranks that
+    errors name, in rank order. Raises RuntimeError if a rank cannot be reached.
     """
-    names = [f"{prefix}/{way}" for prefix in prefixes for way in ("down", "up")]
+    ways = [f"{prefix}/{way}" for prefix in prefixes for way in ("down", "up")]
     options = [each for _ in prefixes for each in 2 * [_options(timeout)]]
-    book = _AddressBook(len(names))
+    book = _AddressBook(len(ways))
     made: dict[str, Any] = {}
     threads: list[threading.Thread] = []
 
     def connect(name: str, option: Any) -> None:
         try:
-            made[name] = ProcessGroupGloo(PrefixStore(name, book), rank, size, option)
+            made[name] = ProcessGroupGloo(PrefixStore(name, book), rank, len(names), option)
         except BaseException as error:
             book.fail(error)
         finally:
             book.leave()
 
     try:
-        for args in zip(names, options, strict=True):
+        for args in zip(ways, options, strict=True):
             thread = threading.Thread(target=connect, args=args, name="gradwire-connect", daemon=True)
             thread.start()
             threads.append(thread)
-        notes = _trade(book, note, store, f"{prefixes[0]}/addresses", rank, size, timeout)
+        notes = _trade(book, note, store, f"{prefixes[0]}/addresses", rank, names, timeout)
     except BaseException as error:  # also KeyboardInterrupt: no thread may wait for ever
         book.fail(error)
     for thread in threads:
@@ -51,14 +56,14 @@ def connect_all(
     if book.error is None:
         # A rank that closes its connections at once must not do so while others still make theirs.
         try:
-            made[names[0]].barrier().wait()
+            made[ways[0]].barrier().wait()
         except BaseException as error:
             book.fail(error)
     if book.error is not None:
         # Closes connections, which frees the ranks at their other ends. The error's traceback has this frame.
         made.clear()
         raise book.error
-    pairs = zip(names[::2], names[1::2], strict=True)
+    pairs = zip(ways[::2], ways[1::2], strict=True)
     return [(made[down], made[up]) for down, up in pairs], notes
 
 
@@ -127,23 +132,29 @@ class _AddressBook(Store):
 
 
 def _trade(
-    book: _AddressBook, note: str, store: LimitedStore, prefix: str, rank: int, size: int, timeout: timedelta
+    book: _AddressBook,
+    note: str,
+    store: LimitedStore,
+    prefix: str,
+    rank: int,
+    names: Sequence[int],
+    timeout: timedelta,
 ) -> list[str]:
     """Exchange the addresses of all ranks' groups over ``store``; return every rank's note.
 
     Raises RuntimeError if a rank has none: the others must not try to reach it.
     """
     own = {key: base64.b64encode(value).decode() for key, value in book.own_entries().items()}
-    keys = [f"{prefix}/{peer}" for peer in range(size)]
+    keys = [f"{prefix}/{peer}" for peer in range(len(names))]
     error = None if book.error is None else str(book.error)
     store.set(keys[rank], json.dumps([note, own, error]))
     if book.error is not None:
         raise book.error
     store.wait(keys, timeout)
     notes, entries, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
-    for peer, text in enumerate(errors):
+    for name, text in zip(names, errors, strict=True):
         if text is not None:
-            raise RuntimeError(f"rank {peer}: {text}")
+            raise RuntimeError(f"rank {name}: {text}")
     book.complete({key: base64.b64decode(value) for each in entries for key, value in each.items()})
     return list(notes)
 

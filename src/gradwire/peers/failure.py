@@ -48,6 +48,12 @@ class Failure:
         if self.store is not None:
             last_words.register(self)
 
+    @property
+    def own_name(self) -> int:
+        """The rank by which texts for the other ranks name this one."""
+        assert self.store is not None, "nobody else reads them"
+        return self._names[self.store.rank]
+
     def set(self, error: WireError) -> None:
         """Keep ``error`` and post its text for the other ranks; do nothing after the first error."""
         with self._lock:

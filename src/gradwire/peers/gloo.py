@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.peers.connecting import Connections, connect_all
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
-from gradwire.peers.process_groups import timeout_of, world_ranks
+from gradwire.peers.process_groups import own_world_rank, timeout_of, world_ranks
 from gradwire.peers.store_connections import LimitedStore, limited_store, own_store
 from gradwire.torch_private import (
     ProcessGroupGloo,
@@ -42,10 +42,10 @@ def open_gloo_groups(
     group: dist.ProcessGroup, prefixes: Sequence[str], note: str = ""
 ) -> tuple[list[GlooGroup], list[str]]:
     """Make several groups at once, as `open_gloo` makes one; return them and every rank's note."""
-    rank, size, timeout, names = group.rank(), group.size(), timeout_of(group), world_ranks(group)
+    rank, timeout, names = group.rank(), timeout_of(group), world_ranks(group)
     store = limited_store(group, timeout)
     try:
-        connections, notes = connect_all(store, prefixes, rank, size, timeout, note)
+        connections, notes = connect_all(store, prefixes, rank, names, timeout, note)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {names[rank]}: gradwire could not connect to the other ranks of the group: {error}"
@@ -57,7 +57,7 @@ def open_gloo_groups(
 def make_late_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
     """Make a group that does not connect before its `GlooGroup.open`, which is then the collective call."""
     timeout = timeout_of(group)
-    store = LimitedStore(own_store(group, timeout), group.rank(), timeout)
+    store = LimitedStore(own_store(group, timeout), own_world_rank(group), timeout)
     return GlooGroup(store, prefix, group.rank(), world_ranks(group), timeout)
 
 
@@ -112,7 +112,7 @@ class GlooGroup:
             try:
                 self._wait_for_all()
                 (connections,), _ = connect_all(
-                    self._store, [self._prefix], self.rank, self.size, self._timeout
+                    self._store, [self._prefix], self.rank, self.names, self._timeout
                 )
             except RuntimeError as error:
                 raise PeerUnreachable(None, _reason(error), connecting=True) from error

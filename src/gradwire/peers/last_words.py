@@ -58,8 +58,8 @@ def _share(error: BaseException, trace: TracebackType | None) -> None:
     (text, *_) = describe(error).splitlines()
     for failure in list(_failures):
         if failure.error is None and failure.store is not None:
-            rank = failure.store.rank
-            failure.set(WireError(f"rank {rank}: its program ended with {text[:_MAX_LENGTH]}{place}"))
+            told = f"rank {failure.own_name}: its program ended with {text[:_MAX_LENGTH]}{place}"
+            failure.set(WireError(told))
 
 
 def _explain(error: BaseException) -> None:

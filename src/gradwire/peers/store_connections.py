@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from gradwire.peers.process_groups import own_world_rank
 from gradwire.torch_private import Store, has_tcp_store, own_connection, store_of
 
 T = TypeVar("T")
@@ -35,7 +36,10 @@ class LimitedStore:
     """
 
     def __init__(self, store: Store, rank: int, timeout: timedelta) -> None:
-        """Ask ``store``; a request that may wait for other ranks waits no longer than ``timeout``."""
+        """Ask ``store``; a request that may wait for other ranks waits no longer than ``timeout``.
+
+        ``rank`` is the one that errors name.
+        """
         self._store, self._rank, self._timeout = store, rank, timeout
 
     def add(self, key: str, amount: int) -> int:
@@ -73,7 +77,7 @@ class LimitedStore:
 
 def limited_store(group: dist.ProcessGroup, timeout: timedelta) -> LimitedStore:
     """Return the store in which the ranks of ``group`` meet."""
-    return LimitedStore(store_of(group), group.rank(), timeout)
+    return LimitedStore(store_of(group), own_world_rank(group), timeout)
 
 
 def begin(request: Callable[[], T]) -> Future[T]:

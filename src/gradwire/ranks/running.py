@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from gradwire.ddp import hook_name
 from gradwire.lab import Lab
+from gradwire.ops import Family
 from gradwire.ranks.rank_main import RankJob
 from gradwire.ranks.rank_process import OnMessage, RankProcess, wait_for_ranks
 from gradwire.torch_private import TCPStore
@@ -27,7 +28,7 @@ T = TypeVar("T")
 # DistributedDataParallel imports torch._dynamo when it is made, which alone takes a second or two.
 _PRELOAD = ["torch._dynamo", "torch.distributed", "torch.nn.parallel", "gradwire.ranks", "gradwire.training"]
 # The server compiles numba's kernels once, so that ranks need not.
-_PRELOAD += [f"gradwire.ops.cpu.{family}" for family in ("casts", "blocks", "low_rank")]
+_PRELOAD += [f"gradwire.ops.cpu.{family}" for family in get_args(Family)]
 # Preloaded if this process has them: ranks of a test import what the test does.
 _PRELOAD_IF_HERE = {"pytest", "hypothesis", "gradwire.testing"}
 _LOOPBACK = "127.0.0.1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 from gradwire.exchanges import Route, Schedule, Selector
 from gradwire.recipes.registry import parse_spec
@@ -40,11 +40,15 @@ def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
 
     The next recipe takes over the residuals of the one before, or sends them with its first gradients. As
     text: ``"schedule(0=fp32; 1000=int8; 5000=int4)"``. Raises ValueError if no stage begins with step 0, if
-    some recipes average and some sum, or if a stage is itself a schedule or a route.
+    some recipes average and some sum, or if a stage is itself a schedule or a route. Raises TypeError for
+    steps that are not whole numbers.
 
     >>> print(schedule({0: "fp32", 1000: "int8", 5000: "int4:block=64"}))
     schedule(0=fp32; 1000=int8; 5000=int4:block=64)
     """
+    for start in stages:
+        if isinstance(start, bool) or not isinstance(start, SupportsIndex):
+            raise TypeError(f"a stage of a schedule begins with a step, a whole number, not {start!r}")
     chosen = {int(start): recipe(each) for start, each in sorted(stages.items())}
     for each in chosen.values():
         if each.parts:
@@ -142,7 +146,7 @@ def _parse_schedule(items: list[str]) -> Recipe:
     stages: dict[int, Recipe] = {}
     for item in items:
         start, equals, each = (part.strip() for part in item.partition("="))
-        if not (equals and start.isdigit()):
+        if not (equals and start.isdecimal()):
             raise ValueError(f"a schedule's stage is step=recipe, as in 1000=int8, not {item!r}")
         if int(start) in stages:
             raise ValueError(f"a schedule has one recipe from step {start} on, not two")

@@ -63,8 +63,9 @@ def check_sharded(
 ) -> Report:
     """Train a sharded model with ``recipe`` in every way, and report case by case.
 
-    After each step, gradients must be finite, within the recipe's bound of the exact mean, and the same in
-    all replicas bit for bit. A resumed run must have the bits of one that was not stopped.
+    After each step, gradients must be finite, within the recipe's bound of the exact mean, neither too large
+    nor too small as a whole (see `check_hook`), and the same in all replicas bit for bit. A resumed run must
+    have the bits of one that was not stopped.
 
     Args:
         recipe: a recipe, or its text.
@@ -87,21 +88,27 @@ def check_sharded(
     require_choice("device", device, ("cpu", "cuda"))
     if replicas < 1 or world_size % replicas:
         raise ValueError(f"{world_size} ranks cannot be {replicas} replicas of equal size")
-    own = expectation_of(scattered(chosen) if replicas == 1 else chosen, world_size)
-    bounds = Bounds(
-        tolerance=own.tolerance_or(tolerance, str(chosen)),
-        floor=own.floor,
-        feedback=own.feedback,
-        num_roundings=1,
-        residual_unit=None,
-        keeps_size=False,
-    )
+    bounds = bounds_of(chosen, tolerance, world_size, replicas)
     cases = [ShardedCase(), ShardedCase(reshards=False), ShardedCase(micro_batches=3)]
     cases += [ShardedCase(native=False)] if replicas > 1 else []
     cases += [ShardedCase(skew=True), ShardedCase(resume=True)]
     results = run_cases(_check, cases, world_size, case_timeout, (chosen, bounds, replicas, device))
     kind = "HSDP" if replicas > 1 else "FSDP2"
     return Report(f"{kind} with {str(chosen)!r}", world_size, results)
+
+
+def bounds_of(recipe: Recipe, tolerance: float | None, world_size: int, replicas: int) -> Bounds:
+    """Return the limits for the errors of gradients, with the arguments of `check_sharded`."""
+    own = expectation_of(scattered(recipe) if replicas == 1 else recipe, world_size)
+    return Bounds(
+        tolerance=own.tolerance_or(tolerance, str(recipe)),
+        floor=own.floor,
+        feedback=own.feedback,
+        num_roundings=1,
+        residual_unit=None,
+        unbiased=own.unbiased,
+        keeps_size=True,
+    )
 
 
 class _Block(nn.Module):
