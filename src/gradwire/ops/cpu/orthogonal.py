@@ -88,7 +88,7 @@ def _orthogonalize_at_once(vectors: Any) -> Any:
             num_columns,
             Left(first, I8(_NUM_COLUMNS), I8(1)),
             Right(point(transposed, 0), PANEL64, width),
-            Product(point(products, 0), width, ADD),
+            Product(point(products, 0), PANEL64, width, ADD),
             no_prefetch(first),
         )
     inverse = np.empty((rank, rank), np.float64)
@@ -105,7 +105,7 @@ def _orthogonalize_at_once(vectors: Any) -> Any:
                 min(c + ROWS, rank),
                 Left(point(inverse, c * rank), rank, I8(1)),
                 Right(first, PANEL64, I8(_NUM_COLUMNS)),
-                Product(point(found, c * _NUM_COLUMNS), I8(_NUM_COLUMNS), SET),
+                Product(point(found, c * _NUM_COLUMNS), PANEL64, I8(_NUM_COLUMNS), SET),
                 no_prefetch(first),
             )
         for c in range(rank):
