@@ -33,7 +33,7 @@ from gradwire.ops.cpu.tiles import (
     no_prefetch,
 )
 from gradwire.ops.cpu.transposes import transpose
-from gradwire.ops.cpu.vectors import LINE_BYTES, fence
+from gradwire.ops.cpu.vectors import LINE_BYTES, aligned, fence
 
 _MATRIX = F4[:, ::1]
 # Rows of a matrix that stay in the first two caches while they are multiplied with a factor.
@@ -43,18 +43,10 @@ _DEPTH = 256
 
 
 @helper
-def _aligned(numel: Any) -> Any:
-    """Return memory for this many numbers that begins with a cache line."""
-    memory = np.empty(numel + LINE, np.float32)
-    start = -memory.ctypes.data // np.int64(4) % LINE
-    return memory[start : start + numel]
-
-
-@helper
 def _panels(factor: Any) -> Any:
     """Return a copy of a factor in panels as wide as a tile: distant rows evict each other from the cache."""
     rank, m = factor.shape
-    panels = _aligned(-(-m // PANEL) * rank * PANEL)
+    panels = aligned(-(-m // PANEL) * rank * PANEL, np.float32)
     for c in range(rank):
         row = point(factor, c * m)
         for j in range(0, m - m % LINE, LINE):
@@ -75,7 +67,7 @@ def accumulate_and_project(values: Any, matrix: Any, basis: Any, out: Any) -> An
     n, m = matrix.shape
     rank = basis.shape[0]
     width = -(-rank // LINE) * LINE
-    columns, sums, tops = _aligned(m * width), _aligned(n * width), np.zeros(ROWS, np.int32)
+    columns, sums, tops = aligned(m * width, np.float32), aligned(n * width, np.float32), np.zeros(ROWS, np.int32)
     columns[:] = 0  # also what pads a row to whole lines
     transpose(point(basis, 0), m, (rank, m), point(columns, 0), width)
     largest = I4(0)
@@ -107,7 +99,7 @@ def accumulate_and_project(values: Any, matrix: Any, basis: Any, out: Any) -> An
 def project_back(values: Any, matrix: Any, adds: Any, basis: Any, out: Any) -> Any:
     n, m = matrix.shape
     rank = basis.shape[0]
-    panels = _aligned(-(-m // PANEL) * rank * PANEL)
+    panels = aligned(-(-m // PANEL) * rank * PANEL, np.float32)
     panels[:] = 0
     largest = I4(0)
     for i in range(0, n, _NUM_ROWS):
