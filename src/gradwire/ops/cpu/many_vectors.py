@@ -43,17 +43,39 @@ _DEPTH = 256
 
 
 @helper
+def _copy(source: Any, target: Any, length: Any) -> None:
+    whole = length - length % LINE
+    for j in range(0, whole, LINE):
+        store(target, j, load(source, j))
+    for j in range(whole, length):
+        target[j] = source[j]
+
+
+@helper
+def _num_panels(length: Any) -> Any:
+    return -(-length // PANEL)
+
+
+@helper
 def _panels(factor: Any) -> Any:
     """Return a copy of a factor in panels as wide as a tile: distant rows evict each other from the cache."""
     rank, m = factor.shape
-    panels = aligned(-(-m // PANEL) * rank * PANEL, np.float32)
-    for c in range(rank):
-        row = point(factor, c * m)
-        for j in range(0, m - m % LINE, LINE):
-            store(panels, (j // PANEL * rank + c) * PANEL + j % PANEL, load(row, j))
-        for j in range(m - m % LINE, m):
-            panels[(j // PANEL * rank + c) * PANEL + j % PANEL] = row[j]
+    panels = aligned(_num_panels(m) * rank * PANEL, np.float32)
+    for p in range(_num_panels(m)):
+        width = min(PANEL, m - p * PANEL)
+        for c in range(rank):
+            _copy(point(factor, c * m + p * PANEL), point(panels, (p * rank + c) * PANEL), width)
     return panels
+
+
+@helper
+def _leave_panels(panels: Any, factor: Any) -> None:
+    """Do the reverse of `_panels`."""
+    rank, m = factor.shape
+    for p in range(_num_panels(m)):
+        width = min(PANEL, m - p * PANEL)
+        for c in range(rank):
+            _copy(point(panels, (p * rank + c) * PANEL), point(factor, c * m + p * PANEL), width)
 
 
 @helper
@@ -67,7 +89,11 @@ def accumulate_and_project(values: Any, matrix: Any, basis: Any, out: Any) -> An
     n, m = matrix.shape
     rank = basis.shape[0]
     width = -(-rank // LINE) * LINE
-    columns, sums, tops = aligned(m * width, np.float32), aligned(n * width, np.float32), np.zeros(ROWS, np.int32)
+    columns, sums, tops = (
+        aligned(m * width, np.float32),
+        aligned(n * width, np.float32),
+        np.zeros(ROWS, np.int32),
+    )
     columns[:] = 0  # also what pads a row to whole lines
     transpose(point(basis, 0), m, (rank, m), point(columns, 0), width)
     largest = I4(0)
@@ -99,8 +125,7 @@ def accumulate_and_project(values: Any, matrix: Any, basis: Any, out: Any) -> An
 def project_back(values: Any, matrix: Any, adds: Any, basis: Any, out: Any) -> Any:
     n, m = matrix.shape
     rank = basis.shape[0]
-    panels = aligned(-(-m // PANEL) * rank * PANEL, np.float32)
-    panels[:] = 0
+    panels = aligned(_num_panels(m) * rank * PANEL, np.float32)
     largest = I4(0)
     for i in range(0, n, _NUM_ROWS):
         num_rows = min(_NUM_ROWS, n - i)
@@ -112,12 +137,10 @@ def project_back(values: Any, matrix: Any, adds: Any, basis: Any, out: Any) -> A
             num_rows,
             Left(point(basis, i), n, I8(1)),
             Right(point(matrix, i * m), PANEL, m),
-            Product(point(panels, 0), rank * PANEL, PANEL, ADD),
+            Product(point(panels, 0), rank * PANEL, PANEL, ADD if i else SET),
             _ahead(matrix, i + _NUM_ROWS, rank),
         )
-    for c in range(rank):
-        for j in range(m):
-            out[c, j] = panels[(j // PANEL * rank + c) * PANEL + j % PANEL]
+    _leave_panels(panels, out)
     return vote(largest)
 
 
