@@ -2,7 +2,7 @@
 
 Tiles that find their operands in the first cache take little more time than their multiplications must. So
 what comes from further away is prefetched, in the order in which it lies in memory, and factors are copied to
-adjacent, aligned lines. With 32 vectors and 18.9 M values, the three passes of a step took 14, 12.5 and 24 ms
+adjacent, aligned lines. With 32 vectors and 18.9 M values, the three passes of a step took 14, 13 and 25 ms
 on one core whose multiplications alone take 10.2, 10.2 and 20.5 ms.
 """
 
