@@ -149,7 +149,7 @@ def test_products_of_many_vectors_are_exact_whatever_their_tiles(rows, columns, 
     assert many_vectors.accumulate_and_project(values, matrix, right, found) == 1
     assert many_vectors.project_back(values, other, True, left, again) == 1
     many_vectors.project_back(matrix, matrix, False, left, back)
-    many_vectors.finish(left, right, left, own, matrix, True, values)
+    many_vectors.finish(left, right, left, own, matrix, True, values, False)
     assert np.array_equal(back, again)
     close = {"rtol": 0, "atol": 2e-6 * max(rows, columns, rank)}
     np.testing.assert_allclose(found, right @ total.T, **close)
@@ -161,7 +161,7 @@ def test_products_of_many_vectors_are_exact_whatever_their_tiles(rows, columns, 
 def test_a_number_of_a_product_has_the_same_bits_wherever_it_lies():
     left, right = (each.numpy() for each in draw(7, (20, 77), (20, 131)))
     whole = np.empty((77, 131), np.float32)
-    many_vectors.finish(left, right, left, right, whole, False, whole)
+    many_vectors.finish(left, right, left, right, whole, False, whole, False)
     for rows, columns in (
         (slice(0, 1), slice(3, 4)),
         (slice(5, 50), slice(17, 131)),
@@ -169,8 +169,33 @@ def test_a_number_of_a_product_has_the_same_bits_wherever_it_lies():
     ):
         p, q = np.ascontiguousarray(left[:, rows]), np.ascontiguousarray(right[:, columns])
         part = np.empty((p.shape[1], q.shape[1]), np.float32)
-        many_vectors.finish(p, q, p, q, part, False, part)
+        many_vectors.finish(p, q, p, q, part, False, part, False)
         assert np.array_equal(part, whole[rows, columns])
+
+
+@pytest.mark.parametrize("rank", [3, 20, 32])
+@pytest.mark.parametrize("columns", [64, 80, 67])
+@pytest.mark.parametrize("shift", [0, 5])
+def test_a_product_that_goes_past_the_caches_has_the_same_bits(rank, columns, shift):
+    left, right = (each.numpy() for each in draw(8, (rank, 45), (rank, columns)))
+    wanted, found = (torch.zeros(45 * columns + shift)[shift:].view(45, columns).numpy() for _ in range(2))
+    many_vectors.finish(left, right, left, right, wanted, False, wanted, False)
+    many_vectors.finish(left, right, left, right, found, False, found, True)
+    assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("rank", [5, 20, 40])
+@pytest.mark.parametrize("poison", [math.nan, -math.inf, 1.0])
+def test_gradients_are_added_and_judged_in_every_row(rank, poison):
+    for row in range(35):
+        values, matrix, right = (each.numpy() for each in draw(9, (35, 300), (35, 300), (rank, 300)))
+        values[:] = 0
+        values[row, row * 8] = poison
+        total = matrix.copy()
+        total[row, row * 8] += np.nan_to_num(poison, posinf=0.0, neginf=0.0)
+        verdict = many_vectors.accumulate_and_project(values, matrix, right, np.empty((rank, 35), np.float32))
+        assert verdict == 1 if math.isfinite(poison) else math.isnan(verdict)
+        assert np.array_equal(matrix, total)
 
 
 def sizes_of(plan):

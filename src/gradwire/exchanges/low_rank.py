@@ -266,21 +266,24 @@ class _LowRankStep:
 
     def _sum(self, factor: Tensor, own: Tensor | None, message: Tensor) -> Rounds:
         """Sum a message that begins with a factor; ``own`` becomes this rank's share of that factor."""
-        if own is not None:
-            own.copy_(factor)
         if self._codec is None:
+            if own is not None:
+                own.copy_(factor)
             yield (Sum(message),)
             return
-        left_out = None if own is None else self._scratch("left out", factor.numel()).zero_()
         rest = message[factor.numel() :]
         seeds = seeds_of(self._codec, self._options.seed, self._context)
         exact = Raw(rest.dtype)  # a codec that changes nothing, so that the rest travels with the factor
         shapes: list[tuple[Codec, int]] = [(self._codec, factor.numel()), (exact, rest.numel())]
-        in_one_round = _message_rounds(shapes, self._context.group.size) == 1
-        yield (
-            Sum(factor, self._codec, left_out, seeds, in_one_round=in_one_round),
-            Sum(rest, exact, in_one_round=in_one_round),
-        )
+        if _message_rounds(shapes, self._context.group.size) == 1:
+            in_one_round = Sum(factor, self._codec, seeds=seeds, in_one_round=True, sent=own)
+            yield in_one_round, Sum(rest, exact, in_one_round=True)
+            return
+        left_out = None
+        if own is not None:
+            own.copy_(factor)
+            left_out = self._scratch("left out", factor.numel()).zero_()
+        yield Sum(factor, self._codec, left_out, seeds), Sum(rest, exact)
         if own is not None and left_out is not None:
             own.sub_(left_out)
 

@@ -55,6 +55,8 @@ def sum_encoded(sums: Sequence[Sum], context: Context) -> None:
         seed = NO_SEED if each.seeds is None else each.seeds.of(group.rank, 0)
         codec.encode(Chunk(each.values, row, each.residual, seed))
         codec.decode(row, each.values, seed)
+        if each.sent is not None:
+            each.sent.copy_(each.values)
     gather_matrix(arriving, [num_bytes] * group.size, group)
     for each, (begin, end) in zip(sums, places, strict=True):
         rows = arriving[:, begin : begin + aligned(end - begin)]

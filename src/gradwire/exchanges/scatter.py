@@ -60,6 +60,8 @@ class Sum:
     """
     in_one_round: bool = False
     """True if every rank sends all its values to every other, and adds up what it gets."""
+    sent: Tensor | None = None
+    """Memory for this rank's values as others decode them, which only a sum in one round can tell."""
 
     def bounds(self, num_ranks: int) -> tuple[tuple[int, int], ...]:
         """Return the start and end of every rank's chunk."""

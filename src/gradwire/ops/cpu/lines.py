@@ -137,6 +137,11 @@ def load(typing_context: Any, run: Any, index: Any) -> Any:
     return Line(run.dtype)(run, I8), generate
 
 
+def mark_past_caches(builder: Any, stored: Any) -> None:
+    """Make a store of whole, aligned lines go past the caches."""
+    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+
 def _store(past_caches: bool) -> Any:
     def function(typing_context: Any, run: Any, index: Any, line: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -145,8 +150,7 @@ def _store(past_caches: bool) -> Any:
             place = _line_address(context, builder, signature.args[0], run, index)
             stored = builder.store(line, place, align=item_bytes * (LINE if past_caches else 1))
             if past_caches:
-                mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-                stored.set_metadata("nontemporal", mark)
+                mark_past_caches(builder, stored)
             return context.get_dummy_value()
 
         return numba.void(run, I8, line), generate

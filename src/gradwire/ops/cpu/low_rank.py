@@ -19,6 +19,7 @@ from gradwire.ops.cpu import few_vectors, many_vectors, orthogonal
 from gradwire.ops.cpu.compiling import kernel
 from gradwire.ops.cpu.lines import F4, I4
 from gradwire.ops.cpu.scalars import INFINITY, larger
+from gradwire.ops.cpu.vectors import STREAMED
 
 
 @kernel((F4[:, ::1],))
@@ -77,12 +78,13 @@ def finish(
     votes: Tensor,
 ) -> None:
     verdicts = votes.numpy()
+    streams = flat.numel() >= STREAMED
     own = _matrices(batches, flat, sums, own_left, own_right)
     means = _factors(batches, left, right)
     for (k, values, total, own_p, own_q), (p, q) in zip(own, means, strict=True):
         vote = verdicts[k]
         if vote > 0:
-            many_vectors.finish(p, q, own_p, own_q, total, sums is not None, values)
+            many_vectors.finish(p, q, own_p, own_q, total, sums is not None, values, streams)
             continue
         if sums is not None:
             np.subtract(total, np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), out=total)

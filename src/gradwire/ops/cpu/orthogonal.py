@@ -13,6 +13,8 @@ from gradwire.ops.cpu.few_vectors import MAX_VECTORS
 from gradwire.ops.cpu.lines import F4, I4, I8, LINE, point
 from gradwire.ops.cpu.scalars import INFINITY, from_bits, larger
 from gradwire.ops.cpu.tiles import ADD, PANEL64, ROWS, SET, Left, Product, Right, multiply64, no_prefetch
+from gradwire.ops.cpu.transposes import transpose
+from gradwire.ops.cpu.vectors import aligned
 from gradwire.ops.reference.low_rank import NEGLIGIBLE
 
 _VECTOR, _MATRIX = F4[::1], F4[:, ::1]
@@ -71,26 +73,30 @@ def _orthogonalize_at_once(vectors: Any) -> Any:
     """
     rank, length = vectors.shape
     width = -(-rank // LINE) * LINE
-    part = np.empty((rank, _NUM_COLUMNS), np.float64)
-    found = np.empty((rank, _NUM_COLUMNS), np.float64)
-    transposed = np.zeros((_NUM_COLUMNS, width), np.float64)
-    products = np.zeros((rank, width), np.float64)
+    part = aligned(rank * _NUM_COLUMNS, np.float64).reshape(rank, _NUM_COLUMNS)
+    found = aligned(rank * _NUM_COLUMNS, np.float64).reshape(rank, _NUM_COLUMNS)
+    transposed, wide = aligned(_NUM_COLUMNS * width, np.float32), aligned(_NUM_COLUMNS * width, np.float64)
+    transposed[:] = 0
+    products = aligned(rank * width, np.float64).reshape(rank, width)
+    products[:] = 0
     for j in range(0, length, _NUM_COLUMNS):
         num_columns = min(_NUM_COLUMNS, length - j)
         _widen(vectors, j, num_columns, part)
-        for c in range(rank):
-            column = point(transposed, c)
-            for k in range(num_columns):
-                column[k * width] = part[c, k]
-        first = point(part, 0)
-        multiply64(
-            (rank, width),
-            num_columns,
-            Left(first, I8(_NUM_COLUMNS), I8(1)),
-            Right(point(transposed, 0), PANEL64, width),
-            Product(point(products, 0), width, ADD),
-            no_prefetch(first),
-        )
+        transpose(point(vectors, j), length, (rank, num_columns), point(transposed, 0), width)
+        for k in range(num_columns * width):
+            wide[k] = transposed[k]
+        for c in range(0, rank, ROWS):
+            # Products with earlier vectors are not needed: those of a pair are the same.
+            start = c // PANEL64 * PANEL64
+            first = point(part, c * _NUM_COLUMNS)
+            multiply64(
+                (min(ROWS, rank - c), width - start),
+                num_columns,
+                Left(first, I8(_NUM_COLUMNS), I8(1)),
+                Right(point(wide, start), PANEL64, width),
+                Product(point(products, c * width + start), PANEL64, width, ADD),
+                no_prefetch(first),
+            )
     inverse = np.empty((rank, rank), np.float64)
     if not _invert_root(products, inverse):
         return False
@@ -105,7 +111,7 @@ def _orthogonalize_at_once(vectors: Any) -> Any:
                 min(c + ROWS, rank),
                 Left(point(inverse, c * rank), rank, I8(1)),
                 Right(first, PANEL64, I8(_NUM_COLUMNS)),
-                Product(point(found, c * _NUM_COLUMNS), I8(_NUM_COLUMNS), SET),
+                Product(point(found, c * _NUM_COLUMNS), PANEL64, I8(_NUM_COLUMNS), SET),
                 no_prefetch(first),
             )
         for c in range(rank):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
@@ -24,6 +25,14 @@ STREAMED = 1 << 21
 def span(rows: Tensor) -> Tensor:
     """Return the memory of a matrix from its first row to the end of its last, gaps included."""
     return rows.as_strided(((len(rows) - 1) * rows.stride(0) + rows.shape[1],), (1,))
+
+
+@helper
+def aligned(numel: Any, dtype: Any) -> Any:
+    """Return memory for this many numbers, undefined, that begins with a cache line."""
+    memory = np.empty(numel + LINE_BYTES // 4, dtype)
+    start = -memory.ctypes.data % LINE_BYTES // memory.itemsize
+    return memory[start : start + numel]
 
 
 @intrinsic
