@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,7 @@ class _Copied:
 
     step: int
     rank: int
+    names: Sequence[int]
     rows: Tensor
     arrived: torch.cuda.Event
 
@@ -81,12 +82,13 @@ class Verification:
         own = hashes.to(device)
         if own.is_cuda:
             rows = gather_rows(own, group).to("cpu", non_blocking=True)
-            self._copied = _Copied(step, rank, rows, torch.cuda.current_stream(device).record_event())
+            arrived = torch.cuda.current_stream(device).record_event()
+            self._copied = _Copied(step, rank, group.names, rows, arrived)
             return
         everyone = gather_rows(torch.stack([own[0], _hash(own)]), group)
         # Ranks that are out of input have no hashes.
         if len({tuple(row) for row in everyone.tolist() if row[0]}) > 1:
-            self._require_same(step, rank, gather_rows(own, group))
+            self._require_same(step, rank, group.names, gather_rows(own, group))
         self._last_good = step
 
     def conclude(self) -> None:
@@ -94,11 +96,14 @@ class Verification:
         copied, self._copied = self._copied, None
         if copied is not None:
             copied.arrived.synchronize()  # no wait in practice: a whole step lies between
-            self._require_same(copied.step, copied.rank, copied.rows)
+            self._require_same(copied.step, copied.rank, copied.names, copied.rows)
             self._last_good = copied.step
 
-    def _require_same(self, step: int, rank: int, rows: Tensor) -> None:
-        """Raise WireError with the first gradient or parameter that differs, if one does."""
+    def _require_same(self, step: int, rank: int, names: Sequence[int], rows: Tensor) -> None:
+        """Raise WireError with the first gradient or parameter that differs, if one does.
+
+        ``names`` has the ranks of the world, in the order of ``rows``.
+        """
         everyone: list[list[int]] = rows.tolist()
         ranks = [r for r, row in enumerate(everyone) if row[0]]
         bad = [
@@ -109,7 +114,9 @@ class Verification:
         if not bad:
             return
         name, hashes = bad[0]
-        sides = [[r for r, v in zip(ranks, hashes, strict=True) if v == value] for value in set(hashes)]
+        sides = [
+            [names[r] for r, own in zip(ranks, hashes, strict=True) if own == value] for value in set(hashes)
+        ]
         told = ", another on ".join(
             f"rank(s) {', '.join(map(str, side))}"
             for side in sorted(sides, key=lambda side: (-len(side), side))
