@@ -126,8 +126,10 @@ class Tuned:
         if report is not None:
             report.wait()
 
-    def _see(self, layout: BucketLayout, flat: Tensor, place: Place, is_last: bool) -> None:
-        self.tuner.arrive(layout, flat, place.step, is_last=is_last)
+    def _see(
+        self, layout: BucketLayout, flat: Tensor, place: Place, is_last: bool, weight: float | None
+    ) -> None:
+        self.tuner.arrive(layout, flat, place.step, is_last=is_last, weight=weight)
 
     def _use_choice(self) -> None:
         exchange = self._tuning.exchange(self.tuner.encodings)
