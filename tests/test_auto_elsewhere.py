@@ -68,6 +68,7 @@ def check_averager_chooses(rank):
         assert ENCODINGS.index(decision.encodings["large"]) < ENCODINGS.index(decision.encodings["small"])
         assert 0.01 < error_of(tensors, FIRST + 2) < 1.1 * decision.error
         assert 0.02 < decision.error < 0.25
+        assert averager._engine.recipe.exchange.apart == ("medium", "small"), "they share no block"
         require_same_everywhere([averager.decisions(), {name: t.tolist() for name, t in tensors.items()}])
         sent = sum(bucket.bytes_sent for bucket in averager.stats().steps[-1].buckets)
         assert averager.plan().bytes_sent <= sent <= averager.plan().bytes_sent + 100
@@ -118,6 +119,7 @@ def check_averager_resumes(rank):
     file.seek(0)
     with gradwire.Averager("auto:feedback=true") as averager:
         averager.load_state_dict(state := torch.load(file, weights_only=True))
+        assert averager._engine.recipe.exchange.apart == ("medium", "small")
         assert len(averager.decisions()) == 1
         have = average(averager, rank, range(FIRST + 3, FIRST + 3 * WINDOW))
         assert all(torch.equal(have[name], want[name]) for name in want), "bit for bit"

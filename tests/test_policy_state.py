@@ -113,7 +113,7 @@ def test_a_state_of_an_earlier_version_is_taken():
     run = Simulated(link_s=1.0)
     run.run(100)
     state = json.loads(write_state(run.policy.state))
-    for added in ("retry", "times", "units"):
+    for added in ("retry", "times", "units", "apart"):
         del state[added]
     taken = read_state(json.dumps(state))
     assert taken.times == UNKNOWN
@@ -135,6 +135,7 @@ DAMAGES = {
     "a time": lambda state: json.dumps({**state, "recent": [math.nan]}),
     "a credit": lambda state: json.dumps({**state, "credit": -math.inf}),
     "a table": lambda state: json.dumps({**state, "table": {"norms": [1], "errors": [[-1]]}}),
+    "names": lambda state: json.dumps({**state, "apart": [3]}),
     "a trial": lambda state: json.dumps({**state, "trial": {"kept": {}}}),
     "a trial of nothing": lambda state: json.dumps({**state, "trial": {**state["trial"], "challengers": []}}),
     "decisions": lambda state: json.dumps({**state, "decisions": [1]}),

@@ -153,6 +153,7 @@ class Policy:
         """Decide from new errors and times."""
         state, is_first = self.state, self.state.phase == "measure"
         state.used, state.table, state.phase = self._used_so_far(report.used), table, "keep"
+        state.apart = chooser.apart(table)
         state.retry = 1
         interval = min(state.interval, self._tuning.every)
         state.next_look, state.interval = step + interval, min(2 * interval, self._tuning.every)

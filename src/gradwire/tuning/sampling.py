@@ -63,16 +63,14 @@ def pieces_of(units: tuple[TuningUnit, ...], step: int) -> tuple[Piece, ...]:
 def _strata(unit: TuningUnit) -> list[tuple[int, int]]:
     """Return the parts of a chunk from which pieces are taken: the first value and the size of each.
 
-    They are its parameters. In a bucket of shards, pieces must begin where blocks of an encoding do. So there
-    they are also the pieces in which parameters meet. Vectors are in these: their gradients may be much
-    larger than those of matrices, and must not be missed.
+    Pieces begin where blocks of an encoding do. So the parts are what lies inside of a parameter, and the
+    pieces in which parameters meet, all of which are taken. Vectors are in these: their gradients may be much
+    larger than those of matrices, and their blocks hold values of both.
     """
     ends = list(itertools.accumulate(unit.sizes))
-    cuts = {0, *ends}
-    if unit.is_scattered:
-        down = {end // PIECE * PIECE for end in ends[:-1]}
-        up = {min(ends[-1], -(-end // PIECE) * PIECE) for end in ends[:-1]}
-        cuts = {0, ends[-1], *down, *up}
+    down = {end // PIECE * PIECE for end in ends[:-1]}
+    up = {min(ends[-1], -(-end // PIECE) * PIECE) for end in ends[:-1]}
+    cuts = {0, ends[-1], *down, *up}
     return [(begin, end - begin) for begin, end in itertools.pairwise(sorted(cuts))]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout
+from gradwire.exchanges import Exchange
 from gradwire.peers import Group, gather_rows
 from gradwire.recipes import Tuning
 from gradwire.tuning.choices import Chooser
@@ -70,6 +71,11 @@ class Tuner:
         """The present encodings by parameter; others go by the first encoding."""
         choice = self.policy.state.choice
         return {} if choice is None else choice.encodings
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange of the present encodings."""
+        return self._tuning.exchange(self.encodings, self.policy.state.apart)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
