@@ -1,5 +1,7 @@
 """Models that a script shards: a recipe is attached to each of them, as a whole."""
 
+import json
+
 import pytest
 from torch.distributed.fsdp import fully_shard
 
@@ -41,11 +43,30 @@ def check_every_model(rank):
         loss_of(model, batch(rank, 0)).backward()
         require_near(full_gradients(model), exact_gradients(make(), 0, world()), 1e-4)
         assert attachments.num_refused == 1
+        assert "1 model left to torch" in summarize(attachments, Observations())
     assert torch.distributed.fsdp.fully_shard is fully_shard
 
 
 def test_models_that_a_script_shards_are_attached_to(two_ranks):
     two_ranks.run(check_every_model)
+
+
+def check_telemetry(rank, path):
+    """`gradwire run --telemetry` records what there is: shards have no errors of whole gradients."""
+    import torch.distributed.fsdp
+
+    with attach_to_all("int8", telemetry=gradwire.Telemetry(every=1, jsonl=path)) as attachments:
+        model = torch.distributed.fsdp.fully_shard(make())
+        loss_of(model, batch(rank, 0)).backward()
+        (made,) = attachments.made
+        made.wire.detach()
+    if rank == 0:
+        events = [json.loads(line)["event"] for line in path.read_text().splitlines()]
+        assert events == ["attach", "step", "detach"]
+
+
+def test_telemetry_of_a_script_that_shards_has_no_errors(two_ranks, tmp_path):
+    two_ranks.run(check_telemetry, tmp_path / "wire.jsonl")
 
 
 def check_parts_sharded_together(rank):
