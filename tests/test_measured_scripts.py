@@ -132,7 +132,7 @@ def test_it_says_why_nothing_is_proposed_for_a_sharded_model(tmp_path):
     done = gradwire(tmp_path, "headroom", *options, "--", script)
     assert done.returncode == 0, done.stderr
     (found,) = read_records((tmp_path / "found.json").read_text())
-    assert found.proposal is None
+    assert (found.proposal, found.sharding) == (None, "fsdp")
     assert found.no_proposal.startswith(
         "What auto:budget=0.1 would send is not known: fully_shard has sharded"
     )

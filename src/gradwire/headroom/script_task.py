@@ -44,6 +44,10 @@ class WireTotals:
     work_ms: float | None
     num_parameters: int
     gradient_bytes: int
+    exact_bytes: int
+    """Bytes that a rank has to send in a step for exact gradients, in rings."""
+    sharding: str | None
+    """``fsdp`` or ``hsdp`` if all models are sharded so; otherwise None."""
 
 
 @dataclass(frozen=True)

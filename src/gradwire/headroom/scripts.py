@@ -8,7 +8,7 @@ import gradwire
 from gradwire.headroom.benchmark import OnProgress, compared_recipes
 from gradwire.headroom.json_fields import printable
 from gradwire.headroom.measure import conditions, slowest_ms
-from gradwire.headroom.records import Record, Row, ring_bytes, row_name
+from gradwire.headroom.records import Record, Row, row_name
 from gradwire.headroom.script_launchers import ScriptFailed, choose_launcher
 from gradwire.headroom.script_task import ScriptResult, ScriptTask
 from gradwire.headroom.workloads import format_count
@@ -109,17 +109,18 @@ def _to_record(script: Script, runs: _Runs, lab: Lab | None, one_machine: bool) 
         workload=f"{printable(str(script))}, {format_count(wires.num_parameters)} parameters",
         num_parameters=wires.num_parameters,
         gradient_bytes=wires.gradient_bytes,
-        rows=tuple(_row(recipe, results, wires.gradient_bytes) for recipe, results in runs.items()),
+        rows=tuple(_row(recipe, results, wires.exact_bytes) for recipe, results in runs.items()),
         proposal=idle.proposal,
+        sharding=wires.sharding,
         no_proposal=idle.no_proposal,
     )
 
 
-def _row(recipe: gradwire.Recipe | None, results: Sequence[ScriptResult], gradient_bytes: int) -> Row:
+def _row(recipe: gradwire.Recipe | None, results: Sequence[ScriptResult], exact_bytes: int) -> Row:
     times_ms = slowest_ms(result.times_s[_NUM_WARM_UP_STEPS:] for result in results)
     wires = results[0].wires
     if wires is None:
-        return Row(row_name(recipe), times_ms, ring_bytes(gradient_bytes, len(results)))
+        return Row(row_name(recipe), times_ms, exact_bytes)
     counts = [None if result.wires is None else result.wires.bytes_per_step for result in results]
     known = [count for count in counts if count is not None]
     return Row(
