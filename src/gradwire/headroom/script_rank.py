@@ -138,6 +138,7 @@ def _totals(attachments: Attachments) -> WireTotals:
 
     return WireTotals(
         num_models=len(attachments.made) - attachments.num_given_way,
+        num_refused=attachments.num_refused,
         bytes_per_step=count("bytes_sent"),
         num_messages=count("num_messages"),
         wait_ms=total("wait_ms"),

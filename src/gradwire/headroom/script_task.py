@@ -38,6 +38,8 @@ class WireTotals:
     """The figures of all models of a script together; None if unknown."""
 
     num_models: int
+    num_refused: int
+    """The number of models that the recipe cannot be attached to."""
     bytes_per_step: int | None
     num_messages: int | None
     wait_ms: float | None
