@@ -100,11 +100,21 @@ def test_errors_of_other_encodings_are_not_used():
     assert other.encodings == run.encodings == {"int4"}, "3 bits would leave the budget"
 
 
+def look(run, step, report):
+    assert run.policy.conclude(step, report, run.chooser) is None
+    return True
+
+
 def test_reports_without_the_times_that_are_needed_are_ignored():
     run = Simulated()
     report = StepReport(UNKNOWN, run.used, run.table)
     assert run.policy.conclude(FIRST, report, run.chooser) is None
     assert run.policy.wants(FIRST + 1) == "errors"
+    looked = [
+        step for step in range(FIRST, 1000) if run.policy.wants(step) == "errors" and look(run, step, report)
+    ]
+    assert looked[-1] > 900
+    assert len(looked) < 60, "without times, as if nobody waits for averages, it looks less and less often"
     run.policy = Policy(run.tuning, needs_times=False)
     assert run.policy.conclude(FIRST, report, run.chooser).step_ms is None
 
