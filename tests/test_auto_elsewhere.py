@@ -68,6 +68,7 @@ def check_averager_chooses(rank):
         assert ENCODINGS.index(decision.encodings["large"]) < ENCODINGS.index(decision.encodings["small"])
         assert 0.01 < error_of(tensors, FIRST + 2) < 1.1 * decision.error
         assert 0.02 < decision.error < 0.25
+        assert averager._engine.recipe.exchange.apart == ("medium", "small"), "they share no block"
         require_same_everywhere([averager.decisions(), {name: t.tolist() for name, t in tensors.items()}])
         sent = sum(bucket.bytes_sent for bucket in averager.stats().steps[-1].buckets)
         assert averager.plan().bytes_sent <= sent <= averager.plan().bytes_sent + 100
@@ -85,6 +86,28 @@ def test_an_averager_chooses_by_tensor_and_says_so(two_ranks):
     two_ranks.run(check_averager_chooses)
 
 
+WEIGHTS = (1000.0, 1.0, 0.0)
+
+
+def check_weights(rank):
+    pretend_slow_links()
+    with gradwire.Averager("auto:budget=0.25") as averager:
+        for step in range(FIRST + 3):
+            own = draw(rank, step)["large"]
+            if not WEIGHTS[rank]:
+                own.fill_(float("nan"))  # its values do not count
+            averager.average_(own, weight=WEIGHTS[rank])
+        (decision,) = averager.decisions()
+        require_same_everywhere([averager.decisions(), own.tolist()])
+        want = sum(w * draw(r, FIRST + 2)["large"] for r, w in enumerate(WEIGHTS)) / sum(WEIGHTS)
+        # Nearly all of the mean is one rank's, so errors of ranks do not cancel out.
+        assert float((own - want).norm() / want.norm()) == pytest.approx(decision.error, rel=0.05)
+
+
+def test_an_averager_measures_errors_of_weighted_means(three_ranks):
+    three_ranks.run(check_weights)
+
+
 def check_averager_resumes(rank):
     pretend_slow_links()
     with gradwire.Averager("auto:feedback=true") as averager:
@@ -96,6 +119,7 @@ def check_averager_resumes(rank):
     file.seek(0)
     with gradwire.Averager("auto:feedback=true") as averager:
         averager.load_state_dict(state := torch.load(file, weights_only=True))
+        assert averager._engine.recipe.exchange.apart == ("medium", "small")
         assert len(averager.decisions()) == 1
         have = average(averager, rank, range(FIRST + 3, FIRST + 3 * WINDOW))
         assert all(torch.equal(have[name], want[name]) for name in want), "bit for bit"

@@ -213,7 +213,8 @@ WRONG = {
     "no tensor": (lambda: [None], "tensor '0' is None. If it is a gradient"),
     "a number": (lambda: 3, "not int"),
     "numbers as names": (lambda: {1: torch.ones(1)}, "names of tensors are text, not 1"),
-    "elsewhere": (lambda: torch.ones(3, device="meta"), "is on meta"),
+    "a set": (lambda: {torch.ones(3)}, "a set has another order on every rank"),
+    "elsewhere": (lambda: torch.ones(3, device="meta"), "is on meta.* on cpu and cuda: move it$"),
 }
 
 

@@ -6,9 +6,13 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import gradwire
 from gradwire.cli import app
 from gradwire.headroom import read_records
+from gradwire.headroom.script_launchers import ScriptFailed
 from gradwire.headroom.script_rank import _EnoughSteps, _Stopwatch
+from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
+from gradwire.headroom.scripts import _check, _without_refused
 from gradwire.scripts import Script
 from tests.processes import is_alive, wait_until_gone
 
@@ -45,6 +49,21 @@ def test_a_script_that_leaves_its_process_is_explained(tmp_path):
     result = run("headroom", "--ranks", "1", "--", str(tmp_path / "leave.py"))
     assert result.exit_code == 1
     assert "the script left its process (os._exit) before it had taken enough steps" in result.stderr
+
+
+def result(num_models, num_refused):
+    wires = WireTotals(num_models, num_refused, 100, 2, 0.1, 0.1, 1000, 4000, 2000, "fsdp")
+    return ScriptResult((0.1,) * 20, 1, "gloo", "cpu", 21, wires)
+
+
+def test_a_recipe_that_models_cannot_have_is_left_out():
+    names = {"int8": (2, 0), "powersgd": (0, 2), "topk": (1, 1), "noop": (2, 0)}
+    runs = {gradwire.recipe(name): [result(*counts)] for name, counts in names.items()}
+    for recipe, results in runs.items():
+        _check(ScriptTask(Script(__file__), str(recipe), 19), results)
+    assert [str(recipe) for recipe in _without_refused(runs)] == ["int8", "noop"]
+    with pytest.raises(ScriptFailed, match="made no DistributedDataParallel or sharded model"):
+        _check(ScriptTask(Script(__file__), "noop", 19), [result(0, 2)])
 
 
 def test_a_step_that_calls_several_optimizers_is_one_step():

@@ -19,6 +19,7 @@ from tests.sharded_runs import (
     make,
     mesh_of,
     require_near,
+    require_within,
     same_bits,
     shard,
     world,
@@ -144,6 +145,33 @@ def test_only_the_last_micro_batch_is_averaged(native, four_ranks):
     four_ranks.run(check_accumulation, native)
 
 
+def check_new_parameters(rank):
+    """Parameters that are unfrozen, or replaced by those of a checkpoint, are averaged from then on."""
+    mesh = mesh_of(2, 2)
+    model, plain = shard(make(), mesh), make()
+    frozen = [*model.blocks[0].parameters(), model.head.weight]
+    for each in frozen:
+        each.requires_grad_(False)
+    with gradwire.attach(model, "bf16") as wire:
+        loss_of(model, batch(rank, 0)).backward()
+        assert all(each.grad is None for each in frozen)
+        for each in frozen:
+            each.requires_grad_(True)
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, batch(rank, 1)).backward()
+            require_within(model, plain, 1, 1e-2)
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(saved, assign=True)
+        assert wire.stats().num_steps == 3
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+    dist.barrier()
+
+
+def test_parameters_that_are_unfrozen_or_replaced_are_averaged(four_ranks):
+    four_ranks.run(check_new_parameters)
+
+
 def check_divisor(rank):
     plain = make()
     for native in (False, True):
@@ -259,7 +287,8 @@ def check_checks(rank):
         return hashes(shadow=shadow)
 
     before.hashes = changed
-    with pytest.raises(gradwire.WireError, match="blocks.0.up.weight is not the same"):
+    found = r"blocks.0.up.weight is not the same on every rank: one on rank\(s\) 1, another on rank\(s\) 3"
+    with pytest.raises(gradwire.WireError, match=found):
         loss_of(model, batch(rank, 0)).backward()  # on the ranks that hold other shards too
     wire.detach()
     dist.barrier()
@@ -288,15 +317,6 @@ def check_refusals(rank):
     with pytest.raises(ValueError, match="register_post_accumulate_grad_hook"):
         gradwire.attach(model, "int8", replicas=mesh["replicate"])
     hook.remove()
-    for each in model.head.parameters():
-        each.requires_grad_(False)
-    wire = gradwire.attach(model, "int8", replicas=mesh["replicate"])
-    loss_of(model, batch(rank, 0)).backward()
-    for each in model.head.parameters():
-        each.requires_grad_(True)
-    with pytest.raises(gradwire.WireError, match="were frozen"):
-        loss_of(model, batch(rank, 0)).backward()
-    wire.detach()
     dist.barrier()
 
 

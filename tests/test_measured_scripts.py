@@ -128,11 +128,13 @@ for step in range(50):
 def test_it_says_why_nothing_is_proposed_for_a_sharded_model(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SHARDED_SCRIPT)
-    options = ["--ranks", "2", "--recipe", "noop", "--steps", "1", "--budget", "0.1", "--json", "found.json"]
-    done = gradwire(tmp_path, "headroom", *options, "--", script)
+    options = ["--ranks", "2", "--recipe", "powersgd", "--steps", "1", "--budget", "0.1"]
+    done = gradwire(tmp_path, "headroom", *options, "--json", "found.json", "--", script)
     assert done.returncode == 0, done.stderr
     (found,) = read_records((tmp_path / "found.json").read_text())
-    assert found.proposal is None
+    assert [row.recipe for row in found.rows] == ["allreduce", "noop"], "low rank is left out"
+    assert b"powersgd is not attached" in done.stderr
+    assert (found.proposal, found.sharding) == (None, "fsdp")
     assert found.no_proposal.startswith(
         "What auto:budget=0.1 would send is not known: fully_shard has sharded"
     )

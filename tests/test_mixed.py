@@ -1,5 +1,7 @@
 """Several encodings in one bucket, by parameter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,6 +58,8 @@ def test_each_run_of_neighbours_is_averaged_as_it_would_be_alone(dtype):
         ["p5", "p6"],
     ]
     assert len({run.index for _, run, _ in runs}) == len(runs), "seeds differ"
+    apart = replace(MIXED, apart=("p1", "p2", "p6")).split(layout)
+    assert [run.slots[0].name for _, run, _ in apart] == ["p0", "p1", "p2", "p4", "p5", "p6"]
     for exchange, run, begin in runs:
         end = begin + run.numel
         alone = averages(exchange, run, 3, begin, end, whole=layout)

@@ -100,11 +100,21 @@ def test_errors_of_other_encodings_are_not_used():
     assert other.encodings == run.encodings == {"int4"}, "3 bits would leave the budget"
 
 
+def look(run, step, report):
+    assert run.policy.conclude(step, report, run.chooser) is None
+    return True
+
+
 def test_reports_without_the_times_that_are_needed_are_ignored():
     run = Simulated()
     report = StepReport(UNKNOWN, run.used, run.table)
     assert run.policy.conclude(FIRST, report, run.chooser) is None
     assert run.policy.wants(FIRST + 1) == "errors"
+    looked = [
+        step for step in range(FIRST, 1000) if run.policy.wants(step) == "errors" and look(run, step, report)
+    ]
+    assert looked[-1] > 900
+    assert len(looked) < 60, "without times, as if nobody waits for averages, it looks less and less often"
     run.policy = Policy(run.tuning, needs_times=False)
     assert run.policy.conclude(FIRST, report, run.chooser).step_ms is None
 
@@ -113,7 +123,7 @@ def test_a_state_of_an_earlier_version_is_taken():
     run = Simulated(link_s=1.0)
     run.run(100)
     state = json.loads(write_state(run.policy.state))
-    for added in ("retry", "times", "units"):
+    for added in ("retry", "times", "units", "apart"):
         del state[added]
     taken = read_state(json.dumps(state))
     assert taken.times == UNKNOWN
@@ -135,6 +145,7 @@ DAMAGES = {
     "a time": lambda state: json.dumps({**state, "recent": [math.nan]}),
     "a credit": lambda state: json.dumps({**state, "credit": -math.inf}),
     "a table": lambda state: json.dumps({**state, "table": {"norms": [1], "errors": [[-1]]}}),
+    "names": lambda state: json.dumps({**state, "apart": [3]}),
     "a trial": lambda state: json.dumps({**state, "trial": {"kept": {}}}),
     "a trial of nothing": lambda state: json.dumps({**state, "trial": {**state["trial"], "challengers": []}}),
     "decisions": lambda state: json.dumps({**state, "decisions": [1]}),

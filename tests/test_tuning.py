@@ -77,14 +77,13 @@ def test_many_values_are_sampled_evenly_and_elsewhere_in_the_next_step():
         assert all(piece.end - piece.begin == PIECE and piece.end <= 8 << 20 for piece in pieces)
 
 
-def test_small_parameters_between_large_ones_are_all_looked_at():
-    units = units_of([layout_of([1 << 20, 300, 1 << 20, 1_200])])
-    assert len(units) == 2
-    small = [piece for piece in pieces_of(units, 3) if piece.end - piece.begin < PIECE]
-    assert [(piece.begin, piece.end) for piece in small] == [
-        (1 << 20, (1 << 20) + 300),
-        ((1 << 21) + 300 + PIECE, (1 << 21) + 1_500),
-    ]
+def test_small_parameters_between_large_ones_are_all_looked_at_in_blocks_that_they_share():
+    large = 1 << 20
+    units = units_of([layout_of([large, 300, large, 1_200])])
+    assert [unit.begin for unit in units] == [0, large]
+    pieces = [(piece.begin - large, piece.end - large) for piece in pieces_of(units, 3)]
+    assert (0, PIECE) in pieces, "300 values, and those after them"
+    assert pieces[-2:] == [(large, large + PIECE), (large + PIECE, large + 1_500)]
 
 
 def test_a_sample_estimates_sums_of_whole_units():
@@ -193,6 +192,49 @@ def test_a_choice_keeps_the_budget_in_both_senses_and_could_not_send_much_less(e
     finest = chooser.reassess(None, None)
     if budget >= 0.05:
         assert first.num_bytes < 0.6 * finest.num_bytes
+
+
+@st.composite
+def odd_buckets(draw):
+    """Draw sizes of parameters, with their scales: tiny ones beside large ones, of any size."""
+    sizes = st.floats(0, 4.8).map(lambda power: int(10**power))
+    scales = st.one_of(st.just(0.0), st.floats(-4, 4).map(lambda power: 10**power))
+    return draw(st.lists(st.tuples(sizes, scales), min_size=1, max_size=7))
+
+
+def error_of_choice(budget, drawn, num_ranks, seed):
+    """Return what a budget bounds, of a real exchange of gradients with these sizes and scales."""
+    tuning = gradwire.recipe(f"auto:budget={budget}").tuning
+    torch.manual_seed(seed)
+    sizes, each = zip(*drawn, strict=True)
+    layout = layout_of(sizes)
+    scales = torch.tensor(each).repeat_interleave(torch.tensor(sizes))
+    gradients = [scales * torch.randn(layout.numel) for _ in range(num_ranks)]
+    chooser = Chooser([layout], tuning, num_ranks)
+
+    def job(group):
+        sample = Sample(chooser.units, step=7)
+        sample.take(0, gradients[group.rank])
+        table = measure_errors(sample.values, sample, chooser.codecs, group, 7)
+        return chooser.best(table, chooser.num_encodings).encodings, chooser.apart(table)
+
+    first, *others = run_virtual_ranks(job, num_ranks)
+    assert others == [first] * (num_ranks - 1)
+    errors, norms = full_errors(tuning.exchange(*first), layout, gradients, chooser.units)
+    relative = ErrorTable(norms, [[error] for error in errors]).relative([u.numel for u in chooser.units])
+    return math.sqrt(sum(error for (error,) in relative))
+
+
+@settings(max_examples=40)
+@given(st.floats(-2.3, -0.2), odd_buckets(), st.sampled_from([2, 3]), st.integers(0, 99))
+def test_a_block_with_values_of_several_parameters_does_not_break_the_budget(exponent, drawn, ranks, seed):
+    budget = 10**exponent
+    assert error_of_choice(budget, drawn, ranks, seed) <= 1.1 * budget
+
+
+def test_units_of_other_sizes_share_no_block():
+    # Values of the second would lose most of what they are in a block with values of the first.
+    assert 0.2 < error_of_choice(0.3, [(22_500, 1.0), (22_500, 1e-3)], 2, 0) < 0.3
 
 
 def test_small_gradients_count_by_their_number_of_values():

@@ -35,8 +35,8 @@ from gradwire.peers import Group, Traffic
 from gradwire.recipes import Recipe
 from gradwire.telemetry import Meter, StatsCollector
 
-Observer = Callable[[BucketLayout, Tensor, Place, bool], None]
-"""Sees a bucket right before it is averaged, and if it is the last one of its step."""
+Observer = Callable[[BucketLayout, Tensor, Place, bool, float | None], None]
+"""Sees a bucket right before it is averaged, if it is the last of its step, and its weight in the mean."""
 
 
 class Engine:
@@ -104,7 +104,7 @@ class Engine:
             self.stats.record(place, 0, 0, 0.0, 0.0)
             return completed(bucket.flat)
         if self.native is not None and self._goes_natively(bucket, place):
-            self._show(bucket.layout, bucket.flat, place, is_last=bucket.is_last)
+            self._show(bucket.layout, bucket.flat, place, None, is_last=bucket.is_last)
             return self.native.start(bucket.flat, place, self.stats.record)
         is_active = bucket.is_active if recipe.reduction == "mean" else None
         scaling = Scaling(recipe.reduction, is_active, bucket.weight, bucket.factor, bucket.claim)
@@ -120,7 +120,7 @@ class Engine:
         jobs = self._regrouper.take(job, self.fail)
         try:
             for each in jobs:
-                self._show(each.layout, each.flat, each.place, is_last=each.is_last)
+                self._show(each.layout, each.flat, each.place, each.scaling.weight, is_last=each.is_last)
                 self._prepare(each)
                 for batch in self.coalescer.take(each, may_wait=not self._is_measured(each.place, each.flat)):
                     self._submit(batch)
@@ -176,9 +176,11 @@ class Engine:
         if coalescer is None and self._may_wait:
             self.coalescer = Coalescer.for_lane(lane)
 
-    def _show(self, layout: BucketLayout, flat: Tensor, place: Place, *, is_last: bool) -> None:
+    def _show(
+        self, layout: BucketLayout, flat: Tensor, place: Place, weight: float | None, *, is_last: bool
+    ) -> None:
         if self.observer is not None:
-            self.observer(layout, flat, place, is_last)
+            self.observer(layout, flat, place, is_last, weight)
 
     def _prepare(self, job: Job) -> None:
         """Submit the collective work that must precede the job; if it fails, the lane runs nothing more."""

@@ -52,7 +52,6 @@ class Tuned:
         ``native`` averages exact gradients, if it is given.
         """
         self.tuner = Tuner(tuning, rank, world_size)
-        self._tuning = tuning
         self._engine = engine
         self._may_look = may_look
         self._on_decision = on_decision
@@ -126,11 +125,13 @@ class Tuned:
         if report is not None:
             report.wait()
 
-    def _see(self, layout: BucketLayout, flat: Tensor, place: Place, is_last: bool) -> None:
-        self.tuner.arrive(layout, flat, place.step, is_last=is_last)
+    def _see(
+        self, layout: BucketLayout, flat: Tensor, place: Place, is_last: bool, weight: float | None
+    ) -> None:
+        self.tuner.arrive(layout, flat, place.step, is_last=is_last, weight=weight)
 
     def _use_choice(self) -> None:
-        exchange = self._tuning.exchange(self.tuner.encodings)
+        exchange = self.tuner.exchange
         if exchange != self._engine.recipe.exchange:
             self._engine.recipe = replace(self._engine.recipe, exchange=exchange)
         is_exact = set(self.tuner.encodings.values()) == {"fp32"}

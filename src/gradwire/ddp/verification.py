@@ -102,7 +102,7 @@ class Verification:
     def _require_same(self, step: int, rank: int, names: Sequence[int], rows: Tensor) -> None:
         """Raise WireError with the first gradient or parameter that differs, if one does.
 
-        ``names`` has the rank by which the error names each row.
+        ``names`` has the ranks of the world, in the order of ``rows``.
         """
         everyone: list[list[int]] = rows.tolist()
         ranks = [r for r, row in enumerate(everyone) if row[0]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -38,6 +38,8 @@ class Mixed:
     assigned: tuple[tuple[Exchange, tuple[str, ...]], ...]
     other: Exchange
     """The exchange of parameters that are not named."""
+    apart: tuple[str, ...] = ()
+    """Parameters that begin a run, whatever is before them: an encoding's block would hold values of both."""
 
     sees_parameters = True
     communicates = True
@@ -101,18 +103,21 @@ def _split(layout: BucketLayout, mixed: Mixed) -> tuple[Run, ...]:
         exchange = next(each for each in mixed.exchanges if each in chosen)
         return ((exchange, replace(layout, index=layout.index * _NUM_INDICES), 0),)
     runs: list[Run] = []
-    for exchange, slots in _neighbours((by_name.get(s.name, mixed.other), s) for s in layout.slots):
+    assigned = ((by_name.get(slot.name, mixed.other), slot) for slot in layout.slots)
+    for exchange, slots in _neighbours(assigned, frozenset(mixed.apart)):
         index = layout.index * _NUM_INDICES + len(runs)
         runs.append((exchange, BucketLayout.packed(index, layout.dtype, slots), slots[0].offset))
     return tuple(runs)
 
 
-def _neighbours(assigned: Iterable[tuple[Exchange, Slot]]) -> Iterator[tuple[Exchange, list[Slot]]]:
-    """Yield each exchange with the parameters, one behind the other, that have it."""
+def _neighbours(
+    assigned: Iterable[tuple[Exchange, Slot]], apart: Collection[str]
+) -> Iterator[tuple[Exchange, list[Slot]]]:
+    """Yield each exchange with the neighbours that have it; a parameter of ``apart`` begins anew."""
     now: Exchange | None = None
     slots: list[Slot] = []
     for exchange, slot in assigned:
-        if now is not None and exchange != now:
+        if now is not None and (exchange != now or slot.name in apart):
             yield now, slots
             slots = []
         now = exchange

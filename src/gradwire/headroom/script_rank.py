@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gradwire.ddp import Attachments, Wire, is_ddp
+from gradwire.ddp import Attachments, Wire, attachment_of, is_ddp
 from gradwire.headroom.proposals import propose_encodings
-from gradwire.headroom.records import Proposal
+from gradwire.headroom.records import Proposal, ring_bytes
 from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
+from gradwire.headroom.sharding import Sharding
 from gradwire.processes import end_with_parent
 from gradwire.scripts import observe, refuse_launchers, run_script, show_error
 from gradwire.sharded import attach_to_all
@@ -121,7 +123,8 @@ def _totals(attachments: Attachments) -> WireTotals:
     """Add up the figures of all models, each a mean over the model's last two steps."""
     # A recipe may send one thing in even steps and another in odd ones.
     last_steps = [attachment.wire.stats().steps[-2:] for attachment in attachments.made]
-    layouts = [layout for attachment in attachments.made for layout in attachment.wire.layout()]
+    models = [_gradients_of(attachment.wire) for attachment in attachments.made]
+    kinds = {None if each.sharding is None else each.sharding.kind for each in models}
 
     def total(figure: str) -> Any:
         means = []
@@ -135,12 +138,46 @@ def _totals(attachments: Attachments) -> WireTotals:
 
     return WireTotals(
         num_models=len(attachments.made) - attachments.num_given_way,
+        num_refused=attachments.num_refused,
         bytes_per_step=count("bytes_sent"),
         num_messages=count("num_messages"),
         wait_ms=total("wait_ms"),
         work_ms=total("work_ms"),
-        num_parameters=sum(layout.numel for layout in layouts),
-        gradient_bytes=sum(layout.numel * layout.dtype.itemsize for layout in layouts),
+        num_parameters=sum(each.num_values for each in models),
+        gradient_bytes=sum(each.num_bytes for each in models),
+        exact_bytes=sum(each.exact_bytes for each in models),
+        sharding=kinds.pop() if len(kinds) == 1 else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """The gradients of one whole model, and how it is sharded."""
+
+    num_values: int
+    num_bytes: int
+    world_size: int
+    sharding: Sharding | None
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes that a rank has to send for exact gradients, in rings."""
+        if self.sharding is None:
+            return ring_bytes(self.num_bytes, self.world_size)
+        return self.sharding.sent_bytes(self.num_bytes, self.world_size)
+
+
+def _gradients_of(wire: Wire) -> _Gradients:
+    layouts, grid = wire.layout(), attachment_of(wire).grid
+    sharding, num_shards = None, 1
+    if grid.num_shards > 1:
+        sharding = Sharding("hsdp" if grid.num_replicas > 1 else "fsdp", grid.num_shards)
+        num_shards = grid.num_shards if sharding.kind == "hsdp" else 1  # of which a rank averages one
+    return _Gradients(
+        num_shards * sum(layout.numel for layout in layouts),
+        num_shards * sum(layout.numel * layout.dtype.itemsize for layout in layouts),
+        grid.world_size,
+        sharding,
     )
 
 

@@ -38,12 +38,18 @@ class WireTotals:
     """The figures of all models of a script together; None if unknown."""
 
     num_models: int
+    num_refused: int
+    """The number of models that the recipe cannot be attached to."""
     bytes_per_step: int | None
     num_messages: int | None
     wait_ms: float | None
     work_ms: float | None
     num_parameters: int
     gradient_bytes: int
+    exact_bytes: int
+    """Bytes that a rank has to send in a step for exact gradients, in rings."""
+    sharding: str | None
+    """``fsdp`` or ``hsdp`` if all models are sharded so; otherwise None."""
 
 
 @dataclass(frozen=True)

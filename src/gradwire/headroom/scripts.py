@@ -8,7 +8,7 @@ import gradwire
 from gradwire.headroom.benchmark import OnProgress, compared_recipes
 from gradwire.headroom.json_fields import printable
 from gradwire.headroom.measure import conditions, slowest_ms
-from gradwire.headroom.records import Record, Row, ring_bytes, row_name
+from gradwire.headroom.records import NOOP, Record, Row, row_name
 from gradwire.headroom.script_launchers import ScriptFailed, choose_launcher
 from gradwire.headroom.script_task import ScriptResult, ScriptTask
 from gradwire.headroom.workloads import format_count
@@ -70,16 +70,31 @@ def measure_script(
             runs[recipe] = results
     if on_progress is not None:
         on_progress(len(compared), len(compared))
-    return _to_record(script, runs, lab, launcher.one_machine) if runs else None
+    return _to_record(script, _without_refused(runs), lab, launcher.one_machine) if runs else None
+
+
+def _without_refused(runs: _Runs) -> _Runs:
+    """Leave out recipes that a model cannot have though it takes noop, such as low rank with FSDP2.
+
+    Torch has averaged its gradients then. The run has logged why.
+    """
+
+    def num_refused(recipe: gradwire.Recipe | None) -> int:
+        wires = runs[recipe][0].wires
+        return 0 if wires is None else wires.num_refused
+
+    usual = num_refused(gradwire.noop())
+    return {recipe: results for recipe, results in runs.items() if num_refused(recipe) <= usual}
 
 
 def _check(task: ScriptTask, results: Sequence[ScriptResult]) -> None:
     """Raise ScriptFailed if a run cannot be compared with the others."""
     wires = results[0].wires
-    if wires is not None and wires.num_models == 0:
+    may_be_refused = wires is not None and wires.num_refused and task.recipe != NOOP
+    if wires is not None and wires.num_models == 0 and not may_be_refused:
         raise ScriptFailed(
-            f"{task.script} made no DistributedDataParallel that gradwire could attach to (a hook of the "
-            "script's own wins), so there is nothing to compare"
+            f"{task.script} made no DistributedDataParallel or sharded model that gradwire could attach to "
+            "(a hook of the script's own wins), so there is nothing to compare"
         )
     taken, needed = min(result.num_optimizer_steps for result in results), task.num_steps + 1
     if taken < needed:
@@ -109,17 +124,18 @@ def _to_record(script: Script, runs: _Runs, lab: Lab | None, one_machine: bool) 
         workload=f"{printable(str(script))}, {format_count(wires.num_parameters)} parameters",
         num_parameters=wires.num_parameters,
         gradient_bytes=wires.gradient_bytes,
-        rows=tuple(_row(recipe, results, wires.gradient_bytes) for recipe, results in runs.items()),
+        rows=tuple(_row(recipe, results, wires.exact_bytes) for recipe, results in runs.items()),
         proposal=idle.proposal,
+        sharding=wires.sharding,
         no_proposal=idle.no_proposal,
     )
 
 
-def _row(recipe: gradwire.Recipe | None, results: Sequence[ScriptResult], gradient_bytes: int) -> Row:
+def _row(recipe: gradwire.Recipe | None, results: Sequence[ScriptResult], exact_bytes: int) -> Row:
     times_ms = slowest_ms(result.times_s[_NUM_WARM_UP_STEPS:] for result in results)
     wires = results[0].wires
     if wires is None:
-        return Row(row_name(recipe), times_ms, ring_bytes(gradient_bytes, len(results)))
+        return Row(row_name(recipe), times_ms, exact_bytes)
     counts = [None if result.wires is None else result.wires.bytes_per_step for result in results]
     known = [count for count in counts if count is not None]
     return Row(

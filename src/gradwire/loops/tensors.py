@@ -45,6 +45,8 @@ def named_tensors(tensors: Tensors, device_types: Collection[str]) -> dict[str, 
         for name in found:
             if not isinstance(name, str):
                 raise TypeError(f"the names of tensors are text, not {name!r}")
+    elif isinstance(tensors, set | frozenset):
+        raise TypeError("a set has another order on every rank: give a list, or a dict by name")
     elif isinstance(tensors, Iterable):
         found = {str(number): tensor for number, tensor in enumerate(tensors)}
     else:
@@ -73,10 +75,11 @@ def _check(name: str, tensor: Tensor, device_types: Collection[str]) -> None:
             f"tensor {name!r} has dtype {tensor.dtype}, and only floating and complex tensors have means: "
             "convert it first"
         )
-    if tensor.device.type not in device_types:
+    if (kind := tensor.device.type) not in device_types:
+        other = f", or make an Averager with device={kind!r}" if kind in ("cpu", "cuda") else ""
         raise TypeError(
             f"tensor {name!r} is on {tensor.device}, and this averager takes tensors on "
-            f"{' and '.join(device_types)}: move it, or make an Averager with device={tensor.device.type!r}"
+            f"{' and '.join(device_types)}: move it{other}"
         )
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise TypeError(f"values of tensor {name!r} share memory: average its .contiguous()")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,14 +62,17 @@ class Tuning:
             return len(self.encodings)
         return max(1, sum(ENCODINGS.index(each) <= ENCODINGS.index("int4") for each in self.names))
 
-    def exchange(self, chosen: Mapping[str, str] | None = None) -> Mixed:
-        """Return the exchange for a choice of encodings by parameter; others go by the first."""
+    def exchange(self, chosen: Mapping[str, str] | None = None, apart: Sequence[str] = ()) -> Mixed:
+        """Return the exchange for a choice of encodings by parameter; others go by the first.
+
+        Parameters of ``apart`` share no block of an encoding with the parameter before them.
+        """
         by_encoding: dict[str, list[str]] = {}
         for parameter, encoding in (chosen or {}).items():
             by_encoding.setdefault(encoding, []).append(parameter)
         # Encodings that nobody has are there too: their kernels are compiled when the recipe is attached.
         assigned = ((each, tuple(sorted(by_encoding.get(name, ())))) for name, each in self.encodings)
-        return Mixed(tuple(assigned), self.encodings[self.first][1])
+        return Mixed(tuple(assigned), self.encodings[self.first][1], tuple(apart))
 
 
 def between(ceiling: Encoding, floor: Encoding) -> tuple[Encoding, ...]:

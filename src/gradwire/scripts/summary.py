@@ -61,7 +61,10 @@ def describe_models(
     if attachments.num_given_way:
         lines.append(f"{attachments.num_given_way} taken over by a hook of the script's own")
     if attachments.num_refused:
-        lines.append(f"{attachments.num_refused} left to torch, because gradwire could not attach")
+        models = "model" if attachments.num_refused == 1 else "models"
+        lines.append(
+            f"{attachments.num_refused} {models} left to torch, because gradwire could not attach; see above"
+        )
     num_trained = sum(a.wire.stats().num_steps > 0 for a in attachments.made)
     num_idle = len(attachments.made) - num_trained - attachments.num_given_way
     if num_idle > 0 and seen.num_optimizer_steps:

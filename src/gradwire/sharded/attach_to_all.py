@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -78,4 +79,8 @@ def _attach_unless_attached(model: nn.Module, recipe: Recipe, **options: Any) ->
     units = find_units(model)
     if not units or any(is_attached(unit) for unit in units):
         return None
+    telemetry = options.get("telemetry")
+    if telemetry is not None and units[0].replicate_group is None:
+        # Errors are of whole gradients, which shards are not; all else is recorded.
+        options = {**options, "telemetry": replace(telemetry, errors=False)}
     return attach(model, recipe, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,9 @@ class UnitReplicas:
     average would have to be over before the hook returns, and would be taken anew of each micro-batch. So
     that hook only notes how many values come. A hook on each parameter, which torch calls after the
     accumulation, notes which have come; the last one starts the average of what has been accumulated.
+
+    Parameters may be unfrozen, or replaced when a checkpoint is loaded. A hook goes on those that are new
+    right before torch accumulates their gradients.
     """
 
     def __init__(self, unit: Unit, backward: Backward, num_replicas: int) -> None:
@@ -30,27 +32,35 @@ class UnitReplicas:
         self._num_replicas = num_replicas
         self._num_missing = 0
         self._accumulated: list[ShardedParameter] = []
-        self._undo = contextlib.ExitStack()
+        self._hooked: dict[str, tuple[Tensor, Any]] = {}
+        """Parameters that have a hook, by name, and what takes it away."""
         unit.module.set_all_reduce_hook(self._expect)
-        self._undo.callback(self._remove_hook)
-        for each in unit.trained:
-            hook = functools.partial(self._note, each)
-            self._undo.callback(each.parameter.register_post_accumulate_grad_hook(hook).remove)
+        self._hook_new_parameters()
 
     def remove(self) -> None:
-        self._undo.close()
+        """Take the hooks away."""
+        self._unit.module.set_all_reduce_hook(None)
+        for _, handle in self._hooked.values():
+            handle.remove()
 
     def require_complete(self) -> None:
         """Raise RuntimeError if parameters have been reduced in this pass that have no hook."""
         if self._num_missing:
             self._num_missing = 0
             raise RuntimeError(
-                f"unit {self._unit.name!r} has reduced gradients of parameters that were frozen, or others, "
-                "when gradwire was attached; attach again after changing a model's parameters"
+                f"unit {self._unit.name!r} has reduced gradients of parameters that gradwire does not know; "
+                "attach again after changing a model's parameters"
             )
 
-    def _remove_hook(self) -> None:
-        self._unit.module.set_all_reduce_hook(None)
+    def _hook_new_parameters(self) -> None:
+        for each in self._unit.trained:
+            parameter = each.parameter
+            before, handle = self._hooked.get(each.name, (None, None))
+            if before is not parameter:
+                if handle is not None:
+                    handle.remove()
+                hook = functools.partial(self._note, each)
+                self._hooked[each.name] = parameter, parameter.register_post_accumulate_grad_hook(hook)
 
     def _expect(self, reduced: Tensor) -> None:
         """Note the number of values of this pass; called by torch before it accumulates them."""
@@ -61,6 +71,7 @@ class UnitReplicas:
         if reduced.is_cuda:
             # torch may free this on another stream than the one that will read it.
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
+        self._hook_new_parameters()
         self._num_missing = reduced.numel()
         self._accumulated.clear()
         self._backward.expect(self)

@@ -201,9 +201,8 @@ class VirtualRanks:
 
     def _use_choice(self) -> None:
         """Average by the encodings that ``auto`` has chosen by now, from the next step on."""
-        if self._tuners and self.recipe.tuning is not None:
-            exchange = self.recipe.tuning.exchange(self._tuners[0].encodings)
-            self.recipe = replace(self.recipe, exchange=exchange)
+        if self._tuners:
+            self.recipe = replace(self.recipe, exchange=self._tuners[0].exchange)
 
     @torch.no_grad()
     def _collect(self, rank: int) -> None:

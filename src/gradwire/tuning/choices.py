@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from gradwire.tuning.units import SMALLEST, TuningUnit, units_of
 
 # A sample is off by a few percent, and so is one step from the next.
 _MARGIN = 0.95
+# Units share no block if the error of one could grow by this part, as a square.
+_SPILLED = 0.1
 _NUM_ATTEMPTS = 8
 
 
@@ -71,12 +74,12 @@ class Chooser:
         if (limit := self._tuning.max_bytes) is None:
             max_error = (_MARGIN * self._tuning.budget) ** 2
             numbers = allocate(num_bytes, errors, max_error=max_error)
-            return self._choice(self._finer_for_free(numbers, errors), table)
+            return self._choice(self._finer_for_free(numbers, errors, table), table)
         # Units that share messages send a few bytes more or less than each alone.
         target = limit
         for _ in range(_NUM_ATTEMPTS):
             numbers = allocate(num_bytes, errors, max_bytes=target)
-            choice = self._choice(self._finer_for_free(numbers, errors), table)
+            choice = self._choice(self._finer_for_free(numbers, errors, table), table)
             if choice.num_bytes <= limit:
                 break
             target -= choice.num_bytes - limit
@@ -94,6 +97,26 @@ class Chooser:
         ]
         return self._choice(numbers, table)
 
+    def apart(self, table: ErrorTable | None) -> tuple[str, ...]:
+        """Return the first parameters of units that must share no block with the unit before them.
+
+        A block with values of two units spreads its error over both. That is much for the one whose values
+        are small, and no sample shows it.
+        """
+        if table is None:
+            return ()
+        block = max(getattr(codec, "block", 1) for codec in self.codecs)
+        errors = [row[-1] for row in table.errors]  # of the coarsest encoding
+        found = []
+        for (unit, own), (after, other) in itertools.pairwise(zip(self.units, errors, strict=True)):
+            a_value, of_after = own / unit.numel, other / after.numel
+            # At worst either has half of a block, and gets half of the error of the other half.
+            spilled = block / 4 * abs(a_value - of_after)
+            is_much = spilled > _SPILLED * (own if a_value < of_after else other)
+            if is_much and unit.bucket == after.bucket:
+                found.append(after.names[0])
+        return tuple(found)
+
     def _relative(self, table: ErrorTable) -> list[list[float]]:
         return table.relative([unit.numel for unit in self.units])
 
@@ -107,7 +130,7 @@ class Chooser:
             for unit, number in zip(self.units, numbers, strict=True)
             for name in unit.names
         }
-        exchange = self._tuning.exchange(encodings)
+        exchange = self._tuning.exchange(encodings, self.apart(table))
         sent = [self._sent(layout, exchange) for layout in self.layouts]
         error = None
         if table is not None and any(table.norms):
@@ -115,7 +138,9 @@ class Chooser:
             error = math.sqrt(math.fsum(left_out))
         return EncodingChoice(encodings, _of_busiest(sent), error)
 
-    def _finer_for_free(self, numbers: Sequence[int], errors: Sequence[Sequence[float]]) -> list[int]:
+    def _finer_for_free(
+        self, numbers: Sequence[int], errors: Sequence[Sequence[float]], table: ErrorTable
+    ) -> list[int]:
         """Return finer encodings of small units with which no more bytes are sent.
 
         Messages are filled up to 64 bytes, and neighbours with the same encoding share a block.
@@ -124,7 +149,8 @@ class Chooser:
         small = [number for number, unit in enumerate(self.units) if unit.numel < SMALLEST]
         if not small:
             return found
-        sent = {layout.index: self._sent_with(layout, found) for layout in self.layouts}
+        apart = self.apart(table)
+        sent = {layout.index: self._sent_with(layout, found, apart) for layout in self.layouts}
 
         def refine(number: int) -> bool:
             """Change a unit to the finest encoding that costs nothing; return False if it has that one."""
@@ -132,7 +158,7 @@ class Chooser:
             for finer in range(found[number]):
                 if row[finer] < row[found[number]]:
                     tried = [*found[:number], finer, *found[number + 1 :]]
-                    then = {**sent, index: self._sent_with(self._layout_of[index], tried)}
+                    then = {**sent, index: self._sent_with(self._layout_of[index], tried, apart)}
                     if _of_busiest(then.values()) <= _of_busiest(sent.values()):
                         found[number], sent[index] = finer, then[index]
                         return True
@@ -142,12 +168,12 @@ class Chooser:
             pass  # each change makes the error smaller, so this ends
         return found
 
-    def _sent_with(self, layout: BucketLayout, numbers: Sequence[int]) -> list[int]:
+    def _sent_with(self, layout: BucketLayout, numbers: Sequence[int], apart: Sequence[str]) -> list[int]:
         """Return the bytes that each rank sends for a bucket, with these encodings of all units."""
         pairs = zip(self.units, numbers, strict=True)
         own = [(unit, self._tuning.names[number]) for unit, number in pairs if unit.bucket == layout.index]
         encodings: dict[str, str] = {name: encoding for unit, encoding in own for name in unit.names}
-        return self._sent(layout, self._tuning.exchange(encodings))
+        return self._sent(layout, self._tuning.exchange(encodings, apart))
 
     def _sent(self, layout: BucketLayout, exchange: Exchange) -> list[int]:
         """Return the bytes that each rank sends to other nodes for a bucket."""

@@ -30,6 +30,8 @@ from gradwire.tuning.trials import WINDOW
 # The first steps that are not timed, and those that are.
 NUM_SETTLING = 3
 NUM_TIMED = 8
+# The first steps, in which times may still come: after a resume they need some steps.
+NUM_TRIES = 40
 # Steps to the next report of times after one that is off.
 CHECK_SOON = 8
 # A choice is made anew if its error exceeds the budget by more than this, or if others save more than this.
@@ -111,11 +113,13 @@ class Policy:
         state = self.state
         if not report.is_finite:
             state.looking = report.looking
-            self._wait_for_finite_gradients(step)
+            self._look_less_often(step)
             return None
         if not report.times.is_known and state.trial is None:
             report = replace(report, times=state.times)
         if self._needs_times and not report.times.is_known:
+            if step >= state.since + NUM_TRIES:
+                self._look_less_often(step)
             return None
         state.times = report.times
         state.looking = report.looking
@@ -139,8 +143,11 @@ class Policy:
             return None
         return self._ladder.search(step, report.times, table, chooser)
 
-    def _wait_for_finite_gradients(self, step: int) -> None:
-        """Look again after a step, then two, four and so on: a loss scale may overflow for many steps."""
+    def _look_less_often(self, step: int) -> None:
+        """Look again after a step, then two, four and so on.
+
+        A loss scale may overflow for many steps. And there are no times while nobody waits for averages.
+        """
         state, longest = self.state, min(FIRST_INTERVAL, self._tuning.every)
         state.next_look, state.retry = step + state.retry, min(2 * state.retry, longest)
 
@@ -153,6 +160,7 @@ class Policy:
         """Decide from new errors and times."""
         state, is_first = self.state, self.state.phase == "measure"
         state.used, state.table, state.phase = self._used_so_far(report.used), table, "keep"
+        state.apart = chooser.apart(table)
         state.retry = 1
         interval = min(state.interval, self._tuning.every)
         state.next_look, state.interval = step + interval, min(2 * interval, self._tuning.every)

@@ -57,6 +57,8 @@ class PolicyState:
     """The present choice; None for the encoding that all parameters begin with."""
     table: ErrorTable | None = None
     """The errors of the last look."""
+    apart: tuple[str, ...] = ()
+    """Parameters that share no block with the one before them, by the last look."""
     trial: Trial | None = None
     decisions: list[Decision] = field(default_factory=list)
     is_scattered: bool = False

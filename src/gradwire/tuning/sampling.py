@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import as_real
+from gradwire.peers import Group, gather_rows
 from gradwire.tuning.units import TuningUnit
 
 PIECE = 1024
@@ -62,16 +63,14 @@ def pieces_of(units: tuple[TuningUnit, ...], step: int) -> tuple[Piece, ...]:
 def _strata(unit: TuningUnit) -> list[tuple[int, int]]:
     """Return the parts of a chunk from which pieces are taken: the first value and the size of each.
 
-    They are its parameters. In a bucket of shards, pieces must begin where blocks of an encoding do. So there
-    they are also the pieces in which parameters meet. Vectors are in these: their gradients may be much
-    larger than those of matrices, and must not be missed.
+    Pieces begin where blocks of an encoding do. So the parts are what lies inside of a parameter, and the
+    pieces in which parameters meet, all of which are taken. Vectors are in these: their gradients may be much
+    larger than those of matrices, and their blocks hold values of both.
     """
     ends = list(itertools.accumulate(unit.sizes))
-    cuts = {0, *ends}
-    if unit.is_scattered:
-        down = {end // PIECE * PIECE for end in ends[:-1]}
-        up = {min(ends[-1], -(-end // PIECE) * PIECE) for end in ends[:-1]}
-        cuts = {0, ends[-1], *down, *up}
+    down = {end // PIECE * PIECE for end in ends[:-1]}
+    up = {min(ends[-1], -(-end // PIECE) * PIECE) for end in ends[:-1]}
+    cuts = {0, ends[-1], *down, *up}
     return [(begin, end - begin) for begin, end in itertools.pairwise(sorted(cuts))]
 
 
@@ -102,6 +101,8 @@ class Sample:
         for piece in self._pieces:
             self._of_bucket.setdefault(units[piece.unit].bucket, []).append(piece)
         self._taken: dict[int, Tensor] = {}
+        self.weight: float | None = None
+        """This rank's weight in the mean; None if all ranks count alike."""
 
     def take(self, index: int, flat: Tensor) -> None:
         """Copy the pieces of bucket ``index``, before it is averaged."""
@@ -112,6 +113,21 @@ class Sample:
             parts += [values[piece.begin : piece.end], padding[piece.end - piece.begin :]]
         if parts:  # one call, since on CUDA each copy is a kernel
             self._taken[index] = torch.cat(parts).view(-1, PIECE).float()
+
+    def weigh(self, group: Group, device: torch.device) -> None:
+        """Multiply by this rank's weight over the largest one, as a weighted mean does; collective.
+
+        Errors are relative to the mean, so its divisor does not matter.
+        """
+        if self.weight is None:
+            return
+        weights = gather_rows(torch.tensor(self.weight, dtype=torch.float64, device=device), group)
+        largest = weights.max().item()
+        for taken in self._taken.values():
+            if self.weight == 0:
+                taken.zero_()  # not a product: the values of a rank without weight may be infinite
+            else:
+                taken.mul_(self.weight / largest)
 
     @property
     def is_whole(self) -> bool:

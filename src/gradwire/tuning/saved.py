@@ -21,7 +21,7 @@ _NUM_KEPT = 50
 # More gradients than a rank holds, 256 GB in fp32. To sample what a damaged state asks for may take for ever.
 _MOST_VALUES = 1 << 36
 # Fields that states of earlier versions do not have, with their values then.
-_ADDED: dict[str, Any] = {"retry": 1, "times": dataclasses.asdict(UNKNOWN), "units": []}
+_ADDED: dict[str, Any] = {"retry": 1, "times": dataclasses.asdict(UNKNOWN), "units": [], "apart": []}
 
 
 def write_state(state: PolicyState) -> str:
@@ -59,6 +59,7 @@ def read_state(text: str) -> PolicyState:
             used=tuple(map(_bool, _list(found["used"]))),
             choice=None if found["choice"] is None else _choice(found["choice"]),
             table=None if found["table"] is None else _table(found["table"]),
+            apart=_names(found["apart"]),
             trial=None if found["trial"] is None else _trial(found["trial"]),
             decisions=[_decision(each) for each in _list(found["decisions"])],
             is_scattered=_bool(found["is_scattered"]),
@@ -89,14 +90,14 @@ def _units(found: object) -> tuple[TuningUnit, ...]:
 
 def _unit(found: object) -> TuningUnit:
     fields = dict(_fields(found, TuningUnit))
-    names, sizes = _list(fields["names"]), tuple(map(_whole, _list(fields["sizes"])))
+    names, sizes = _names(fields["names"]), tuple(map(_whole, _list(fields["sizes"])))
     bucket, begin = _whole(fields["bucket"]), _whole(fields["begin"])
     numel, num_chunks = _whole(fields["numel"], least=1), _whole(fields["num_chunks"], least=1)
-    if not all(isinstance(name, str) for name in names) or len(names) != len(sizes):
+    if len(names) != len(sizes):
         raise TypeError("a unit has no names")
     if num_chunks * sum(sizes) != numel:
         raise ValueError("a unit has other sizes")
-    return TuningUnit(bucket, begin, numel, tuple(names), sizes, num_chunks)
+    return TuningUnit(bucket, begin, numel, names, sizes, num_chunks)
 
 
 def _table(found: object) -> ErrorTable:
@@ -150,6 +151,13 @@ def _fields(found: object, kind: type) -> list[tuple[str, Any]]:
     if not isinstance(found, dict) or found.keys() != {field.name for field in dataclasses.fields(kind)}:
         raise ValueError(f"{kind.__name__} has other fields")
     return list(found.items())
+
+
+def _names(found: object) -> tuple[str, ...]:
+    names = _list(found)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError("a name is no text")
+    return tuple(names)
 
 
 def _list(found: object) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout
+from gradwire.exchanges import Exchange
 from gradwire.peers import Group, gather_rows
 from gradwire.recipes import Tuning
 from gradwire.tuning.choices import Chooser
@@ -72,11 +73,21 @@ class Tuner:
         return {} if choice is None else choice.encodings
 
     @property
+    def exchange(self) -> Exchange:
+        """The exchange of the present encodings."""
+        return self._tuning.exchange(self.encodings, self.policy.state.apart)
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         return tuple(self.policy.state.decisions)
 
-    def arrive(self, layout: BucketLayout, flat: Tensor, step: int, *, is_last: bool) -> None:
-        """Take a bucket's sample, if one is needed, and the time; call it before the bucket is averaged."""
+    def arrive(
+        self, layout: BucketLayout, flat: Tensor, step: int, *, is_last: bool, weight: float | None = None
+    ) -> None:
+        """Take a bucket's sample, if one is needed, and the time; call it before the bucket is averaged.
+
+        ``weight`` is this rank's in a weighted mean; None if all ranks count alike.
+        """
         is_first = layout.index == 0
         if is_first:
             self._begin(step)
@@ -84,7 +95,7 @@ class Tuner:
             self._layouts.pop(layout.index, None)
         else:
             self._layouts[layout.index] = layout
-            self._take_sample(layout, flat)
+            self._take_sample(layout, flat, weight)
         if is_first:
             self.timer.begin_averaging(flat.device)
         if is_last:
@@ -113,6 +124,7 @@ class Tuner:
         """Exchange this step's measurements, and keep them as `report`; collective."""
         sample = self._sample
         assert sample is not None
+        sample.weigh(group, device)
         table: ErrorTable | None = None
         if self._want == "errors":
             codecs = self._chooser_now().codecs
@@ -154,7 +166,7 @@ class Tuner:
         if self._want != "nothing" and self.policy.state.units:
             self._sample = Sample(self.policy.state.units, step)
 
-    def _take_sample(self, layout: BucketLayout, flat: Tensor) -> None:
+    def _take_sample(self, layout: BucketLayout, flat: Tensor, weight: float | None) -> None:
         """Take a bucket's sample, if this step is sampled and the bucket has the units of the step before."""
         if self._sample is None:
             return
@@ -162,6 +174,7 @@ class Tuner:
             expected = tuple(unit for unit in self._sample.units if unit.bucket == layout.index)
             if units_of([layout], self._tuning.tables) == expected:
                 self._sample.take(layout.index, flat)
+                self._sample.weight = weight
             else:
                 self._sample = None
 
