@@ -94,7 +94,7 @@ def append(path: Path, run: Run) -> None:
         columns = next(csv.reader(text.splitlines()), None)
         if text and not text.endswith("\n"):
             file.write("\n")  # some editors leave out the last newline
-        writer = csv.DictWriter(file, columns or list(row))
+        writer = csv.DictWriter(file, columns or list(row), lineterminator="\n")
         if columns is None:
             writer.writeheader()
         # A file may be older than a column; its rows then have the default, as this one must.
