@@ -144,7 +144,7 @@ class LocalTrainer:
             worker.loop.end_due()
         if self.num_steps == self.setting.steps and self._ends_apart:
             for worker in self.workers:
-                worker.loop.begin_all(self.num_steps)
+                worker.loop.begin_all()
             self._exchange()
             for worker in self.workers:
                 worker.loop.end_all()

@@ -295,6 +295,37 @@ def test_the_default_recipe_is_int4_with_diloco_and_fp32_without(outer, weigh, d
     assert parse_averaging("bf16", outer, weigh).name == "bf16"
 
 
+def check_lone_averages(rank):
+    for outer in (gradwire.DiLoCo(), gradwire.DiLoCo(fragments=3, delay=1)):
+        model, optimizer, local = make(period=4, outer=outer)
+        with local, pytest.raises(gradwire.WireError, match=r"the call is .*average\(\) on rank\(s\) 0"):
+            train(model, optimizer, local, rank, range(6))
+            if rank == 0:
+                local.average()  # as before an evaluation that rank 0 does alone
+            train(model, optimizer, local, rank, range(6, 10))
+
+
+def test_a_rank_that_averages_alone_is_an_error_on_all(two_ranks):
+    two_ranks.run(check_lone_averages)
+
+
+def check_an_uneven_end(rank):
+    model, optimizer, local = make(period=8, recipe="int2")
+    with local:
+        start = flat(model)
+        train(model, optimizer, local, rank, range(5 + rank))
+        mean = flat(model)
+        dist.all_reduce(mean)
+        mean /= 2
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert (flat(model) - mean).norm() < 0.6 * (mean - start).norm()
+
+
+def test_ranks_that_end_after_different_steps_can_average(two_ranks):
+    two_ranks.run(check_an_uneven_end)
+
+
 def check_refusals(rank):
     model = DistributedDataParallel(nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -322,10 +353,12 @@ def check_refusals(rank):
     model = DistributedDataParallel(nn.Linear(3, 2), find_unused_parameters=True)
     with pytest.raises(ValueError, match="make it with find_unused_parameters=False"):
         gradwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), period=second)
-    for wrong in ({"fragments": 0}, {"delay": -1}, {"alpha": 1.0}, {"order": "random"}):
+    for wrong in ({"fragments": 0}, {"delay": -1}, {"delay": True}, {"alpha": 1.0}, {"order": "random"}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             gradwire.DiLoCo(**wrong)
-    for fragments in ("*", [], [["*"], []]):
+    with pytest.raises(TypeError, match="wrap Sequential in DistributedDataParallel, .* or give sites="):
+        gradwire.LocalSGD(net(), optimizer, period=2)
+    for fragments in ("*", [], [["*"], []], True, 2.0):
         with pytest.raises(TypeError, match="fragment"):
             gradwire.DiLoCo(fragments=fragments)
 

@@ -13,6 +13,7 @@ from torch.futures import Future
 from gradwire.averaging import Bucket, checkpoint
 from gradwire.errors import Place
 from gradwire.lanes import completed
+from gradwire.peers import SealedClaim
 from gradwire.sharded import cut_like, shard_like
 from gradwire.training.inner_optimizer import Numbered
 from gradwire.training.outer import DiLoCo, Outer
@@ -38,12 +39,16 @@ class Fragment:
     def is_under_way(self) -> bool:
         return self._futures is not None
 
-    def begin(self, start: Start, place: Place, delay: int, weight: float | None = None) -> None:
-        """Begin to average how far ranks have moved, to be applied after ``delay`` steps."""
+    def begin(self, start: Start, place: Place, delay: int, weight: float | None, claim: SealedClaim) -> None:
+        """Begin to average how far ranks have moved, to be applied after ``delay`` steps.
+
+        Ranks compare the ``claim`` with the first bucket, which stands for all.
+        """
         assert self._futures is None, "an averaging of this fragment is under way"
         self._futures = []
-        for bucket in self.buckets:
-            own = replace(bucket.pseudo_gradient(), weight=weight)
+        for number, bucket in enumerate(self.buckets):
+            compared = claim if number == 0 else None
+            own = replace(bucket.pseudo_gradient(), weight=weight, claim=compared)
             self._futures.append(start(own, replace(place, bucket=bucket.index)))
         self.steps_left, self.work = delay, 0.0
 

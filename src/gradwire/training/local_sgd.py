@@ -143,7 +143,7 @@ class LocalSGD(Uncopied):
         site = self._membership.site
         site.prepare()
         self._loop.catch_up(site.group, site.device)
-        self._loop.begin_all(self._common_step)
+        self._loop.begin_all()
         self._loop.end_all()
 
     def stats(self) -> WireStats:

@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from gradwire.averaging import Bucket
 from gradwire.errors import Place, WireError
+from gradwire.peers import SealedClaim
 from gradwire.training.fragments import Fragment, require_same_parameters, tensors_of
 from gradwire.training.inner_optimizer import InnerOptimizer
 from gradwire.training.local_state import Turn
@@ -91,15 +92,23 @@ class OuterLoop:
         self._end(due, self._alpha)
         return bool(due)
 
-    def begin(self, fragment: Fragment, position: int, delay: int) -> None:
-        """Begin to average a fragment; first end its averaging that is under way, if there is one."""
+    def begin(self, fragment: Fragment, position: int, delay: int, call: str | None = None) -> None:
+        """Begin to average a fragment; first end its averaging that is under way, if there is one.
+
+        On CPU, ranks compare the ``call`` that begins it, by default that of a step, and its number. Without
+        this, a rank that averages alone would be averaged with later turns of the others.
+        """
         if fragment.is_under_way:  # by the clock, a turn may come before the delay is over
             self._end([fragment], self._alpha)
         require_same_parameters(self.fragments, self.inner.parameters())
         ranks, averaging = self.members.ranks, self.members.averaging
         weight = max(ranks.total(fragment.work), _LEAST_WORK) if self.weigh else None
         place = Place(ranks.rank, position, 0, averaging.name)
-        fragment.begin(averaging.start, place, delay, weight)
+        claim = {
+            "the call": call or f"step() at step {position}",
+            "the averaging": f"number {self.num_begun}, of fragment {fragment.number}",
+        }
+        fragment.begin(averaging.start, place, delay, weight, SealedClaim(claim))
         self.num_begun += 1
 
     def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -110,11 +119,14 @@ class OuterLoop:
             while self.num_begun < int(most):
                 self.begin(self.fragments[self.turns.take()], self.num_begun, self.streaming.delay)
 
-    def begin_all(self, position: int) -> None:
-        """End what is under way, then begin to average all fragments, for `end_all` to end."""
+    def begin_all(self) -> None:
+        """End what is under way, then begin to average all fragments, for `end_all` to end.
+
+        Ranks may have taken different numbers of steps, so that their position is the number of averagings.
+        """
         self._end([each for each in self.fragments if each.is_under_way], self._alpha)
         for fragment in self.fragments:
-            self.begin(fragment, position, 0)
+            self.begin(fragment, self.num_begun, 0, "average()")
 
     def end_all(self) -> None:
         """End what `begin_all` has begun: all ranks have the same parameters.
