@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 from datetime import timedelta
 
@@ -293,6 +294,27 @@ def test_a_scaler_may_skip_steps_while_an_averaging_is_under_way(two_ranks):
 def test_the_default_recipe_is_int4_with_diloco_and_fp32_without(outer, weigh, default):
     assert parse_averaging(None, outer, weigh).name == default
     assert parse_averaging("bf16", outer, weigh).name == "bf16"
+
+
+def check_not_finite(rank):
+    model, optimizer, local = make(period=4, outer=gradwire.DiLoCo(fragments=2, delay=1))
+    with local:
+        train(model, optimizer, local, rank, range(3))
+        before = local.state_dict()
+        if rank == 1:
+            with torch.no_grad():
+                model.module[2].bias[3] = math.nan
+        with pytest.raises(FloatingPointError if rank else gradwire.WireError) as caught:
+            train(model, optimizer, local, rank, range(3, 9))
+        assert re.search("rank 1, step 4, .*parameter '.*' is not finite", str(caught.value))
+        assert isinstance(caught.value, gradwire.WireError)
+        after = local.state_dict()
+        for kind in ("start", "momentum"):
+            assert all(torch.equal(values, after[kind][name]) for name, values in before[kind].items())
+
+
+def test_a_rank_that_diverges_is_an_error_on_all_and_the_last_average_stays(two_ranks):
+    two_ranks.run(check_not_finite)
 
 
 def check_lone_averages(rank):

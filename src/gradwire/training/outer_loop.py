@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.averaging import Bucket
-from gradwire.errors import Place, WireError
+from gradwire.errors import Place, WireError, locate
 from gradwire.peers import SealedClaim
 from gradwire.training.fragments import Fragment, require_same_parameters, tensors_of
 from gradwire.training.inner_optimizer import InnerOptimizer
@@ -37,6 +37,10 @@ class Averaging(Protocol):
 
     def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
         """Begin to average a bucket, and return a future of the result."""
+        ...
+
+    def fail(self, error: WireError) -> None:
+        """Fail with ``error``, on every rank."""
         ...
 
 
@@ -108,8 +112,20 @@ class OuterLoop:
             "the call": call or f"step() at step {position}",
             "the averaging": f"number {self.num_begun}, of fragment {fragment.number}",
         }
-        fragment.begin(averaging.start, place, delay, weight, SealedClaim(claim))
+        fragment.begin(self._start, place, delay, weight, SealedClaim(claim))
         self.num_begun += 1
+
+    def _start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+        """Begin to average a bucket; on CPU, fail on all ranks if this one's values are not finite.
+
+        They would be in the average and in the momentum of all ranks, for good.
+        """
+        averaging = self.members.averaging
+        if not bucket.flat.is_cuda and not _is_finite(bucket.flat):
+            name = next(slot.name for slot in bucket.layout.slots if not _is_finite(slot.view(bucket.flat)))
+            text = f"parameter {name!r} is not finite on this rank, so nothing is averaged"
+            averaging.fail(locate(FloatingPointError(text), place))
+        return averaging.start(bucket, place)
 
     def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective."""
@@ -218,3 +234,8 @@ class OuterLoop:
     def _give_up(self) -> None:
         for fragment in self.fragments:
             fragment.give_up()
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return True if all values are finite, by one pass over them."""
+    return not values.numel() or bool(torch.linalg.vector_norm(values, torch.inf).isfinite())
