@@ -215,6 +215,29 @@ def test_a_period_in_seconds_lets_ranks_take_as_many_steps_as_they_can(two_ranks
     two_ranks.run(check_periods_in_seconds)
 
 
+def check_an_end_by_steps(rank, num_fragments):
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = DistributedDataParallel(net(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = gradwire.DiLoCo(fragments=num_fragments, delay=1)
+    with gradwire.LocalSGD(model, optimizer, period=timedelta(seconds=0.1), outer=outer) as local:
+        if rank == 0:
+            train(model, optimizer, local, rank, range(3))
+        else:
+            while local.num_averages < 4:  # which rank 0 must take part in
+                train(model, optimizer, local, rank, range(local.num_steps, local.num_steps + 1))
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert local.num_averages >= 4 + num_fragments
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_a_rank_without_more_data_takes_part_by_the_clock_until_the_others_have_come(
+    num_fragments, two_ranks
+):
+    two_ranks.run(check_an_end_by_steps, num_fragments)
+
+
 def check_weights(rank):
     """Rank 0 has done three times as much; a rank whose steps were all skipped hardly counts."""
     for work, shares in (((3.0, 1.0), (0.75, 0.25)), ((2.0, 0.0), (1.0, 0.0)), ((0.0, 0.0), (0.5, 0.5))):

@@ -39,6 +39,11 @@ class Fragment:
     def is_under_way(self) -> bool:
         return self._futures is not None
 
+    @property
+    def is_busy(self) -> bool:
+        """True if an averaging is under way that has no result yet."""
+        return any(not future.done() for future in self._futures or ())
+
     def begin(self, start: Start, place: Place, delay: int, weight: float | None, claim: SealedClaim) -> None:
         """Begin to average how far ranks have moved, to be applied after ``delay`` steps.
 

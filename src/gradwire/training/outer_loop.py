@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -24,6 +25,8 @@ from gradwire.training.turns import Turns, TurnsByTime
 
 # The weight of a rank that has done nothing. Not 0, so that a mean over such ranks alone is defined.
 _LEAST_WORK = 1e-6
+# The time between two looks for the ranks that have not come.
+_POLL_S = 0.005
 
 
 class Averaging(Protocol):
@@ -129,11 +132,32 @@ class OuterLoop:
 
     def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective."""
-        if isinstance(self.turns, TurnsByTime):
-            most = torch.tensor(self.num_begun, device=device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group)
-            while self.num_begun < int(most):
-                self.begin(self.fragments[self.turns.take()], self.num_begun, self.streaming.delay)
+        if not isinstance(self.turns, TurnsByTime):
+            return
+        if device.type == "cpu":  # NCCL would take no turns while it waits
+            self._take_turns_until_all_come(self.turns, group)
+        most = torch.tensor(self.num_begun, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        while self.num_begun < int(most):
+            self.begin(self.fragments[self.turns.take()], self.num_begun, self.streaming.delay)
+
+    def _take_turns_until_all_come(self, turns: TurnsByTime, group: dist.ProcessGroup) -> None:
+        """Wait for the other ranks, which may have steps to take and would wait for this one in a turn.
+
+        A turn begins only if the one before of its fragment has its result, so nothing is waited for here:
+        a rank that has come takes no turns. Ranks of one site decide together.
+        """
+        any_of = self.members.ranks.any_of
+        have_come = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+        assert have_come is not None
+        while any_of(not have_come.is_completed()):
+            self._raise_failure(may_ask=False)
+            fragment = self.fragments[turns.next_fragment]
+            if any_of(turns.is_due) and not any_of(fragment.is_busy):
+                turns.take()
+                self.begin(fragment, self.num_begun, self.streaming.delay)
+            time.sleep(_POLL_S)
+        have_come.wait()
 
     def begin_all(self) -> None:
         """End what is under way, then begin to average all fragments, for `end_all` to end.
