@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
+from gradwire.training import fragments
+from gradwire.training.fragments import broadcast
 from gradwire.training.local_choices import parse_averaging
 from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, make, net, saved_bytes, train
 
@@ -340,6 +342,28 @@ def test_a_rank_that_diverges_is_an_error_on_all_and_the_last_average_stays(two_
     two_ranks.run(check_not_finite)
 
 
+def check_starts(rank):
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fragments, "broadcast", lambda tensor, *_: sent.append(tensor) or broadcast(tensor, *_))
+        *_, local = make(period=4, outer=gradwire.DiLoCo(fragments=2))
+        local.detach()
+        assert not sent, "DDP has sent them"
+        model = net()
+        with torch.no_grad():
+            model[2].bias.add_(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = gradwire.DiLoCo(fragments=["2.*", "*"])
+        gradwire.LocalSGD(model, optimizer, period=4, outer=outer, sites=dist.group.WORLD).detach()
+    assert len(sent) == 1, "the other bucket is the same"
+    assert_same_on_all_ranks(model)
+    assert torch.equal(flat(model), flat(net()))
+
+
+def test_parameters_are_sent_at_the_start_only_if_they_differ(two_ranks):
+    two_ranks.run(check_starts)
+
+
 def check_lone_averages(rank):
     for outer in (gradwire.DiLoCo(), gradwire.DiLoCo(fragments=3, delay=1)):
         model, optimizer, local = make(period=4, outer=outer)
@@ -403,9 +427,9 @@ def check_refusals(rank):
             gradwire.DiLoCo(**wrong)
     with pytest.raises(TypeError, match="wrap Sequential in DistributedDataParallel, .* or give sites="):
         gradwire.LocalSGD(net(), optimizer, period=2)
-    for fragments in ("*", [], [["*"], []], True, 2.0):
+    for wrong in ("*", [], [["*"], []], True, 2.0):
         with pytest.raises(TypeError, match="fragment"):
-            gradwire.DiLoCo(fragments=fragments)
+            gradwire.DiLoCo(fragments=wrong)
 
 
 def test_what_cannot_stream_is_refused(two_ranks):

@@ -148,7 +148,8 @@ class OuterLoop:
         a rank that has come takes no turns. Ranks of one site decide together.
         """
         any_of = self.members.ranks.any_of
-        have_come = dist.all_reduce(torch.zeros(1), group=group, async_op=True)
+        # See Note [Groups by position].
+        have_come = dist.all_reduce(torch.zeros(1), dist.ReduceOp.SUM, group, True)
         assert have_come is not None
         while any_of(not have_come.is_completed()):
             self._raise_failure(may_ask=False)
