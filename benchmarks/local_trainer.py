@@ -14,7 +14,7 @@ from torch.futures import Future
 from branches import record_branches
 from gradwire.averaging import Bucket
 from gradwire.buckets import Layouts, Memory
-from gradwire.errors import Place
+from gradwire.errors import Place, WireError
 from gradwire.exchanges import Context, Scratch, average
 from gradwire.lanes import Promise
 from gradwire.peers import Group, Traffic
@@ -51,6 +51,9 @@ class VirtualAveraging:
         promise = Promise(bucket.flat)
         self.started.append((bucket, place, promise))
         return promise.future
+
+    def fail(self, error: WireError) -> None:
+        raise error
 
     def run(self, group: Group) -> Traffic:
         """Average what has been started; all workers call this."""
@@ -144,7 +147,7 @@ class LocalTrainer:
             worker.loop.end_due()
         if self.num_steps == self.setting.steps and self._ends_apart:
             for worker in self.workers:
-                worker.loop.begin_all(self.num_steps)
+                worker.loop.begin_all()
             self._exchange()
             for worker in self.workers:
                 worker.loop.end_all()

@@ -2,13 +2,15 @@
 
     python benchmarks/outer.py                       two hosts, links of 10 Mbit/s; needs root
     python benchmarks/outer.py --link 100mbit --width 512 --period 20
-    python benchmarks/outer.py --compute-ms 18       a step sleeps, as if a device computed
+    python benchmarks/outer.py --compute-ms 23       a step sleeps, as if a device computed
+    python benchmarks/outer.py --compute-ms 92 --width 384 --streaming      fragments of 1.9 M parameters
 
 Each row trains for some periods on hosts of a lab. A time is that of a period over its steps, with
 all waiting. Rows take turns, and the median of the rounds is shown. Link busy: the mean rate over the
 link's. Peak over mean: the most bytes that a host's link carries in the time between two turns of fragments,
-over the mean of such times. A fragment should have several times the 80 KiB that a lab's link lets through
-at once: a smaller one does not feel the link's rate.
+over the mean of such times. It cannot be less than the largest fragment over a mean one, which is printed
+too. A lab's link lets 80 KiB through at once after a pause, so that a turn that is a little early counts with
+as much: a fragment should have many times that.
 """
 
 import argparse
@@ -111,13 +113,16 @@ def main() -> None:
     parser.add_argument("--link", default="10mbit")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--period", type=int, default=40)
     parser.add_argument("--fragments", type=int, default=4)
     parser.add_argument("--delay", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--compute-ms", type=float, help="sleep so long in a step, as for a device, and train not"
+    )
+    parser.add_argument(
+        "--streaming", action="store_true", help="only without communication, and with fragments and a delay"
     )
     options = parser.parse_args()
     streaming = gradwire.DiLoCo(fragments=options.fragments, delay=options.delay)
@@ -128,9 +133,15 @@ def main() -> None:
         f"{options.fragments} fragments, int4": (gradwire.DiLoCo(fragments=options.fragments), "int4"),
         f"{options.fragments} fragments, delay {options.delay}, int4": (streaming, "int4"),
     }
+    if options.streaming:
+        rows = {name: row for name, row in rows.items() if row[0] in (None, streaming)}
     with Lab(options.hosts, options.link) as lab:
         found = run_ranks(job, options.hosts, 900, args=(rows, options), lab=lab)
     print(f"{options.hosts} hosts, links of {options.link}, period {options.period}; {Machine.here()}")
+    numels = {name: p.numel() for name, p in LM(options.width, options.layers, LENGTH).named_parameters()}
+    sizes = [sum(numels[name] for name in own) for own in streaming.divide(numels)]
+    mean = statistics.mean(sizes)
+    print(f"{sum(sizes):,} parameters, the largest fragment {max(sizes) / mean:.2f} times a mean one")
     print("| | ms a step | over no communication | bytes a step | link busy | peak over mean |")
     print("|---|---:|---:|---:|---:|---:|")
     base = 0.0

@@ -2,13 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from gradwire.cli import app
-from gradwire.headroom import give_verdict
+from gradwire.headroom import give_verdict, predict_outer_loop, propose_outer_loop, write_records
 from gradwire.planner import Calibration, Cluster, Costs, predict_outer
 from tests.records import record
 
@@ -66,12 +67,69 @@ def test_the_command_plans_an_outer_loop(tmp_path):
     assert (two["workers"], eight["workers"]) == (2, 8)
     assert two["bytes_per_turn"] == pytest.approx(50 / 4 * two["bytes_per_step"], rel=0.01)
     shown = " ".join(plan(*outer).stdout.split())
-    assert "averaged every 50 steps" in shown
+    assert "4 fragments" in shown
     assert f"{two['least_period']}" in shown
 
 
+def test_without_a_period_the_command_plans_the_shortest_that_the_link_allows(tmp_path):
+    path = tmp_path / "speeds.json"
+    path.write_text(FREE.to_json())
+    options = ["--parameters", "1e6", "--compute-ms", "10", "--calibration", str(path), "--nodes", "2"]
+    outer = [*options, "--recipe", "bf16", "--link", "10mbit", "--fragments", "4"]
+    (found,) = json.loads(plan(*outer, "--json").stdout)
+    assert (found["fragments"], found["period"]) == (4, 4 * math.ceil(found["least_period"] / 4))
+    assert found["delay"] == pytest.approx(0.8 * found["period"] / 4, abs=1)
+    assert found["step_ms"] == pytest.approx(10)
+    wrong = plan(*options, "--recipe", "bf16", "--delay", "3")
+    assert wrong.exit_code == 2
+    assert "give its --period or --fragments" in " ".join(wrong.stderr.split())
+
+
+def test_a_delay_fits_its_period_and_hides_a_large_fragment():
+    assert predict_outer_loop(8.0, 1e6, 0.1, period=1).delay == 0  # LocalSGD takes no other
+    with pytest.raises(ValueError, match="a delay of 5 steps is not less than the period of 5"):
+        predict_outer_loop(8.0, 1e6, 0.1, period=5, delay=5)
+    uneven = predict_outer_loop(8.0, 1e6, 0.1, fragments=4, peak=2.0)
+    assert (uneven.period, uneven.delay, uneven.step_s) == (100, 40, pytest.approx(0.1))
+
+
+def waiting(**step_ms):
+    """Return a record of 4 M parameters."""
+    found, sent = record(**step_ms), {"allreduce": 16_000_000, "int4": 2_000_000, "acp": 200_000}
+    rows = tuple(replace(row, bytes_per_step=sent.get(row.recipe, 8_000_000)) for row in found.rows)
+    return replace(found, rows=rows, num_parameters=4_000_000, gradient_bytes=16_000_000)
+
+
 def test_a_verdict_names_an_outer_loop_where_even_the_best_recipe_waits_for_long():
-    said = give_verdict(record(allreduce=1000, bf16=500, noop=50))
-    assert "Even so, a step takes 10.0x as long as without communication" in said
-    assert "averaging parameters every 90 steps instead, with gradwire.LocalSGD" in said
-    assert "LocalSGD" not in give_verdict(record(allreduce=1000, bf16=150, noop=50))
+    slow = waiting(allreduce=6000, int4=800, noop=60)
+    said = give_verdict(slow)
+    assert "With int4 a step still takes 13.3x as long as without communication" in said
+    # 780 ms of averaging, of which a fifth is added: 17 steps, and 20 for four turns of as many.
+    assert "period=20, outer=gradwire.DiLoCo(fragments=4, delay=4)), in int4" in said
+    assert "sends 100.0 kB a step in the mean, and 500.0 kB at once every 5 steps" in said
+    (written,) = [json.loads(write_records([slow]))["outer_loop"]]
+    assert written.pop("step_ms") == pytest.approx(60, rel=0.01)
+    assert written == {
+        "recipe": "int4",
+        "period": 20,
+        "fragments": 4,
+        "delay": 4,
+        "bytes_per_step": 100_000,
+        "bytes_per_turn": 500_000,
+    }
+
+
+def test_an_outer_loop_is_named_only_if_recipes_in_each_step_wait_most_of_the_time():
+    assert "LocalSGD" not in give_verdict(waiting(allreduce=1000, int4=150, noop=50))
+    enough = waiting(allreduce=1000, int4=150, acp=90, noop=50)
+    assert "LocalSGD" not in give_verdict(enough)
+    assert json.loads(write_records([enough]))["outer_loop"] is None
+    # Whatever recipe, it waits for more than half of a step.
+    assert "LocalSGD" in give_verdict(waiting(allreduce=1000, int4=150, acp=120, noop=50))
+
+
+def test_an_outer_loop_in_int4_is_named_from_the_bytes_of_plain_ddp_if_int4_was_not_measured():
+    found = propose_outer_loop(waiting(allreduce=6020, bf16=3000, noop=60))
+    # An eighth of 6 s of averaging, and of the bytes.
+    assert (found.period, found.turn_s) == (16, pytest.approx(6 / 8 / 4, rel=0.01))
+    assert found.turn_bytes == pytest.approx(16_000_000 / 8 / 4)

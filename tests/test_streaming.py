@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 from datetime import timedelta
 
@@ -14,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
+from gradwire.training import fragments
+from gradwire.training.fragments import broadcast
 from gradwire.training.local_choices import parse_averaging
 from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, make, net, saved_bytes, train
 
@@ -214,6 +217,29 @@ def test_a_period_in_seconds_lets_ranks_take_as_many_steps_as_they_can(two_ranks
     two_ranks.run(check_periods_in_seconds)
 
 
+def check_an_end_by_steps(rank, num_fragments):
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = DistributedDataParallel(net(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = gradwire.DiLoCo(fragments=num_fragments, delay=1)
+    with gradwire.LocalSGD(model, optimizer, period=timedelta(seconds=0.1), outer=outer) as local:
+        if rank == 0:
+            train(model, optimizer, local, rank, range(3))
+        else:
+            while local.num_averages < 4:  # which rank 0 must take part in
+                train(model, optimizer, local, rank, range(local.num_steps, local.num_steps + 1))
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert local.num_averages >= 4 + num_fragments
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_a_rank_without_more_data_takes_part_by_the_clock_until_the_others_have_come(
+    num_fragments, two_ranks
+):
+    two_ranks.run(check_an_end_by_steps, num_fragments)
+
+
 def check_weights(rank):
     """Rank 0 has done three times as much; a rank whose steps were all skipped hardly counts."""
     for work, shares in (((3.0, 1.0), (0.75, 0.25)), ((2.0, 0.0), (1.0, 0.0)), ((0.0, 0.0), (0.5, 0.5))):
@@ -295,6 +321,80 @@ def test_the_default_recipe_is_int4_with_diloco_and_fp32_without(outer, weigh, d
     assert parse_averaging("bf16", outer, weigh).name == "bf16"
 
 
+def check_not_finite(rank):
+    model, optimizer, local = make(period=4, outer=gradwire.DiLoCo(fragments=2, delay=1))
+    with local:
+        train(model, optimizer, local, rank, range(3))
+        before = local.state_dict()
+        if rank == 1:
+            with torch.no_grad():
+                model.module[2].bias[3] = math.nan
+        with pytest.raises(FloatingPointError if rank else gradwire.WireError) as caught:
+            train(model, optimizer, local, rank, range(3, 9))
+        assert re.search("rank 1, step 4, .*parameter '.*' is not finite", str(caught.value))
+        assert isinstance(caught.value, gradwire.WireError)
+        after = local.state_dict()
+        for kind in ("start", "momentum"):
+            assert all(torch.equal(values, after[kind][name]) for name, values in before[kind].items())
+
+
+def test_a_rank_that_diverges_is_an_error_on_all_and_the_last_average_stays(two_ranks):
+    two_ranks.run(check_not_finite)
+
+
+def check_starts(rank):
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fragments, "broadcast", lambda tensor, *_: sent.append(tensor) or broadcast(tensor, *_))
+        *_, local = make(period=4, outer=gradwire.DiLoCo(fragments=2))
+        local.detach()
+        assert not sent, "DDP has sent them"
+        model = net()
+        with torch.no_grad():
+            model[2].bias.add_(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = gradwire.DiLoCo(fragments=["2.*", "*"])
+        gradwire.LocalSGD(model, optimizer, period=4, outer=outer, sites=dist.group.WORLD).detach()
+    assert len(sent) == 1, "the other bucket is the same"
+    assert_same_on_all_ranks(model)
+    assert torch.equal(flat(model), flat(net()))
+
+
+def test_parameters_are_sent_at_the_start_only_if_they_differ(two_ranks):
+    two_ranks.run(check_starts)
+
+
+def check_lone_averages(rank):
+    for outer in (gradwire.DiLoCo(), gradwire.DiLoCo(fragments=3, delay=1)):
+        model, optimizer, local = make(period=4, outer=outer)
+        with local, pytest.raises(gradwire.WireError, match=r"the call is .*average\(\) on rank\(s\) 0"):
+            train(model, optimizer, local, rank, range(6))
+            if rank == 0:
+                local.average()  # as before an evaluation that rank 0 does alone
+            train(model, optimizer, local, rank, range(6, 10))
+
+
+def test_a_rank_that_averages_alone_is_an_error_on_all(two_ranks):
+    two_ranks.run(check_lone_averages)
+
+
+def check_an_uneven_end(rank):
+    model, optimizer, local = make(period=8, recipe="int2")
+    with local:
+        start = flat(model)
+        train(model, optimizer, local, rank, range(5 + rank))
+        mean = flat(model)
+        dist.all_reduce(mean)
+        mean /= 2
+        local.average()
+        assert_same_on_all_ranks(model)
+        assert (flat(model) - mean).norm() < 0.6 * (mean - start).norm()
+
+
+def test_ranks_that_end_after_different_steps_can_average(two_ranks):
+    two_ranks.run(check_an_uneven_end)
+
+
 def check_refusals(rank):
     model = DistributedDataParallel(nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -322,12 +422,14 @@ def check_refusals(rank):
     model = DistributedDataParallel(nn.Linear(3, 2), find_unused_parameters=True)
     with pytest.raises(ValueError, match="make it with find_unused_parameters=False"):
         gradwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), period=second)
-    for wrong in ({"fragments": 0}, {"delay": -1}, {"alpha": 1.0}, {"order": "random"}):
+    for wrong in ({"fragments": 0}, {"delay": -1}, {"delay": True}, {"alpha": 1.0}, {"order": "random"}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             gradwire.DiLoCo(**wrong)
-    for fragments in ("*", [], [["*"], []]):
+    with pytest.raises(TypeError, match="wrap Sequential in DistributedDataParallel, .* or give sites="):
+        gradwire.LocalSGD(net(), optimizer, period=2)
+    for wrong in ("*", [], [["*"], []], True, 2.0):
         with pytest.raises(TypeError, match="fragment"):
-            gradwire.DiLoCo(fragments=fragments)
+            gradwire.DiLoCo(fragments=wrong)
 
 
 def test_what_cannot_stream_is_refused(two_ranks):

@@ -161,9 +161,8 @@ def test_a_recipe_that_sends_next_to_nothing_is_coarse_whatever_its_error():
     unknown = dataclasses.replace(plain, rows=tuple(rows))
     assert recommend(unknown).recipe == "int4"
     assert recommend(with_error(unknown, int4=0.1, acp=0.1)).recipe == "int4"
-    assert give_verdict(unknown).endswith(
-        "acp is faster still, 5.00x, but coarse: check first that your model learns with it."
-    )
+    said = "acp is faster still, 5.00x, but coarse: check first that your model learns with it."
+    assert said in give_verdict(unknown)
 
 
 def test_a_coarse_recipe_whose_gain_may_be_noise_is_named_as_such():

@@ -30,11 +30,10 @@ from gradwire.cli.plan_tables import (
     plan_json,
     plan_table,
 )
-from gradwire.headroom import ALLREDUCE, format_count
+from gradwire.headroom import ALLREDUCE, OuterPrediction, format_count
 from gradwire.lab import LabUnavailable, format_rate, parse_rate
 from gradwire.planner import (
     Cluster,
-    OuterPrediction,
     Prediction,
     predict,
     predict_outer,
@@ -64,11 +63,12 @@ def plan(options: PlanOptions) -> None:
 
         gradwire plan --model mymodels.gpt:make --compute-ms 85 --link 1gbit
 
-    With --period, predicts an outer loop instead, which averages parameters
-    every few steps (gradwire.LocalSGD with DiLoCo): bytes in the mean and of
-    a turn, the delay that hides a turn, and the shortest period for the link:
+    With --fragments or --period, predicts an outer loop instead, which averages
+    parameters every few steps (gradwire.LocalSGD with DiLoCo): bytes in the mean
+    and of a turn, the delay that hides a turn, and the shortest period for the
+    link, which is planned unless you give one:
 
-        gradwire plan --parameters 350e6 --compute-ms 400 --link 100mbit --period 100 --fragments 8
+        gradwire plan --parameters 350e6 --compute-ms 400 --link 100mbit --fragments 8
 
     With --sharding, predicts a model that fully_shard has sharded, with the
     all-gathers of its parameters:
@@ -94,10 +94,9 @@ def plan(options: PlanOptions) -> None:
         stop("plan", "interrupted", INTERRUPTED)
     if options.json:
         typer.echo(plan_json(predicted.rows))
-    elif options.period is not None:
+    elif options.is_outer_loop:
         console = open_console()
-        title = f"{_title(options, predicted.num_parameters)}; averaged every {options.period} steps"
-        console.print(outer_table(title, predicted.rows))
+        console.print(outer_table(_title(options, predicted.num_parameters), predicted.rows, options.period))
         console.print(OUTER_NOTE, markup=False)
     else:
         console = open_console()
@@ -132,7 +131,7 @@ def _predict(options: PlanOptions) -> _Predicted:
         plan = options.sharded_plan(cluster)
         if plan is not None:
             return predict_sharded(name, subject, compute_s, cluster, speeds, plan)
-        if options.period is None:
+        if not options.is_outer_loop:
             return predict(name, subject, compute_s, cluster, speeds, options.bucket_mb)
         return predict_outer(
             name,
@@ -141,11 +140,11 @@ def _predict(options: PlanOptions) -> _Predicted:
             cluster,
             speeds,
             period=options.period,
-            fragments=options.fragments,
+            fragments=options.fragments or 1,
             delay=options.delay,
         )
 
-    names = recipes if options.period is not None else [ALLREDUCE, *recipes]
+    names = recipes if options.is_outer_loop else [ALLREDUCE, *recipes]
     rows = [PlannedRow(cluster, name, predicted(name, cluster)) for cluster in clusters for name in names]
     shapes = shapes_of(subject) if isinstance(subject, nn.Module) else subject
     return _Predicted(rows, sum(map(math.prod, shapes)), speeds.machine)
@@ -158,6 +157,10 @@ def _title(options: PlanOptions, num_parameters: int) -> str:
     )
     if options.sharding is not None:
         title += f", {options.sharding}"
+    if options.fragments is not None:
+        title += f", {options.fragments} fragments"
+    if options.period is not None:
+        title += f", averaged every {options.period} steps"
     return title if options.num_workers == 1 else f"{title}, {options.num_workers} workers on each node"
 
 

@@ -103,18 +103,24 @@ class PlanOptions:
             min=1,
             metavar="N",
             help="Plan an outer loop, gradwire.LocalSGD: parameters are averaged every N steps.",
-            show_default=False,
+            show_default="with --fragments, the shortest for the link",
         ),
     ] = None
     fragments: Annotated[
-        int, typer.Option(min=1, metavar="N", help="With --period: fragments, averaged in turn.")
-    ] = 1
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Plan an outer loop of N fragments, averaged in turn.",
+            show_default="with --period, 1",
+        ),
+    ] = None
     delay: Annotated[
         int | None,
         typer.Option(
             min=0,
             metavar="N",
-            help="With --period: steps from the start of an averaging to its end.",
+            help="With an outer loop: steps from the start of an averaging to its end.",
             show_default="as many as hide it",
         ),
     ] = None
@@ -135,15 +141,22 @@ class PlanOptions:
     ] = False
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
 
+    @property
+    def is_outer_loop(self) -> bool:
+        """True to plan a `gradwire.LocalSGD`."""
+        return self.period is not None or self.fragments is not None
+
     def check(self) -> None:
         """Raise ValueError for sizes and files that cannot be used."""
         check_positive("--bucket-mb", self.bucket_mb)
-        if self.period is None and (self.fragments > 1 or self.delay is not None):
-            raise ValueError("--fragments and --delay are those of an outer loop: give its --period too")
+        if self.delay is not None and not self.is_outer_loop:
+            raise ValueError("--delay is that of an outer loop: give its --period or --fragments too")
         if self.sharding is None and (self.num_shards or self.weights or not self.reshards):
             raise ValueError("--shards, --weights and --no-reshard go with --sharding")
-        if self.sharding is not None and (self.period or self.bucket_mb or self.validate):
-            raise ValueError("--period, --bucket-mb and --validate are those of DDP: leave out --sharding")
+        if self.sharding is not None and (self.is_outer_loop or self.bucket_mb or self.validate):
+            raise ValueError(
+                "--period, --fragments, --bucket-mb and --validate are those of DDP: leave out --sharding"
+            )
         if self.calibration is not None and not self.calibration.exists():
             check_writable("--calibration", self.calibration)
 

@@ -11,7 +11,8 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from gradwire.planner import Cluster, Comparison, OuterPrediction, Prediction
+from gradwire.headroom import OuterPrediction
+from gradwire.planner import Cluster, Comparison, Prediction
 
 
 class PlannedRow(NamedTuple):
@@ -23,8 +24,9 @@ class PlannedRow(NamedTuple):
 
 
 OUTER_NOTE = (
-    "Delay: steps from the start of a turn to its end, in which training goes on. Least period: it leaves a "
-    "fifth of the time free. For what it does to the loss, see docs/local_sgd.md."
+    "Bytes a step: in the mean. Of a turn: those of the largest fragment, which is the peak. Delay: steps "
+    "from the start of a turn to its end, in which training goes on. The least period leaves a fifth of the "
+    "time free. For what it does to the loss, see docs/local_sgd.md."
 )
 
 
@@ -56,6 +58,8 @@ def _more(prediction: Prediction | OuterPrediction) -> dict[str, float]:
     if isinstance(prediction, Prediction):
         return {"num_messages": prediction.num_messages, "gathered_bytes": prediction.gathered_bytes}
     return {
+        "period": prediction.period,
+        "fragments": prediction.fragments,
         "bytes_per_turn": prediction.turn_bytes,
         "peak_over_average": prediction.peak,
         "turn_ms": 1e3 * prediction.turn_s,
@@ -64,19 +68,22 @@ def _more(prediction: Prediction | OuterPrediction) -> dict[str, float]:
     }
 
 
-def outer_table(title: str, rows: Sequence[PlannedRow]) -> Table:
-    """Return predictions of an outer loop as a table, with a section for each cluster."""
+def outer_table(title: str, rows: Sequence[PlannedRow], period: int | None) -> Table:
+    """Return predictions of an outer loop as a table, with a section for each cluster.
+
+    ``period`` is the one that the user has chosen; None if it is the least one.
+    """
     columns = ("workers", "recipe", "step ms", "efficiency", "bytes a step", "of a turn", "turn ms", "delay")
-    table = _table(title, (*columns, "least period"))
+    table = _table(title, (*columns, "period" if period is None else "least period"))
     last_recipe = rows[-1].recipe
     for cluster, recipe, prediction in rows:
         assert isinstance(prediction, OuterPrediction)
         table.add_row(
             *_first_cells(cluster, recipe, prediction),
             decimal(prediction.turn_bytes),
-            f"{1e3 * prediction.turn_s:.1f}",
+            f"{1e3 * prediction.turn_s:.0f}",
             str(prediction.delay),
-            str(prediction.least_period),
+            str(prediction.period if period is None else prediction.least_period),
             end_section=recipe == last_recipe,
         )
     return table
@@ -126,7 +133,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", collapse_padding=True, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column == "recipe" else "right")
     return table

@@ -20,13 +20,14 @@ from gradwire.headroom.json_fields import (
     read_whole,
 )
 from gradwire.headroom.measure import measure_here, measure_steps, measure_under_torchrun
+from gradwire.headroom.outer_loops import OuterPrediction, predict_outer_loop
 from gradwire.headroom.record_json import read_records, write_records
 from gradwire.headroom.records import ALLREDUCE, ALONE, NOOP, Machine, Proposal, Record, Row
 from gradwire.headroom.script_launchers import ScriptFailed
 from gradwire.headroom.scripts import measure_script
 from gradwire.headroom.sharding import Sharding
 from gradwire.headroom.tables import COLUMNS, record_notes, row_cells, step_table
-from gradwire.headroom.verdict import describe_proposal, give_verdict, recommend
+from gradwire.headroom.verdict import describe_proposal, give_verdict, propose_outer_loop, recommend
 from gradwire.headroom.workloads import ModelFactory, Workload, format_count
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Benchmark",
     "Machine",
     "ModelFactory",
+    "OuterPrediction",
     "Proposal",
     "Record",
     "Row",
@@ -51,7 +53,9 @@ __all__ = [
     "measure_steps",
     "measure_under_torchrun",
     "parse_json",
+    "predict_outer_loop",
     "printable",
+    "propose_outer_loop",
     "read_field",
     "read_number",
     "read_records",

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire.headroom.json_fields import parse_json, read_field, read_number, read_text, read_whole
+from gradwire.headroom.outer_loops import OuterPrediction
 from gradwire.headroom.records import Machine, Proposal, Record, Row
-from gradwire.headroom.verdict import give_verdict, recommend
+from gradwire.headroom.verdict import OUTER_RECIPE, give_verdict, propose_outer_loop, recommend
 
 SCHEMA_VERSION = 2
 
@@ -33,11 +34,25 @@ def _write_record(record: Record) -> dict[str, Any]:
     for row, row_fields in zip(record.rows, fields["rows"], strict=True):
         row_fields.update(step_ms=row.step_ms, spread_ms=row.spread_ms, gain=record.gain(row))
     use = recommend(record)
+    outer = propose_outer_loop(record)
     concluded = {
         "verdict": give_verdict(record),
         "recommended": None if use is None else {"recipe": use.recipe, "bucket_mb": use.bucket_mb},
+        "outer_loop": None if outer is None else _write_outer_loop(outer),
     }
     return {"schema_version": SCHEMA_VERSION, **concluded, **fields}
+
+
+def _write_outer_loop(outer: OuterPrediction) -> dict[str, Any]:
+    return {
+        "recipe": OUTER_RECIPE,
+        "period": outer.period,
+        "fragments": outer.fragments,
+        "delay": outer.delay,
+        "step_ms": 1e3 * outer.step_s,
+        "bytes_per_step": outer.bytes_per_step,
+        "bytes_per_turn": outer.turn_bytes,
+    }
 
 
 def read_records(text: str) -> list[Record]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from gradwire.headroom.records import ALLREDUCE, Record, Row
+from rich.filesize import decimal
+
+from gradwire.headroom.outer_loops import OuterPrediction, predict_outer_loop
+from gradwire.headroom.records import ALLREDUCE, Record, Row, ring_bytes
 
 # A gain below 5 % is not worth a change to the training.
 _WORTHWHILE_GAIN = 1.05
@@ -20,11 +23,14 @@ _MAX_PAIRS = 100
 # Four bits have an error of 0.1, send an eighth, and train as fp32 does. One bit and low rank do not always
 # (docs/fidelity.md), however close they come to the gradients of one batch.
 _MAX_ERROR = 0.2
-# If a step with the best recipe takes four times as long as one without communication, the verdict names the
-# outer loop. Its period is such that averaging adds at most a tenth.
-_MUCH_WAITING = 3.0
-_LITTLE_WAITING = 0.1
 _MIN_BYTES = 0.1
+# The verdict names an outer loop if a step with the best recipe takes more than four times as long as one
+# without communication; or if even a coarse one more than twice, so that it waits most of the time.
+_MUCH_WAITING, _MOST_WAITING = 4.0, 2.0
+# Streaming in this recipe and as many fragments is what has been measured (docs/fidelity.md).
+OUTER_RECIPE, _OUTER_FRAGMENTS = "int4", 4
+# The backward pass, in which buckets are averaged, begins after a third of a step.
+_FORWARD_SHARE = 1 / 3
 
 
 def recommend(record: Record) -> Row | None:
@@ -86,7 +92,7 @@ def give_verdict(record: Record) -> str:
     opening += _name_remainder(record)
     best = _best(record)
     said = [opening, _judge(record, best), _judge_buckets(record, best)]
-    said += [_judge_outer_loop(record, best), _judge_coarser(record, best)]
+    said += [_judge_coarser(record, best), _judge_outer_loop(record, best)]
     return " ".join(filter(None, said))
 
 
@@ -198,20 +204,56 @@ def _fastest_coarse(record: Record, best: Row | None) -> Row | None:
 
 
 def _judge_outer_loop(record: Record, best: Row | None) -> str:
-    """Name the outer loop, and the period at which it hardly costs time, if even the best recipe waits."""
-    if record.sharding == "fsdp":
-        return ""  # there are no replicas to train apart
-    used = best if best is not None and record.gain(best) > 1 else record.allreduce
-    waiting_ms = used.step_ms - record.noop.step_ms
-    if waiting_ms <= _MUCH_WAITING * record.noop.step_ms:
+    """Name an outer loop and what it sends, if recipes in each step wait for long."""
+    found = propose_outer_loop(record)
+    if found is None:
         return ""
-    period = math.ceil(waiting_ms / (_LITTLE_WAITING * record.noop.step_ms))
-    sites = "" if record.sharding is None else "(..., sites=)"
+    used = _used(record, best)
+    now, then = used.step_ms / record.noop.step_ms, found.step_s / found.compute_s
+    outer = f"gradwire.DiLoCo(fragments={found.fragments}, delay={found.delay})"
+    sites = "" if record.sharding is None else ", sites="
     return (
-        f"Even so, a step takes {used.step_ms / record.noop.step_ms:.1f}x as long as without communication: "
-        f"averaging parameters every {period} steps instead, with gradwire.LocalSGD{sites}, would take at "
-        f"most {1 + _LITTLE_WAITING:.1f}x. See docs/local_sgd.md for what that does to the loss."
+        f"With {_describe(record, used)} a step still takes {now:.1f}x as long as without communication. "
+        f"Averaging parameters every few steps instead would take about {then:.1f}x and leave the network a "
+        "fifth of the time: "
+        f"gradwire.LocalSGD(..., period={found.period}, outer={outer}{sites}), in {OUTER_RECIPE}, sends "
+        f"{decimal(found.bytes_per_step)} a step in the mean, and {decimal(found.turn_bytes)} at once every "
+        f"{found.period // found.fragments} steps. See docs/local_sgd.md for what that does to the loss."
     )
+
+
+def propose_outer_loop(record: Record) -> OuterPrediction | None:
+    """Return the outer loop for these links, or None if a recipe in each step is enough.
+
+    The time of an averaging is that of the measured step in the same recipe, without its forward pass; if
+    that recipe was not measured, plain DDP's, in proportion to the bytes.
+    """
+    if record.world_size == 1 or record.sharding == "fsdp":  # there are no replicas to train apart
+        return None
+    if _beyond_possible(record) is not None or _may_be_chance(record.noop, record.allreduce):
+        return None
+    used = _used(record, _best(record))
+    compute_ms = record.noop.step_ms
+    coarse_ms = min((r.step_ms for r in record.recipes if not _keeps_gradients(record, r)), default=0.0)
+    all_wait = min(used.step_ms, coarse_ms) > _MOST_WAITING * compute_ms
+    if used.step_ms <= _MUCH_WAITING * compute_ms and not all_wait:
+        return None
+    row = next((row for row in record.recipes if row.recipe == OUTER_RECIPE), None)
+    num_bytes = None if row is None else row.bytes_per_step
+    share = 1.0
+    if row is None or num_bytes is None:
+        row = record.allreduce
+        share = record.num_parameters / 2 / record.gradient_bytes  # four bits for each value
+        num_bytes = round(
+            share * (row.bytes_per_step or ring_bytes(record.gradient_bytes, record.world_size))
+        )
+    whole_ms = share * max(row.step_ms - _FORWARD_SHARE * compute_ms, 0.0)
+    return predict_outer_loop(whole_ms / 1e3, num_bytes, compute_ms / 1e3, fragments=_OUTER_FRAGMENTS)
+
+
+def _used(record: Record, best: Row | None) -> Row:
+    """Return the row that a user would train with: the best one, or plain DDP if that is no faster."""
+    return best if best is not None and record.gain(best) > 1 else record.allreduce
 
 
 def _beyond_possible(record: Record) -> Row | None:

@@ -6,7 +6,7 @@ Measuring steps does not belong here, except to validate predictions.
 from gradwire.planner.calibration import Calibration, calibrate
 from gradwire.planner.cost import BucketTraffic, Cluster, Costs, Prediction, StepTraffic, predict_step
 from gradwire.planner.forecasts import Forecast, cores_per_worker, link_bits_per_s
-from gradwire.planner.outer import OuterPrediction, predict_outer
+from gradwire.planner.outer import predict_outer
 from gradwire.planner.predictions import can_be_planned, predict, shapes_of, step_traffic
 from gradwire.planner.shapes import Shape, typical_shapes
 from gradwire.planner.sharded import ShardedPlan, predict_sharded, sharded_traffic
@@ -22,7 +22,6 @@ __all__ = [
     "Costs",
     "Forecast",
     "LabCase",
-    "OuterPrediction",
     "Prediction",
     "Shape",
     "ShardedPlan",

@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 from torch import nn
 
 import gradwire
 from gradwire.buckets import trainable_parameters
+from gradwire.headroom import OuterPrediction, predict_outer_loop
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import Cluster, StepTraffic, predict_step
 from gradwire.planner.predictions import Model, step_traffic
-
-# Part of the time that a link may be busy, for others use it too, and its rate changes.
-_MOST_BUSY = 0.8
-
-
-@dataclass(frozen=True)
-class OuterPrediction:
-    """One predicted outer loop."""
-
-    step_s: float
-    """A step in the mean, with its share of the waiting."""
-    compute_s: float
-    bytes_per_step: int
-    """Bytes that a node sends through its link, in the mean over a period."""
-    turn_bytes: int
-    """Bytes that a node sends for the largest fragment."""
-    peak: float
-    """The bytes of the largest fragment over those of a mean one."""
-    turn_s: float
-    """Time to average the largest fragment."""
-    delay: int
-    """Steps between the start and the end of an averaging."""
-    least_period: int
-    """The shortest period that leaves a fifth of the time free."""
-
-    @property
-    def efficiency(self) -> float:
-        """The scaling efficiency: the share of compute in a step, from 0 to 1."""
-        return self.compute_s / self.step_s
 
 
 def predict_outer(
@@ -50,15 +19,15 @@ def predict_outer(
     cluster: Cluster,
     calibration: Calibration,
     *,
-    period: int,
+    period: int | None,
     fragments: int = 1,
     delay: int | None = None,
 ) -> OuterPrediction:
     """Predict an outer loop of ``fragments``, each averaged every ``period`` steps.
 
-    With ``delay=None``, the delay is the smallest that hides an averaging; but fragments take turns, so it
-    is at most a turn. Raises ValueError if the calibration does not have the recipe, or the model does not
-    have as many layers as fragments.
+    ``period=None`` and ``delay=None`` are as for `predict_outer_loop`. Raises ValueError if the calibration
+    does not have the recipe, if the model does not have as many layers as fragments, or if the period is too
+    short for them.
 
     >>> from gradwire.planner import Costs
     >>> free = Calibration("a machine", "2.13", {"bf16": Costs(0, 0, 0, 0, 0)}, num_cores=2)
@@ -69,28 +38,19 @@ def predict_outer(
     """
     if recipe not in calibration.costs:
         raise ValueError(f"the calibration has no {recipe!r}: calibrate again with all recipes that you plan")
-    if period < fragments:
-        raise ValueError(f"a period of {period} steps is too short for {fragments} fragments")
     traffic = step_traffic(recipe, model, cluster)
     whole = predict_step(0.0, traffic, calibration.costs[recipe], cluster)
-    peak = _peak(model, fragments)
-    turn_s = whole.step_s * peak / fragments
-    turn_steps = period / fragments
-    if delay is None:
-        delay = min(math.ceil(turn_s / compute_s), max(1, math.floor(turn_steps)))
-        delay = 0 if cluster.num_workers == 1 else delay
-    waiting_s = max(0.0, turn_s - delay * compute_s)
     # Averaging takes CPU time from the steps beside it where a worker has less than two cores.
-    lost_s = cluster.contention * (whole.step_s - _link_s(traffic, cluster)) / period
-    return OuterPrediction(
-        step_s=compute_s + waiting_s / turn_steps + max(0.0, lost_s),
-        compute_s=compute_s,
-        bytes_per_step=round(whole.bytes_per_step / period),
-        turn_bytes=round(whole.bytes_per_step * peak / fragments),
-        peak=peak,
-        turn_s=turn_s,
+    work_s = cluster.contention * max(0.0, whole.step_s - _link_s(traffic, cluster))
+    return predict_outer_loop(
+        whole.step_s,
+        whole.bytes_per_step,
+        compute_s,
+        period=period,
+        fragments=fragments,
         delay=delay,
-        least_period=max(1, math.ceil(whole.step_s / (_MOST_BUSY * compute_s))),
+        peak=_peak(model, fragments),
+        work_s=work_s,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from torch.futures import Future
 from gradwire.averaging import Bucket, checkpoint
 from gradwire.errors import Place
 from gradwire.lanes import completed
+from gradwire.peers import SealedClaim, all_gather_bytes
 from gradwire.sharded import cut_like, shard_like
 from gradwire.training.inner_optimizer import Numbered
 from gradwire.training.outer import DiLoCo, Outer
@@ -38,12 +40,21 @@ class Fragment:
     def is_under_way(self) -> bool:
         return self._futures is not None
 
-    def begin(self, start: Start, place: Place, delay: int, weight: float | None = None) -> None:
-        """Begin to average how far ranks have moved, to be applied after ``delay`` steps."""
+    @property
+    def is_busy(self) -> bool:
+        """True if an averaging is under way that has no result yet."""
+        return any(not future.done() for future in self._futures or ())
+
+    def begin(self, start: Start, place: Place, delay: int, weight: float | None, claim: SealedClaim) -> None:
+        """Begin to average how far ranks have moved, to be applied after ``delay`` steps.
+
+        Ranks compare the ``claim`` with the first bucket, which stands for all.
+        """
         assert self._futures is None, "an averaging of this fragment is under way"
         self._futures = []
-        for bucket in self.buckets:
-            own = replace(bucket.pseudo_gradient(), weight=weight)
+        for number, bucket in enumerate(self.buckets):
+            compared = claim if number == 0 else None
+            own = replace(bucket.pseudo_gradient(), weight=weight, claim=compared)
             self._futures.append(start(own, replace(place, bucket=bucket.index)))
         self.steps_left, self.work = delay, 0.0
 
@@ -116,6 +127,24 @@ def require_same_parameters(fragments: Iterable[Fragment], parameters: Iterable[
             "the optimizer's parameters have changed since local SGD began; make a new LocalSGD after "
             "add_param_group or a change of requires_grad"
         )
+
+
+def share_starts(fragments: Iterable[Fragment], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks start from the parameters of rank 0; collective.
+
+    Ranks that DDP has given the same parameters have them already. On a slow link it takes minutes to send
+    them, so ranks compare digests first.
+    """
+    buckets = buckets_of(fragments)
+    digests = [
+        hashlib.blake2b(bucket.start.cpu().numpy().data, digest_size=16).digest() for bucket in buckets
+    ]
+    everyone = all_gather_bytes(b"".join(digests), group)
+    for number, bucket in enumerate(buckets):
+        place = slice(16 * number, 16 * (number + 1))
+        if len({own[place] for own in everyone}) > 1:
+            broadcast(bucket.start, group, 0, device)
+            bucket.write_parameters()
 
 
 def broadcast(tensor: Tensor, group: dist.ProcessGroup, source: int, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from gradwire.lanes import Uncopied
 from gradwire.recipes import Recipe, fingerprint
 from gradwire.sharded import whole_tensor
 from gradwire.telemetry import WireStats
-from gradwire.training.fragments import broadcast, buckets_of, load_tensors, make_fragments, tensors_of
+from gradwire.training.fragments import load_tensors, make_fragments, share_starts, tensors_of
 from gradwire.training.inner_optimizer import InnerOptimizer
 from gradwire.training.local_choices import LocalOptions, check_work
 from gradwire.training.local_state import Turn, read_own_residuals, read_parts, require_keys
@@ -143,7 +143,7 @@ class LocalSGD(Uncopied):
         site = self._membership.site
         site.prepare()
         self._loop.catch_up(site.group, site.device)
-        self._loop.begin_all(self._common_step)
+        self._loop.begin_all()
         self._loop.end_all()
 
     def stats(self) -> WireStats:
@@ -340,9 +340,7 @@ class LocalSGD(Uncopied):
         self._loop = self._make_loop()
         self._loop.note_group()
         # All ranks must start from the same parameters; averaging keeps them the same from here on.
-        for bucket in buckets_of(self._loop.fragments):
-            broadcast(bucket.start, site.group, 0, site.device)
-            bucket.write_parameters()
+        share_starts(self._loop.fragments, site.group, site.device)
 
     def _make_loop(self) -> OuterLoop:
         """Return an outer loop that begins with the parameters as they are."""

@@ -74,14 +74,14 @@ class DiLoCo:
 
     def __post_init__(self) -> None:
         _check_hyperparameters(self.momentum, self.lr)
-        if isinstance(self.fragments, int):
+        if isinstance(self.fragments, int) and not isinstance(self.fragments, bool):
             if self.fragments < 1:
                 raise ValueError(f"fragments must be at least 1, not {self.fragments}")
         else:
             object.__setattr__(self, "fragments", _patterns(self.fragments))
         if self.order not in typing.get_args(Order):
             raise ValueError(f"order must be 'strided' or 'consecutive', not {self.order!r}")
-        if not isinstance(self.delay, int) or self.delay < 0:
+        if not isinstance(self.delay, int) or isinstance(self.delay, bool) or self.delay < 0:
             raise ValueError(f"delay must be a number of steps, at least 0, not {self.delay!r}")
         if self.alpha is None:
             object.__setattr__(self, "alpha", 0.5 if self.delay else 0.0)

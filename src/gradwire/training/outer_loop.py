@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.averaging import Bucket
-from gradwire.errors import Place, WireError
+from gradwire.errors import Place, WireError, locate
+from gradwire.peers import SealedClaim
 from gradwire.training.fragments import Fragment, require_same_parameters, tensors_of
 from gradwire.training.inner_optimizer import InnerOptimizer
 from gradwire.training.local_state import Turn
@@ -23,6 +25,8 @@ from gradwire.training.turns import Turns, TurnsByTime
 
 # The weight of a rank that has done nothing. Not 0, so that a mean over such ranks alone is defined.
 _LEAST_WORK = 1e-6
+# The time between two looks for the ranks that have not come.
+_POLL_S = 0.005
 
 
 class Averaging(Protocol):
@@ -36,6 +40,10 @@ class Averaging(Protocol):
 
     def start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
         """Begin to average a bucket, and return a future of the result."""
+        ...
+
+    def fail(self, error: WireError) -> None:
+        """Fail with ``error``, on every rank."""
         ...
 
 
@@ -91,30 +99,75 @@ class OuterLoop:
         self._end(due, self._alpha)
         return bool(due)
 
-    def begin(self, fragment: Fragment, position: int, delay: int) -> None:
-        """Begin to average a fragment; first end its averaging that is under way, if there is one."""
+    def begin(self, fragment: Fragment, position: int, delay: int, call: str | None = None) -> None:
+        """Begin to average a fragment; first end its averaging that is under way, if there is one.
+
+        On CPU, ranks compare the ``call`` that begins it, by default that of a step, and its number. Without
+        this, a rank that averages alone would be averaged with later turns of the others.
+        """
         if fragment.is_under_way:  # by the clock, a turn may come before the delay is over
             self._end([fragment], self._alpha)
         require_same_parameters(self.fragments, self.inner.parameters())
         ranks, averaging = self.members.ranks, self.members.averaging
         weight = max(ranks.total(fragment.work), _LEAST_WORK) if self.weigh else None
         place = Place(ranks.rank, position, 0, averaging.name)
-        fragment.begin(averaging.start, place, delay, weight)
+        claim = {
+            "the call": call or f"step() at step {position}",
+            "the averaging": f"number {self.num_begun}, of fragment {fragment.number}",
+        }
+        fragment.begin(self._start, place, delay, weight, SealedClaim(claim))
         self.num_begun += 1
+
+    def _start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
+        """Begin to average a bucket; on CPU, fail on all ranks if this one's values are not finite.
+
+        They would be in the average and in the momentum of all ranks, for good.
+        """
+        averaging = self.members.averaging
+        if not bucket.flat.is_cuda and not _is_finite(bucket.flat):
+            name = next(slot.name for slot in bucket.layout.slots if not _is_finite(slot.view(bucket.flat)))
+            text = f"parameter {name!r} is not finite on this rank, so nothing is averaged"
+            averaging.fail(locate(FloatingPointError(text), place))
+        return averaging.start(bucket, place)
 
     def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective."""
-        if isinstance(self.turns, TurnsByTime):
-            most = torch.tensor(self.num_begun, device=device)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group)
-            while self.num_begun < int(most):
-                self.begin(self.fragments[self.turns.take()], self.num_begun, self.streaming.delay)
+        if not isinstance(self.turns, TurnsByTime):
+            return
+        if device.type == "cpu":  # NCCL would take no turns while it waits
+            self._take_turns_until_all_come(self.turns, group)
+        most = torch.tensor(self.num_begun, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        while self.num_begun < int(most):
+            self.begin(self.fragments[self.turns.take()], self.num_begun, self.streaming.delay)
 
-    def begin_all(self, position: int) -> None:
-        """End what is under way, then begin to average all fragments, for `end_all` to end."""
+    def _take_turns_until_all_come(self, turns: TurnsByTime, group: dist.ProcessGroup) -> None:
+        """Wait for the other ranks, which may have steps to take and would wait for this one in a turn.
+
+        A turn begins only if the one before of its fragment has its result, so nothing is waited for here:
+        a rank that has come takes no turns. Ranks of one site decide together.
+        """
+        any_of = self.members.ranks.any_of
+        # See Note [Groups by position].
+        have_come = dist.all_reduce(torch.zeros(1), dist.ReduceOp.SUM, group, True)
+        assert have_come is not None
+        while any_of(not have_come.is_completed()):
+            self._raise_failure(may_ask=False)
+            fragment = self.fragments[turns.next_fragment]
+            if any_of(turns.is_due) and not any_of(fragment.is_busy):
+                turns.take()
+                self.begin(fragment, self.num_begun, self.streaming.delay)
+            time.sleep(_POLL_S)
+        have_come.wait()
+
+    def begin_all(self) -> None:
+        """End what is under way, then begin to average all fragments, for `end_all` to end.
+
+        Ranks may have taken different numbers of steps, so that their position is the number of averagings.
+        """
         self._end([each for each in self.fragments if each.is_under_way], self._alpha)
         for fragment in self.fragments:
-            self.begin(fragment, position, 0)
+            self.begin(fragment, self.num_begun, 0, "average()")
 
     def end_all(self) -> None:
         """End what `begin_all` has begun: all ranks have the same parameters.
@@ -206,3 +259,8 @@ class OuterLoop:
     def _give_up(self) -> None:
         for fragment in self.fragments:
             fragment.give_up()
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return True if all values are finite, by one pass over them."""
+    return not values.numel() or bool(torch.linalg.vector_norm(values, torch.inf).isfinite())

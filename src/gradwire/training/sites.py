@@ -270,6 +270,11 @@ def find_site(model: nn.Module, sites: object) -> Site:
     if is_sharded(root):
         return ShardedSite(root, sites)
     if sites is None:
+        if not is_ddp(root):
+            raise TypeError(
+                f"LocalSGD needs to know the ranks to average with: wrap {type(root).__name__} in "
+                "DistributedDataParallel, shard it with fully_shard, or give sites=, a process group"
+            )
         return DDPSite(model)
     if is_ddp(root):
         raise TypeError("sites= goes with a plain or sharded model: a DistributedDataParallel has its group")

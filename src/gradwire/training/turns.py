@@ -59,15 +59,26 @@ class TurnsByTime:
         self._num_taken, self._due_s = 0, clock() + self._interval_s
 
     def due(self, num_local: int, any_of: AnyOf = bool) -> int | None:
-        return self.take() if any_of(self._clock() >= self._due_s) else None
+        return self.take() if any_of(self.is_due) else None
+
+    @property
+    def is_due(self) -> bool:
+        """True if the time of the next turn has come, by this rank's clock."""
+        return self._clock() >= self._due_s
+
+    @property
+    def next_fragment(self) -> int:
+        """The fragment of the next turn."""
+        return (self._num_taken + 1) % self._num_fragments
 
     def take(self) -> int:
         """Take the next turn, even if its time has not come; return its fragment."""
         now, self._due_s = self._clock(), self._due_s + self._interval_s
         if self._due_s <= now:
             self._due_s = now + self._interval_s
+        fragment = self.next_fragment
         self._num_taken += 1
-        return self._num_taken % self._num_fragments
+        return fragment
 
     def restart(self, num_taken: int) -> None:
         self._num_taken, self._due_s = num_taken, self._clock() + self._interval_s
