@@ -11,6 +11,7 @@ Example::
 """
 
 from gradwire.headroom.benchmark import Benchmark
+from gradwire.headroom.decisions import describe_decisions, named_decisions
 from gradwire.headroom.json_fields import (
     parse_json,
     printable,
@@ -43,6 +44,7 @@ __all__ = [
     "ScriptFailed",
     "Sharding",
     "Workload",
+    "describe_decisions",
     "describe_proposal",
     "format_count",
     "give_verdict",
@@ -50,6 +52,7 @@ __all__ = [
     "measure_script",
     "measure_steps",
     "measure_under_torchrun",
+    "named_decisions",
     "parse_json",
     "printable",
     "read_field",
