@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from gradwire.cli import app
 from gradwire.headroom import read_records, write_records
 from gradwire.report import render_page
-from tests.report_records import measured
+from tests.report_records import measured, tuned
 
 WRITTEN = json.loads(write_records([measured(link="1gbit")]))
 NAMES = ["int8", "int8:local_size=8", "sign", "powersgd:rank=3", "bf61", "route(*=int8)", "noop", "allreduce"]
@@ -88,6 +88,14 @@ def check(path, data):
 @example(edits=[(("schema_version",), 3), (("gradwire_version",), "\udcff")])
 def test_an_edited_record_is_shown_or_refused_in_one_line(tmp_path, edits):
     check(tmp_path / "record.json", edited(edits))
+
+
+@pytest.mark.parametrize("value", [0, 1e-300, 10**12])
+def test_decisions_of_any_size_are_shown(tmp_path, value):
+    data = json.loads(write_records([tuned()]))
+    for decision in data["rows"][1]["decisions"][0]:
+        decision.update(step=int(value), step_ms=value, exposed_ms=None, error=value, counts=[])
+    check(tmp_path / "record.json", data)
 
 
 @pytest.mark.parametrize(

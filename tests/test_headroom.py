@@ -324,7 +324,8 @@ def with_dropout():
 
 
 def measure_in_a_group_of_ones_own(rank):
-    benchmark = Benchmark(["fp32"], ModelFactory(f"{__name__}:with_dropout"), num_steps=2)
+    recipes = ["fp32", "auto:bytes=6000"]
+    benchmark = Benchmark(recipes, ModelFactory(f"{__name__}:with_dropout"), num_steps=10)
     return measure_here(benchmark)
 
 
@@ -336,6 +337,11 @@ def test_ranks_that_are_there_already_measure_together_and_the_first_has_the_rec
     assert "with_dropout, 6.81k parameters" in measured.workload
     # Each row sees the same dropout, so only the averaging makes errors.
     assert {row.recipe: row.gradient_error for row in measured.rows}["fp32"] < 1e-6
+    # The error belongs to the bytes beside it, which are those of the last steps.
+    auto = measured.rows[2]
+    ((*_, last),) = auto.decisions
+    assert (auto.bytes_per_step, auto.gradient_error) == (last.bytes_per_step, last.error)
+    assert not any(row.decisions for row in measured.rows if row is not auto)
 
 
 def test_ranks_on_gpus_know_theirs_and_say_so_when_they_share_one(monkeypatch):

@@ -1,5 +1,6 @@
 """Headroom of scripts as they are, and under torchrun."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
 from gradwire.headroom.scripts import _check, _without_refused
 from gradwire.scripts import Script
 from tests.processes import is_alive, wait_until_gone
+from tests.report_records import tuned
 
 
 def run(*arguments):
@@ -54,6 +56,12 @@ def test_a_script_that_leaves_its_process_is_explained(tmp_path):
 def result(num_models, num_refused):
     wires = WireTotals(num_models, num_refused, 100, 2, 0.1, 0.1, 1000, 4000, 2000, "fsdp")
     return ScriptResult((0.1,) * 20, 1, "gloo", "cpu", 21, wires)
+
+
+def test_the_decisions_of_a_scripts_models_come_back_from_its_rank():
+    before, decisions = result(2, 0), tuned(num_models=2).rows[1].decisions
+    before = dataclasses.replace(before, wires=dataclasses.replace(before.wires, decisions=decisions))
+    assert ScriptResult.from_json(before.to_json()) == before
 
 
 def test_a_recipe_that_models_cannot_have_is_left_out():

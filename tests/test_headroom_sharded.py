@@ -67,7 +67,7 @@ def test_an_outer_loop_is_named_for_a_sharded_model_that_has_replicas():
     assert "LocalSGD" in give_verdict(record(**{k: v for k, v in slow.items() if k != "alone"}))
     assert "LocalSGD" not in give_verdict(sharded("fsdp", **slow))
     said = give_verdict(sharded("hsdp", **slow))
-    assert "averaging parameters every 490 steps instead, with gradwire.LocalSGD(..., sites=), would" in said
+    assert "gradwire.LocalSGD(..., period=16, outer=gradwire.DiLoCo(fragments=4, delay=4), sites=)" in said
 
 
 def test_ranks_that_train_alone_are_never_recommended():

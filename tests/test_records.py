@@ -8,6 +8,7 @@ import pytest
 
 from gradwire.headroom import give_verdict, read_records, write_records
 from tests.records import record
+from tests.report_records import tuned
 
 
 def test_a_record_comes_back_from_json_as_it_was():
@@ -23,6 +24,38 @@ def test_a_record_from_before_parameters_were_counted_is_of_fp32_ones():
     data = json.loads(write_records([before]))
     assert data.pop("num_parameters") == before.gradient_bytes // 4
     assert read_records(json.dumps(data)) == [before]
+
+
+def test_decisions_come_back_from_json_and_earlier_rows_have_none():
+    before = tuned(num_models=2)
+    data = json.loads(write_records([before]))
+    assert read_records(json.dumps(data)) == [before]
+    for row in data["rows"]:
+        del row["decisions"]
+    assert [row.decisions for row in read_records(json.dumps(data))[0].rows] == [(), (), ()]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("step", -1, "'step' must be from 0"),
+        ("got_ms", "20", "'got_ms' must be float or int or null"),
+        ("counts", [["int3"]], "'counts' must be a list of encodings"),
+        ("reason", "\x1b[31m", "'reason' must be at most"),
+    ],
+)
+def test_a_damaged_decision_says_what_is_wrong(field, value, message):
+    data = json.loads(write_records([tuned()]))
+    data["rows"][1]["decisions"][0][0][field] = value
+    with pytest.raises(ValueError, match=message):
+        read_records(json.dumps(data))
+
+
+def test_decisions_are_those_of_models():
+    data = json.loads(write_records([tuned()]))
+    data["rows"][1]["decisions"] = [[]]
+    with pytest.raises(ValueError, match="'decisions' must be a list of decisions for each model"):
+        read_records(json.dumps(data))
 
 
 def test_json_has_the_figures_a_reader_wants():

@@ -13,7 +13,7 @@ from gradwire.headroom import Proposal, give_verdict, write_records
 from gradwire.planner import Cluster, Forecast
 from gradwire.report import render_page
 from tests.records import record
-from tests.report_records import EVIL, measured
+from tests.report_records import EVIL, measured, tuned
 
 
 class Page(HTMLParser):
@@ -105,6 +105,38 @@ def test_the_page_says_why_it_is_not_known_what_auto_would_send():
     page = render_page([dataclasses.replace(record(allreduce=100, int4=60, noop=50), no_proposal=why)])
     assert f"<b>auto</b><span>{html.escape(why)}</span>" in page
     assert "<th>encoding</th>" not in page
+
+
+def test_the_page_has_what_auto_decided():
+    text = render_page([tuned(reason=EVIL)])
+    assert "<h3>What auto decided</h3>" in text
+    cells = ["57", "20.3", "3.9", "20.1", "-", "0.26", "308,304", "int3:44 int8:4", "faster"]
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in text
+    assert f"<td>{html.escape(EVIL)}</td>" in text
+    drawn = {each["name"]: (each["x"], each["y"]) for each in Page(text).figures["decisions-0-0"]["data"]}
+    assert drawn == {
+        "before": ([10, 57], [26.2, 20.3]),
+        "expected": ([10, 57], [20.0, 20.1]),
+        "got": ([10], [20.9]),
+    }
+
+
+def test_each_model_of_a_script_has_its_own_decisions():
+    text = render_page([tuned(num_models=2)])
+    assert text.count('<table class="decisions">') == 2
+    assert "<h3>What auto, model 2 decided</h3>" in text
+
+
+def test_the_page_has_no_decisions_where_there_are_none():
+    assert '<table class="decisions">' not in render_page([measured()])
+
+
+def test_a_saved_run_says_what_auto_ended_with(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(write_records([tuned()]))
+    shown = CliRunner().invoke(app, ["report", str(path)]).stdout
+    assert "auto: 44 int3, 4 int8 after 58 steps, 308.3 kB a step, error 0.26\n" in shown
+    assert "The error of auto is what its budget bounds" in shown
 
 
 def test_the_page_needs_nothing_from_elsewhere():

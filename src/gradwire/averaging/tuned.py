@@ -66,6 +66,11 @@ class Tuned:
     def decisions(self) -> tuple[Decision, ...]:
         return self.tuner.decisions
 
+    @property
+    def error(self) -> float | None:
+        """The relative error that the budget bounds, with the present encodings; None if it is not known."""
+        return self.tuner.error
+
     def blocked(self, device: torch.device) -> AbstractContextManager[None]:
         """Return a context in which the backward pass waits for a bucket."""
         return self.tuner.timer.blocked(device)
@@ -118,7 +123,8 @@ class Tuned:
     def __str__(self) -> str:
         """A table of the decisions, and what they have cost."""
         cost = f"measuring and deciding took {self.tuner.looking:.1%} of the time"
-        return f"{decision_table(self.decisions)}\n{cost}" if self.decisions else cost
+        table = decision_table([each.summary for each in self.decisions])
+        return f"{table}\n{cost}" if self.decisions else cost
 
     def _wait_for_report(self) -> None:
         report, self._report = self._report, None

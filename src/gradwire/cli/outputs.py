@@ -9,7 +9,14 @@ import typer
 
 from gradwire.cli.consoles import open_console
 from gradwire.cli.options import check_writable
-from gradwire.headroom import Record, describe_proposal, give_verdict, step_table, write_records
+from gradwire.headroom import (
+    Record,
+    describe_decisions,
+    describe_proposal,
+    give_verdict,
+    step_table,
+    write_records,
+)
 from gradwire.report import render_page
 
 
@@ -42,6 +49,9 @@ class RecordOutput:
         self._console.print(give_verdict(record), markup=False)
         if proposal := describe_proposal(record):
             self._console.print(proposal, markup=False)
+        if not self._quiet:
+            for line in describe_decisions(record):
+                self._console.print(line, markup=False)
 
     def write(self, records: Sequence[Record]) -> None:
         """Write all records to the files that were asked for."""

@@ -14,7 +14,14 @@ from rich.table import Table
 from gradwire.cli.consoles import open_console
 from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
 from gradwire.cli.options import Html
-from gradwire.headroom import Record, give_verdict, printable, read_records, step_table
+from gradwire.headroom import (
+    Record,
+    describe_decisions,
+    give_verdict,
+    printable,
+    read_records,
+    step_table,
+)
 from gradwire.report import render_page
 
 _NamedRecord = tuple[str, Record]
@@ -41,7 +48,7 @@ def report(
     for name, record in named:
         console.print(f"[bold]{escape(name)}[/bold]")
         console.print(step_table(record), "")
-        console.print(give_verdict(record), "", markup=False)
+        console.print(give_verdict(record), *describe_decisions(record), "", sep="\n", markup=False)
     if len(named) > 1:
         console.print(_comparison_table(named))
     if html is not None:

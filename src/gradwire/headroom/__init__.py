@@ -11,6 +11,7 @@ Example::
 """
 
 from gradwire.headroom.benchmark import Benchmark
+from gradwire.headroom.decisions import describe_decisions, named_decisions
 from gradwire.headroom.json_fields import (
     parse_json,
     printable,
@@ -45,6 +46,7 @@ __all__ = [
     "ScriptFailed",
     "Sharding",
     "Workload",
+    "describe_decisions",
     "describe_proposal",
     "format_count",
     "give_verdict",
@@ -52,6 +54,7 @@ __all__ = [
     "measure_script",
     "measure_steps",
     "measure_under_torchrun",
+    "named_decisions",
     "parse_json",
     "predict_outer_loop",
     "printable",

@@ -11,6 +11,7 @@ import gradwire
 from gradwire.headroom.records import Proposal
 from gradwire.headroom.sharding import Sharding
 from gradwire.headroom.workloads import Buildable, Workload
+from gradwire.tuning import DecisionSummary
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of steps (or runs) done, and their number in all."""
@@ -104,7 +105,10 @@ class Measurement:
     work_ms: float | None
     """Time in a step that buckets are encoded, summed and decoded."""
     gradient_error: float | None
-    """Relative error of the first step's averaged gradient, in the 2-norm."""
+    """Relative error of the first step's averaged gradient, in the 2-norm; for ``auto``, with the encodings
+    of the last step."""
+    decisions: tuple[tuple[DecisionSummary, ...], ...]
+    """The decisions of recipe ``auto``, as in a row."""
 
 
 @dataclass(frozen=True)

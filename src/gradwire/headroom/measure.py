@@ -165,6 +165,7 @@ def _row(ranks: Sequence[Measurement], gradient_bytes: int, sharding: Sharding |
         first.wait_ms,
         first.work_ms,
         first.gradient_error,
+        first.decisions,
     )
 
 

@@ -11,6 +11,7 @@ from gradwire.headroom.json_fields import parse_json, read_field, read_number, r
 from gradwire.headroom.outer_loops import OuterPrediction
 from gradwire.headroom.records import Machine, Proposal, Record, Row
 from gradwire.headroom.verdict import OUTER_RECIPE, give_verdict, propose_outer_loop, recommend
+from gradwire.tuning import DecisionSummary
 
 SCHEMA_VERSION = 2
 
@@ -21,6 +22,7 @@ _MAX_PARAMETERS, _MAX_BYTES, _MAX_MESSAGES = 10**13, 10**15, 10**12
 _MIN_MB, _MAX_MB = 1e-6, 1e9
 _MIN_MS, _MAX_MS = 1e-6, 1e12
 _MAX_ERROR = 1e12
+_MAX_DECISIONS, _MAX_STEP = 10_000, 10**12
 
 
 def write_records(records: Sequence[Record]) -> str:
@@ -126,16 +128,21 @@ def _read_proposal(data: object) -> Proposal | None:
     if not isinstance(data, dict) or data.get("proposal") is None:
         return None
     found = read_field(data, "proposal", dict)
-    counts = read_field(found, "counts", list)
-    for pair in counts:
-        if not (isinstance(pair, list) and [type(each) for each in pair] == [str, int]):
-            raise ValueError("'counts' must be a list of encodings and numbers of parameters")
     return Proposal(
         read_text(found, "recipe"),
         read_whole(found, "bytes_per_step", 0, _MAX_BYTES),
         read_number(found, "error", 0, _MAX_ERROR, or_null=True),
-        tuple((read_text({"encoding": name}, "encoding"), count) for name, count in counts),
+        _read_counts(found),
     )
+
+
+def _read_counts(data: object) -> tuple[tuple[str, int], ...]:
+    """Return the number of parameters of each encoding."""
+    counts = read_field(data, "counts", list)
+    for pair in counts:
+        if not (isinstance(pair, list) and [type(each) for each in pair] == [str, int]):
+            raise ValueError("'counts' must be a list of encodings and numbers of parameters")
+    return tuple((read_text({"encoding": name}, "encoding"), count) for name, count in counts)
 
 
 def _read_row(data: object) -> Row:
@@ -155,4 +162,34 @@ def _read_row(data: object) -> Row:
         wait_ms=read_number(data, "wait_ms", 0, _MAX_MS, or_null=True),
         work_ms=read_number(data, "work_ms", 0, _MAX_MS, or_null=True),
         gradient_error=read_number(data, "gradient_error", 0, _MAX_ERROR, or_null=True),
+        decisions=_read_decisions(data),
+    )
+
+
+def _read_decisions(data: object) -> tuple[tuple[DecisionSummary, ...], ...]:
+    """Return the decisions of ``auto`` for each model; rows of earlier records have none."""
+    if not isinstance(data, dict) or "decisions" not in data:
+        return ()
+    models = read_field(data, "decisions", list)
+    if not all(isinstance(model, list) and model for model in models):
+        raise ValueError("'decisions' must be a list of decisions for each model")
+    if sum(map(len, models)) > _MAX_DECISIONS:
+        raise ValueError(f"'decisions' must have at most {_MAX_DECISIONS} decisions")
+    return tuple(tuple(map(_read_decision, model)) for model in models)
+
+
+def _read_decision(data: object) -> DecisionSummary:
+    def read_ms(key: str) -> Any:
+        return read_number(data, key, 0, _MAX_MS, or_null=True)
+
+    return DecisionSummary(
+        step=read_whole(data, "step", 0, _MAX_STEP),
+        step_ms=read_ms("step_ms"),
+        exposed_ms=read_ms("exposed_ms"),
+        expected_ms=read_ms("expected_ms"),
+        got_ms=read_ms("got_ms"),
+        error=read_number(data, "error", 0, _MAX_ERROR, or_null=True),
+        bytes_per_step=read_whole(data, "bytes_per_step", 0, _MAX_BYTES),
+        counts=_read_counts(data),
+        reason=read_text(data, "reason"),
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import gradwire
 from gradwire.lab import parse_delay, parse_rate
+from gradwire.tuning import DecisionSummary
 
 ALLREDUCE = "allreduce"
 """Name of the row of plain DDP, without any hook."""
@@ -52,7 +53,10 @@ class Row:
     """Time in a step that buckets are encoded, summed and decoded, most of it during the backward pass;
     None if unknown."""
     gradient_error: float | None = None
-    """Relative error of the first step's averaged gradient, in the 2-norm; None if unknown."""
+    """Relative error of the first step's averaged gradient, in the 2-norm; None if unknown. For recipe
+    ``auto``, the error that its budget bounds, with the encodings of the last step."""
+    decisions: tuple[tuple[DecisionSummary, ...], ...] = ()
+    """The decisions of recipe ``auto`` for each model of a script; empty if there are none."""
 
     def __post_init__(self) -> None:
         if not self.samples_ms:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwire.ddp import Attachments, Wire, attachment_of, is_ddp
+from gradwire.headroom.decisions import decisions_of
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.records import Proposal, ring_bytes
 from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
@@ -147,6 +148,7 @@ def _totals(attachments: Attachments) -> WireTotals:
         gradient_bytes=sum(each.num_bytes for each in models),
         exact_bytes=sum(each.exact_bytes for each in models),
         sharding=kinds.pop() if len(kinds) == 1 else None,
+        decisions=decisions_of(attachment.wire for attachment in attachments.made),
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from gradwire.headroom.records import Proposal
 from gradwire.scripts import Script
+from gradwire.tuning import DecisionSummary
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,19 @@ class WireTotals:
     """Bytes that a rank has to send in a step for exact gradients, in rings."""
     sharding: str | None
     """``fsdp`` or ``hsdp`` if all models are sharded so; otherwise None."""
+    decisions: tuple[tuple[DecisionSummary, ...], ...] = ()
+    """The decisions of recipe ``auto`` for each model; empty if there are none."""
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> WireTotals:
+        """Read back what `dataclasses.asdict` and JSON made."""
+        decisions = tuple(tuple(map(_read_summary, model)) for model in fields.pop("decisions"))
+        return cls(**fields, decisions=decisions)
+
+
+def _read_summary(fields: dict[str, Any]) -> DecisionSummary:
+    counts = tuple(map(tuple, fields.pop("counts")))
+    return DecisionSummary(**fields, counts=counts)
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,7 @@ class ScriptResult:
         fields = json.loads(text)
         fields["times_s"] = tuple(fields["times_s"])
         if fields["wires"] is not None:
-            fields["wires"] = WireTotals(**fields["wires"])
+            fields["wires"] = WireTotals.from_fields(fields["wires"])
         if fields["proposal"] is not None:
             counts = tuple(map(tuple, fields["proposal"].pop("counts")))
             fields["proposal"] = Proposal(**fields["proposal"], counts=counts)

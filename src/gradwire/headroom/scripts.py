@@ -145,4 +145,5 @@ def _row(recipe: gradwire.Recipe | None, results: Sequence[ScriptResult], exact_
         num_messages=wires.num_messages,
         wait_ms=wires.wait_ms,
         work_ms=wires.work_ms,
+        decisions=wires.decisions,
     )

@@ -70,6 +70,8 @@ def record_notes(record: Record) -> list[str]:
         "Sent: bytes from one rank, counted; for allreduce computed (what a ring sends).",
         f"Error: of the first step's averaged gradient, relative to {record.plain}'s.",
     ]
+    if any(row.decisions and row.gradient_error is not None for row in record.rows):
+        notes.append("The error of auto is what its budget bounds, with the encodings of the last step.")
     if record.remainder is not None:
         notes.append(
             f"Sent are gradients alone: {record.remainder[0]} are the same in all rows. In noop, gradients "

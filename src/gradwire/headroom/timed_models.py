@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.ddp import local_part, make_ddp
+from gradwire.ddp import attachment_of, local_part, make_ddp
 from gradwire.headroom.benchmark import Benchmark, Measurement, Variant
+from gradwire.headroom.decisions import decisions_of
 from gradwire.headroom.devices import largest_of_ranks, open_group, sum_of_ranks
 from gradwire.headroom.records import Row
 from gradwire.headroom.workloads import BuiltWorkload
@@ -37,7 +38,8 @@ class TimedModel:
         """Train ``model``, which is that of ``built``, wrapped or sharded."""
         self.variant = variant
         self.gradient_error: float | None = None
-        """Relative error of the first step's averaged gradient; None so far or if unknown."""
+        """Relative error of the first step's averaged gradient, or of the encodings that ``auto`` has used
+        last; None so far or if unknown."""
         self.warm_up_s: list[float] = []
         """Times of the steps before the measurement, each that of the slowest rank."""
         self.times_s: list[float] = []
@@ -56,12 +58,19 @@ class TimedModel:
 
         There is no optimizer: its time would be the same for all variants.
         """
+        self._note_error()
         begin_s = time.perf_counter()
         self.model.zero_grad()
         self._built.step_loss(self.model).backward()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - begin_s
+
+    def _note_error(self) -> None:
+        """Note the error of the encodings that ``auto`` has chosen for the next step, if it has."""
+        tuned = None if self.wire is None else attachment_of(self.wire).tuned
+        if tuned is not None and tuned.error is not None:
+            self.gradient_error = tuned.error
 
     def row_so_far(self) -> Row:
         """Return the row that the steps before the measurement would make; call it on every rank."""
@@ -81,7 +90,14 @@ class TimedModel:
             work_ms = _median([_total([bucket.work_ms for bucket in step.buckets]) for step in steps])
             self.wire.detach()
         return Measurement(
-            self.variant, tuple(self.times_s), num_bytes, num_messages, wait_ms, work_ms, self.gradient_error
+            self.variant,
+            tuple(self.times_s),
+            num_bytes,
+            num_messages,
+            wait_ms,
+            work_ms,
+            self.gradient_error,
+            () if self.wire is None else decisions_of([self.wire]),
         )
 
     def _sent_per_step(self) -> tuple[int | None, int | None]:

@@ -119,7 +119,7 @@ def best_of(rows: Iterable[Row], plain_bytes: int | None) -> Row | None:
 
 def keeps_gradients(row: Row, plain_bytes: int | None) -> bool:
     """Return True if a row could be recommended, should it be fast."""
-    if row.recipe == ALLREDUCE:
+    if row.recipe == ALLREDUCE or row.decisions:  # auto keeps to a budget, which you may set
         return True
     sends_enough = row.bytes_per_step is None or row.bytes_per_step >= _MIN_BYTES * (plain_bytes or 0)
     return sends_enough and (row.gradient_error or 0.0) <= _MAX_ERROR

@@ -13,6 +13,7 @@ from typing import Any
 from gradwire.headroom import Record
 from gradwire.lab import format_rate
 from gradwire.planner import Cluster, Forecast, cores_per_worker, link_bits_per_s
+from gradwire.tuning import DecisionSummary
 
 Chart = dict[str, Any]
 
@@ -178,6 +179,35 @@ def comparison_chart(named: Sequence[tuple[str, Record]]) -> Chart:
         for number, (name, record) in enumerate(named)
     ]
     return {"data": bars, "layout": _layout("Step time, file by file", None, "ms")}
+
+
+def decision_chart(decisions: Sequence[DecisionSummary]) -> Chart | None:
+    """Chart the ms a step around each decision; None if there are fewer than two, or no times."""
+    series = {
+        "before": [(each.step, each.step_ms) for each in decisions],
+        "expected": [(each.step, each.expected_ms) for each in decisions],
+        "got": [(each.step, each.got_ms) for each in decisions],
+    }
+    colors = dict(zip(series, (_INK, _COMPUTE, _EXPOSED), strict=True))
+    known = {name: [(x, y) for x, y in points if y is not None] for name, points in series.items()}
+    marks = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": name,
+            "x": [x for x, _ in points],
+            "y": [y for _, y in points],
+            "marker": {"size": 10, "color": colors[name]},
+            "hovertemplate": f"step %{{x}}: %{{y:.1f}} ms a step {name}<extra></extra>",
+        }
+        for name, points in known.items()
+        if points
+    ]
+    if len(decisions) < 2 or not marks:
+        return None
+    layout = _layout("Time of a step, by decision", "step of the decision", "ms a step")
+    layout.update(height=280)
+    return {"data": marks, "layout": layout}
 
 
 def _colors(record: Record) -> dict[str, str]:

@@ -12,11 +12,21 @@ from gradwire.headroom import (
     Record,
     describe_proposal,
     give_verdict,
+    named_decisions,
     recommend,
     record_notes,
     row_cells,
 )
-from gradwire.report.charts import Chart, comparison_chart, error_chart, link_chart, step_chart, worker_chart
+from gradwire.report.charts import (
+    Chart,
+    comparison_chart,
+    decision_chart,
+    error_chart,
+    link_chart,
+    step_chart,
+    worker_chart,
+)
+from gradwire.report.decisions import decision_panel
 
 _STYLE = """
 body { font-family: system-ui, sans-serif; line-height: 1.45; color: #24292f }
@@ -28,6 +38,7 @@ h1 { font-size: 1.6rem } h2 { font-size: 1.25rem; margin-top: 2.5rem }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
 td, th { padding: .3rem .9rem; text-align: right } th { font-weight: 600 }
 td:first-child, th:first-child { text-align: left } tr { border-bottom: 1px solid #d0d7de }
+.decisions td:nth-last-child(-n+2), .decisions th:nth-last-child(-n+2) { text-align: left }
 tr.recommended { background: #fdf0e6; font-weight: 600 }
 .conditions, .notes { color: #57606a; font-size: .92rem }
 .legend button { border: 0; background: none; font: inherit; cursor: pointer; padding: .15rem .5rem }
@@ -90,6 +101,7 @@ def _section(index: int, name: str, record: Record) -> list[str]:
         f'<p class="notes">{_SPLIT}</p>',
         *_table(record),
         *_proposal(record),
+        *_decisions(index, record),
     ]
     errors = error_chart(record)
     return lines + (_figure(f"errors-{index}", errors) if errors is not None else [])
@@ -107,6 +119,16 @@ def _proposal(record: Record) -> list[str]:
         f"<tr><td>{escape(encoding)}</td><td>{count}</td></tr>" for encoding, count in record.proposal.counts
     )
     return [*panel, f"<table><tr><th>encoding</th><th>parameters</th></tr>{rows}</table>"]
+
+
+def _decisions(index: int, record: Record) -> list[str]:
+    """Return a panel for each model that recipe ``auto`` has decided about."""
+    lines = []
+    for number, (name, decisions) in enumerate(named_decisions(record)):
+        lines += decision_panel(name, decisions)
+        chart = decision_chart(decisions)
+        lines += _figure(f"decisions-{index}-{number}", chart) if chart is not None else []
+    return lines
 
 
 def _conditions(record: Record) -> str:

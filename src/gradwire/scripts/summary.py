@@ -103,5 +103,5 @@ def _describe(made: AttachedModel) -> str:
         saved = uncompressed - sent
         text += f" instead of {decimal(uncompressed)} ({saved / uncompressed:.0%} saved)"
     text += f", {'no errors' if wire.failure is None else f'failed: {wire.failure}'}"
-    decisions = wire.decisions()
+    decisions = [each.summary for each in wire.decisions()]
     return f"{text}; its decisions:\n{decision_table(decisions)}" if decisions else text

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gradwire.tuning.choices import EncodingChoice
+from gradwire.tuning.summaries import DecisionSummary
 from gradwire.tuning.times import Times
 
 
@@ -56,6 +57,21 @@ class Decision:
             told += f"; {self.step_ms:.1f} ms a step, {self.expected_ms:.1f} expected"
         return told
 
+    @property
+    def summary(self) -> DecisionSummary:
+        """The decision without the names of parameters."""
+        return DecisionSummary(
+            step=self.step,
+            step_ms=self.step_ms,
+            exposed_ms=self.exposed_ms,
+            expected_ms=self.expected_ms,
+            got_ms=self.got_ms,
+            error=self.error,
+            bytes_per_step=self.bytes_per_step,
+            counts=tuple(sorted(self.counts.items())),
+            reason=self.reason,
+        )
+
 
 @dataclass(frozen=True)
 class Basis:
@@ -92,32 +108,3 @@ class Basis:
 def to_ms(seconds: float) -> float:
     """Return seconds as milliseconds, in the accuracy of decisions."""
     return round(1e3 * seconds, 3)
-
-
-_TITLES = ("step", "ms a step", "exposed", "expected", "got", "error", "bytes", "encodings", "why")
-
-
-def decision_table(decisions: Sequence[Decision]) -> str:
-    """Return decisions as a table, a line for each."""
-    rows = [_TITLES, *(_cells(each) for each in decisions)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_TITLES))]
-    last = len(_TITLES) - 2  # texts, on the left
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column >= last else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
-
-
-def _cells(each: Decision) -> tuple[str, ...]:
-    """Return the texts of a decision, in the order of the table's columns."""
-    counts = " ".join(f"{encoding}:{count}" for encoding, count in sorted(each.counts.items()))
-    times = (each.step_ms, each.exposed_ms, each.expected_ms, each.got_ms)
-    error = "-" if each.error is None else f"{each.error:.2g}"
-    return str(each.step), *map(_ms, times), error, f"{each.bytes_per_step:,}", counts, each.reason
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"

@@ -78,6 +78,12 @@ class Tuner:
         return self._tuning.exchange(self.encodings, self.policy.state.apart)
 
     @property
+    def error(self) -> float | None:
+        """The relative error that the budget bounds, with the present encodings; None if it is not known."""
+        choice = self.policy.state.choice
+        return None if choice is None else choice.error
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         return tuple(self.policy.state.decisions)
 
