@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gradwire.headroom import give_verdict, recommend
 from tests.records import record
+from tests.report_records import tuned
 
 
 def noisy(fast, slow, num_fast, num_samples=24):
@@ -152,6 +153,14 @@ def test_a_coarse_recipe_is_named_but_not_recommended():
     only = with_error(record(allreduce=100, acp=20, noop=10), acp=0.95)
     assert recommend(only) is None
     assert "acp makes it 5.00x as fast, but coarse" in give_verdict(only)
+
+
+def test_auto_is_recommended_at_the_error_that_its_budget_allows():
+    found = tuned()
+    assert recommend(found).recipe == "auto"
+    assert "coarse" not in give_verdict(found)
+    rows = [dataclasses.replace(row, decisions=()) for row in found.rows]
+    assert recommend(dataclasses.replace(found, rows=tuple(rows))) is None
 
 
 def test_a_recipe_that_sends_next_to_nothing_is_coarse_whatever_its_error():
