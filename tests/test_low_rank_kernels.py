@@ -198,6 +198,14 @@ def test_gradients_are_added_and_judged_in_every_row(rank, poison):
         assert np.array_equal(matrix, total)
 
 
+def test_sums_that_the_system_takes_back_when_they_are_freed_are_not_freed_too_early():
+    # More than 32 MiB: malloc keeps less for later.
+    values, right = (each.numpy() for each in draw(10, (600_000, 4), (5, 4)))
+    found = np.empty((5, 600_000), np.float32)
+    assert many_vectors.accumulate_and_project(values, np.zeros_like(values), right, found) == 1
+    np.testing.assert_allclose(found, right @ values.T, rtol=0, atol=1e-5)
+
+
 def sizes_of(plan):
     return plan.sums.numel, plan.left.numel, plan.right.numel
 

@@ -214,8 +214,8 @@ def _judge_outer_loop(record: Record, best: Row | None) -> str:
     sites = "" if record.sharding is None else ", sites="
     return (
         f"With {_describe(record, used)} a step still takes {now:.1f}x as long as without communication. "
-        f"Averaging parameters every few steps instead would take about {then:.1f}x and leave the network a "
-        "fifth of the time: "
+        f"Averaging parameters every few steps instead would take about {then:.1f}x and leave the network "
+        "free for a fifth of the time: "
         f"gradwire.LocalSGD(..., period={found.period}, outer={outer}{sites}), in {OUTER_RECIPE}, sends "
         f"{decimal(found.bytes_per_step)} a step in the mean, and {decimal(found.turn_bytes)} at once every "
         f"{found.period // found.fragments} steps. See docs/local_sgd.md for what that does to the loss."

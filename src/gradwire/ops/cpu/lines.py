@@ -113,7 +113,10 @@ def address(context: Any, builder: Any, kind: Any, run: Any, index: Any) -> Any:
 
 @intrinsic
 def point(typing_context: Any, run: Any, index: Any) -> Any:
-    """Return a pointer to a place in an array, or behind a pointer: unchecked and not reference-counted."""
+    """Return a pointer to a place in an array, or behind a pointer: unchecked and not reference-counted.
+
+    An array that a kernel has made is freed after its last use, so it must be used after the pointer is.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return address(context, builder, signature.args[0], *args)

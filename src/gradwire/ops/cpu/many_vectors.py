@@ -117,7 +117,8 @@ def accumulate_and_project(values: Any, matrix: Any, basis: Any, out: Any) -> An
         if next_row + ROWS > n:
             for k in range(next_row, n):
                 largest = max(largest, accumulate(values[k], matrix[k]))
-    transpose(point(sums, 0), width, (n, rank), point(out, 0), n)
+    # The array, not a pointer: numba frees an array after its last use.
+    transpose(sums, width, (n, rank), point(out, 0), n)
     return vote(max(largest, tops.max()))
 
 

@@ -46,7 +46,10 @@ def _transpose_block(typing_context: Any, source: Any, stride: Any, target: Any,
 
 @helper
 def transpose(source: Any, stride: Any, shape: Any, target: Any, target_stride: Any) -> None:
-    """Write the transpose of a matrix of this shape, between pointers; strides are those of rows."""
+    """Write the transpose of a matrix of this shape; strides are those of rows.
+
+    ``source`` and ``target`` are pointers or flat arrays.
+    """
     num_rows, num_columns = shape
     for i in range(0, num_rows, LINE):
         for j in range(0, num_columns, LINE):

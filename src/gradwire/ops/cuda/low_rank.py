@@ -59,26 +59,28 @@ def _accumulate(tiles, flat, sums, votes, ROWS: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
-def _chunk(matrices, CHUNK: tl.constexpr):
-    """Return the places of this program's values in a factor, and a mask of those that exist."""
-    entry = matrices + 3 * tl.program_id(0)
+def _chunk(matrices, num_chunks, CHUNK: tl.constexpr):
+    """Return this program's matrix, the places of its values in a factor, and a mask of those that exist."""
+    # A grid has 2**31 programs in its first dimension, but only 65535 in the others.
+    k, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
+    entry = matrices + 3 * k
     start, size = tl.load(entry), tl.load(entry + 1) * tl.load(entry + 2)
-    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    return start + place, place < size
+    place = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    return k, start + place, place < size
 
 
 @triton.jit
-def _judge(matrices, factor, votes, CHUNK: tl.constexpr):
-    places, exist = _chunk(matrices, CHUNK)
+def _judge(matrices, factor, votes, num_chunks, CHUNK: tl.constexpr):
+    k, places, exist = _chunk(matrices, num_chunks, CHUNK)
     found = tl.load(factor + places, exist, other=0.0).to(tl.int32, bitcast=True) & ABS
     if tl.max(found, axis=0) >= INFINITY:
-        tl.atomic_max(votes + tl.program_id(0), _NAN)
+        tl.atomic_max(votes + k, _NAN)
 
 
 @triton.jit
-def _keep(matrices, factor, votes, kept, CHUNK: tl.constexpr):
-    if tl.load(votes + tl.program_id(0)) > 0.0:
-        places, exist = _chunk(matrices, CHUNK)
+def _keep(matrices, factor, votes, kept, num_chunks, CHUNK: tl.constexpr):
+    k, places, exist = _chunk(matrices, num_chunks, CHUNK)
+    if tl.load(votes + k) > 0.0:
         tl.store(kept + places, tl.load(factor + places, exist), exist)
 
 
@@ -154,10 +156,11 @@ def judge(batches: Batches, side: Side, factor: Tensor, votes: Tensor, kept: Ten
         reference.judge(batches, side, factor, votes, kept)
         return
     matrices = _matrices(batches, side, 0, factor.device)
-    grid = len(matrices), triton.cdiv(max(batch.rank * batch.length(side) for batch in batches), _CHUNK)
-    _judge[grid](matrices, factor, votes.view(torch.int32), CHUNK=_CHUNK)
+    num_chunks = triton.cdiv(max(batch.rank * batch.length(side) for batch in batches), _CHUNK)
+    grid = (len(matrices) * num_chunks,)
+    _judge[grid](matrices, factor, votes.view(torch.int32), num_chunks, CHUNK=_CHUNK)
     if kept is not None:
-        _keep[grid](matrices, factor, votes, kept, CHUNK=_CHUNK)
+        _keep[grid](matrices, factor, votes, kept, num_chunks, CHUNK=_CHUNK)
 
 
 def finish(
