@@ -12,7 +12,7 @@ from gradwire.ops.cuda.codes import ABS, INFINITY
 from gradwire.ops.reference.low_rank import NEGLIGIBLE
 
 _NEGLIGIBLE = tl.constexpr(NEGLIGIBLE[torch.float32])
-# Few vectors are fast one by one. The root of the products of many does not fit into a warp's registers.
+# Few vectors are fast one by one. The root of the products of many does not fit into registers.
 _FEW, _MANY = 4, 32
 
 
