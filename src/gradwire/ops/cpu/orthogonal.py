@@ -15,14 +15,11 @@ from gradwire.ops.cpu.scalars import INFINITY, from_bits, larger
 from gradwire.ops.cpu.tiles import ADD, PANEL64, ROWS, SET, Left, Product, Right, multiply64, no_prefetch
 from gradwire.ops.cpu.transposes import transpose
 from gradwire.ops.cpu.vectors import aligned
-from gradwire.ops.reference.low_rank import NEGLIGIBLE
+from gradwire.ops.reference.low_rank import MAX_CONDITION, NEGLIGIBLE
 
 _VECTOR, _MATRIX = F4[::1], F4[:, ::1]
 _F8 = numba.float64
 _NEGLIGIBLE = NEGLIGIBLE[torch.float32]
-# Largest squared condition number of unit vectors that are made orthogonal at once. With it, rounding in fp64
-# disturbs their orthogonality about as much as rounding the result to fp32 does.
-_MAX_CONDITION = 2.0**26
 # Columns that are worked on at a time, in fp64: 16 KiB for 32 vectors.
 _NUM_COLUMNS = 64
 
@@ -54,7 +51,7 @@ def _invert_root(products: Any, inverse: Any) -> Any:
                 products[d, k] -= share * products[c, k]
             for k in range(c + 1):
                 inverse[d, k] -= share * inverse[c, k]
-    return condition <= _MAX_CONDITION
+    return condition <= MAX_CONDITION
 
 
 @helper

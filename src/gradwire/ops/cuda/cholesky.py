@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Largest squared condition number of unit vectors that are made orthogonal at once. With it, rounding in fp64
-# disturbs their orthogonality about as much as rounding the result to fp32 does.
-_MAX_CONDITION = tl.constexpr(2.0**26)
+from gradwire.ops.reference.low_rank import MAX_CONDITION
+
+_MAX_CONDITION = tl.constexpr(MAX_CONDITION)
 _COLUMNS = 128
 
 

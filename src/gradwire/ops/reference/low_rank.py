@@ -134,3 +134,6 @@ def _finite(values: Tensor) -> Tensor:
 
 # Rounding leaves about 2^-24 of a vector's length per term of a product, so more in longer vectors.
 NEGLIGIBLE = {torch.float32: 2.0**-19, torch.float64: 2.0**-46}
+# Largest squared condition number of unit vectors that kernels make orthogonal at once. With it, rounding in
+# fp64 disturbs their orthogonality about as much as rounding the result to fp32 does.
+MAX_CONDITION = 2.0**26
