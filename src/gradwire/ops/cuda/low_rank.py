@@ -180,7 +180,15 @@ def finish(
     totals = left if sums is None else sums
     factors = left, right, own_left, own_right
     _finish[(len(tiles),)](
-        tiles, flat, totals, *factors, votes, HAS_SUMS=sums is not None, ROWS=_ROWS, COLUMNS=_COLUMNS
+        tiles,
+        flat,
+        totals,
+        *factors,
+        votes,
+        HAS_SUMS=sums is not None,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        enable_fp_fusion=True,  # Triton's own default changes, and ranks may have different versions
     )
 
 

@@ -82,4 +82,5 @@ def orthogonalize_matrices(
         MAY_BE_DONE=may_be_done,
         BLOCK=block,
         num_warps=min(block // 512, 16),
+        enable_fp_fusion=True,  # Triton's own default changes, and ranks may have different versions
     )
