@@ -46,9 +46,7 @@ def alignment(recipe: str, num_steps: int, data: tuple[Data, Data]) -> Alignment
     ranks = trainer.ranks
     for _ in range(num_steps - 1):
         trainer.step()
-    for rank in range(ranks.world_size):
-        with ranks.backward_of(rank):
-            trainer.backward(num_steps - 1, rank)
+    trainer.backward(num_steps - 1)
     everyone = [ranks.gradients(rank) for rank in range(ranks.world_size)]
     means = {name: torch.stack([own[name] for own in everyone]).mean(dim=0) for name in everyone[0]}
     ranks.average()

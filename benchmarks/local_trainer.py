@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from branches import record_branches
+from branches import Repeated, record_branches
 from gradwire.averaging import Bucket
 from gradwire.buckets import Layouts, Memory
 from gradwire.errors import Place, WireError
@@ -28,7 +28,7 @@ from gradwire.training.outer_loop import Members, OuterLoop
 from gradwire.training.site_ranks import OneRank
 from gradwire.training.turns import make_turns
 from local_rows import parse
-from optimizers import OPTIMIZERS
+from optimizers import OPTIMIZERS, LearningRate
 from runs import Setting
 from tasks import Data, loss_of, model_of
 
@@ -85,10 +85,8 @@ class Worker:
         for parameter, gradient in zip(named.values(), self.gradients, strict=True):
             parameter.grad = gradient
 
-    def inner_step(self, lr: float) -> None:
+    def inner_step(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,15 +128,17 @@ class LocalTrainer:
         self.workers = [Worker(model, setting, name, rank) for rank, model in enumerate(models)]
         shape = (setting.steps, setting.workers, setting.batch)
         self.places = self.data.draw(shape, seed)
-        self._backward = self._graphed() if device.type == "cuda" and not eager else self._backward_all
+        is_graphed = device.type == "cuda" and not eager
+        self._backward = self._graphed() if is_graphed else self._backward_all
+        self._inner_steps = Repeated(self._step_all) if is_graphed else self._step_all
+        self._lr = LearningRate([worker.optimizer for worker in self.workers], device)
         self.num_steps = 0
         self._sent = [0] * setting.workers
 
     def step(self) -> None:
-        lr = learning_rate(self.num_steps, self.setting.steps, self._peak)
+        self._lr.set(learning_rate(self.num_steps, self.setting.steps, self._peak))
         self._backward(self.places[self.num_steps])
-        for worker in self.workers:
-            worker.inner_step(lr)
+        self._inner_steps()
         self.num_steps += 1
         for worker in self.workers:
             worker.loop.begin_due(self.num_steps, 1.0, self.num_steps)
@@ -196,11 +196,15 @@ class LocalTrainer:
         for worker, own in zip(self.workers, places, strict=True):
             self._backward_of(worker, own)
 
+    def _step_all(self) -> None:
+        for worker in self.workers:
+            worker.inner_step()
+
     def _graphed(self) -> Callable[[Tensor], None]:
         """Record `_backward_all` as a CUDA graph."""
         places = self.places[0].clone()
         pairs = zip(self.workers, places, strict=True)
-        replay, _ = record_branches([functools.partial(self._backward_of, *pair) for pair in pairs])
+        replay = record_branches([functools.partial(self._backward_of, *pair) for pair in pairs])
 
         def backward(new_places: Tensor) -> None:
             places.copy_(new_places)

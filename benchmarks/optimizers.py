@@ -12,7 +12,9 @@ from gradwire import Recipe
 def adamw(parameters: list[nn.Parameter]) -> Optimizer:
     """Make the optimizer of examples/train_lm.py."""
     is_cuda = parameters[0].is_cuda
-    return torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.1, fused=is_cuda)
+    return torch.optim.AdamW(
+        parameters, betas=(0.9, 0.95), weight_decay=0.1, fused=is_cuda, capturable=is_cuda
+    )
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
@@ -34,6 +36,21 @@ def require_sgd(name: str, recipe: Recipe) -> None:
 def sgd(parameters: list[nn.Parameter]) -> Optimizer:
     """Make SGD with momentum and nothing else, so that steps are sums of gradients."""
     return torch.optim.SGD(parameters, momentum=0.9, fused=parameters[0].is_cuda)
+
+
+class LearningRate:
+    """The learning rate of some optimizers; on a GPU it is in device memory, for steps that are recorded."""
+
+    def __init__(self, optimizers: list[Optimizer], device: torch.device) -> None:
+        self._optimizers = optimizers
+        self._on_device = torch.zeros((), device=device) if device.type == "cuda" else None
+
+    def set(self, value: float) -> None:
+        if self._on_device is not None:
+            self._on_device.fill_(value)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:  # made anew when a state is loaded
+                group["lr"] = value if self._on_device is None else self._on_device
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {"adamw": adamw, "sgd": sgd}

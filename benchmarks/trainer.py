@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from branches import record_branches
+from branches import Repeated, record_branches
 from gradwire.testing import VirtualRanks
-from optimizers import make_optimizer
+from optimizers import LearningRate, make_optimizer
 from runs import Setting
 from tasks import Data, loss_of, model_of
 
@@ -41,30 +41,37 @@ class Trainer:
         )
         parameters = list(self.model.parameters())
         self.optimizer = make_optimizer(setting.optimizer, parameters, self.ranks.recipe)
+        self._lr = LearningRate([self.optimizer], self.device)
         self._sent_before = 0
         shape = (setting.steps, setting.workers, setting.batch)
         # Draw all places at once, since each transfer waits for the device.
         self.places = self.data.draw(shape, seed)
         is_graphed = self.device.type == "cuda" and not eager
         self.backward = self._graphed() if is_graphed else self._backward
+        self._update = Repeated(self._clip_and_step) if is_graphed else self._clip_and_step
 
-    def _backward(self, step: int, rank: int) -> None:
-        loss_of(self.model, self.data, self.places[step, rank]).backward()
+    def _backward(self, step: int) -> None:
+        for rank in range(self.setting.workers):
+            with self.ranks.backward_of(rank):
+                loss_of(self.model, self.data, self.places[step, rank]).backward()
 
-    def _graphed(self) -> Callable[[int, int], None]:
+    def _graphed(self) -> Callable[[int], None]:
         """Record the backward passes of all workers as one CUDA graph."""
-        parameters, places = list(self.model.parameters()), self.places[0].clone()
+        parameters, places = dict(self.model.named_parameters()), self.places[0].clone()
 
-        def gradients_at(own: Tensor) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(loss_of(self.model, self.data, own), parameters)
+        def write_gradients(rank: int) -> None:
+            loss = loss_of(self.model, self.data, places[rank])
+            gradients = torch.autograd.grad(loss, list(parameters.values()))
+            views = self.ranks.gradients(rank)
+            torch._foreach_copy_([views[name] for name in parameters], gradients)
 
-        replay, gradients = record_branches([functools.partial(gradients_at, own) for own in places])
+        ranks = range(self.setting.workers)
+        replay = record_branches([functools.partial(write_gradients, rank) for rank in ranks])
 
-        def backward(step: int, rank: int) -> None:
-            if rank == 0:
-                places.copy_(self.places[step])
-                replay()
-            torch._foreach_copy_([p.grad for p in parameters if p.grad is not None], gradients[rank])
+        def backward(step: int) -> None:
+            places.copy_(self.places[step])
+            replay()
+            self.ranks.take_gradients()
 
         return backward
 
@@ -74,13 +81,13 @@ class Trainer:
 
     def step(self) -> None:
         step = self.num_steps
-        for rank in range(self.setting.workers):
-            with self.ranks.backward_of(rank):
-                self.backward(step, rank)
+        self.backward(step)
         self.ranks.average()
+        self._lr.set(learning_rate(step, self.setting.steps, self.setting.lr))
+        self._update()
+
+    def _clip_and_step(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.setting.steps, self.setting.lr)
         self.optimizer.step()
 
     def evaluate(self, num_places: int) -> float:

@@ -26,6 +26,9 @@ class Corrupting:
     def shared_bytes(self, layout, step):
         return 0
 
+    def repeats_as(self, step):
+        return None
+
     def rounds(self, flat, context):
         yield from gradwire.fp32().exchange.rounds(flat, context)
         has_first = any(slot.name == "0.weight" for slot in context.layout.slots)

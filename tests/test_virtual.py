@@ -335,3 +335,45 @@ def test_ranks_that_all_wait_are_told_instead_of_hanging():
 
     with pytest.raises(RanksFailed, match="no message from rank 1: every rank that is still there waits"):
         run_virtual_ranks(silent, 3)
+
+
+def test_gradients_that_are_written_in_place_are_averaged_like_those_of_backward_passes():
+    results = []
+    for writes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 20)
+        ranks = VirtualRanks(model, "int4", world_size=3, arrival=["bias", "weight"])
+        for step in range(3):
+            for rank in range(3):
+                batch = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + rank))
+                if writes:
+                    loss = model(batch).square().mean()
+                    for view, own in zip(
+                        map(ranks.gradients(rank).__getitem__, ("weight", "bias")),
+                        torch.autograd.grad(loss, [model.weight, model.bias]),
+                        strict=True,
+                    ):
+                        view.copy_(own)
+                else:
+                    with ranks.backward_of(rank):
+                        model(batch).square().mean().backward()
+            if writes:
+                ranks.take_gradients()
+            ranks.average()
+        results.append((model.weight.grad.clone(), model.bias.grad.clone()))
+    for backward, written in zip(*results, strict=True):
+        assert torch.equal(backward, written)
+        assert written.any()
+
+
+def test_gradients_cannot_be_written_in_place_where_buckets_are_made_anew():
+    model = nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60))
+    ranks = VirtualRanks(model, "int8", world_size=2, bucket_cap_mb=0.01)
+    for rank in range(2):
+        with ranks.backward_of(rank):
+            model(torch.randn(2, 60)).mean().backward()
+    ranks.average()
+    ranks.take_gradients()  # the step that was laid out as the first one
+    ranks.average()
+    with pytest.raises(ValueError, match="laid out anew in this step: give arrival="):
+        ranks.take_gradients()

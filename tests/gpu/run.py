@@ -39,6 +39,7 @@ from tests.gpu import (
     sharded,
     telemetry,
     trust,
+    virtual,
 )
 from tests.rows import ROWS
 
@@ -266,6 +267,7 @@ def main():
         **sharded.CHECKS,
         **auto.CHECKS,
         **recordings.CHECKS,
+        **virtual.CHECKS,
     }
     for name, check in checks.items():
         if only and not name.startswith(only):

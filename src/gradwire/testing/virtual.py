@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from gradwire.peers import Group, Traffic
 from gradwire.recipes import Recipe, require_averaging, resolve_for_module
 from gradwire.recipes import recipe as parse_recipe
 from gradwire.testing.virtual_group import run_virtual_ranks
+from gradwire.testing.virtual_recordings import VirtualRecordings
 from gradwire.tuning import Decision, Tuner, read_state
 
 
@@ -85,6 +87,7 @@ class VirtualRanks:
         """The bytes and messages that each rank has sent."""
         self.num_steps = 0
         self._scratches = [Scratch() for _ in range(world_size)]
+        self._recordings = VirtualRecordings()
         self._tuners: list[Tuner] = []
         if self.recipe.tuning is not None:
             tuning = self.recipe.tuning
@@ -97,9 +100,7 @@ class VirtualRanks:
     def backward_of(self, rank: int) -> Iterator[None]:
         """Add the gradients of backward passes inside to those of ``rank``, which start at zero."""
         if not self._ready:
-            self._used.clear()
-            grouping = self._timeline.at(self.num_steps)
-            self._lay_out(self._arriving if grouping is None else self._grouped(grouping))
+            self._begin_step()
         for bucket in self._buckets[rank]:
             bucket.zero_()
         for name, parameter in self._parameters.items():
@@ -114,6 +115,21 @@ class VirtualRanks:
         self._collect(rank)
         self._ready.add(rank)
 
+    def take_gradients(self) -> None:
+        """Take what `gradients` of each rank holds as its gradients in this step, in place of `backward_of`.
+
+        A CUDA graph can write there the gradients of all ranks. Raises ValueError if buckets lie elsewhere
+        now; with ``arrival`` they stay where they are.
+        """
+        before = self._buckets
+        self._begin_step()
+        if self._buckets is not before:
+            raise ValueError(
+                "gradients have been laid out anew in this step: give arrival= to keep their place"
+            )
+        self._used.update(self._parameters)
+        self._ready.update(range(self.world_size))
+
     def average(self) -> None:
         """Average the ranks' gradients; each parameter's ``grad`` is then the mean.
 
@@ -122,7 +138,7 @@ class VirtualRanks:
         missing = sorted(set(range(self.world_size)) - self._ready)
         if missing:
             raise ValueError(f"rank(s) {', '.join(map(str, missing))} have no gradients in this step")
-        traffic = run_virtual_ranks(self._average, self.world_size)
+        traffic = self._recordings.run(self._work(), self.num_steps, self._average_all)
         self._use_choice()
         for total, sent in zip(self.traffic, traffic, strict=True):
             total.bytes_sent += sent.bytes_sent
@@ -182,14 +198,39 @@ class VirtualRanks:
             tuner.load(policy, self.num_steps, look_soon=changed)
         self._use_choice()
 
-    def _average(self, group: Group) -> Traffic:
+    def _begin_step(self) -> None:
+        self._used.clear()
+        grouping = self._timeline.at(self.num_steps)
+        self._lay_out(self._arriving if grouping is None else self._grouped(grouping))
+
+    def _work(self) -> Hashable | None:
+        """Return what the work of this step on a GPU depends on; None if it cannot be recorded."""
+        repeats = self.recipe.exchange.repeats_as(self.num_steps)
+        if repeats is None or self._tuners or not self._buckets[0][0].is_cuda:
+            return None
+        return repeats, tuple(memory.version for memory in self.memories)
+
+    def _average_all(self, step_on_device: Tensor | None) -> list[Traffic]:
+        average = functools.partial(self._average, step_on_device=step_on_device)
+        return run_virtual_ranks(average, self.world_size)
+
+    def _average(self, group: Group, step_on_device: Tensor | None) -> Traffic:
         scale = 1.0 if self.recipe.reduction == "sum" else 1 / group.size
         scratch, memory = self._scratches[group.rank], self.memories[group.rank]
         tuner = self._tuners[group.rank] if self._tuners else None
         for layout, bucket in zip(self.layouts, self._buckets[group.rank], strict=True):
             if tuner is not None:
                 tuner.arrive(layout, bucket, self.num_steps, is_last=layout is self.layouts[-1])
-            context = Context(group, scratch, scale, layout, memory, self.num_steps, self._finds_unused)
+            context = Context(
+                group,
+                scratch,
+                scale,
+                layout,
+                memory,
+                self.num_steps,
+                self._finds_unused,
+                step_on_device,
+            )
             average(bucket, self.recipe.exchange, context)
         traffic = group.traffic.copy()  # without that of the tuner, as in the statistics of a wire
         device = self._buckets[0][0].device
@@ -221,6 +262,7 @@ class VirtualRanks:
         self.layouts = layouts
         """The layout of each bucket in this step."""
         device = next(iter(self._parameters.values())).device
+        self._recordings.clear()
         self._buckets: list[list[Tensor]] = []  # frees the old ones first
         self._views: list[dict[str, Tensor]] = []
         for _ in range(self.world_size):
