@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.headroom import Machine
-from gradwire.lab import Lab
-from gradwire.lab.rates import parse_rate
+from gradwire.lab import Lab, parse_rate
 from gradwire.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

@@ -334,6 +334,7 @@ def test_ranks_that_are_there_already_measure_together_and_the_first_has_the_rec
     assert nothing is None
     assert (measured.world_size, measured.interleaved) == (2, True)
     assert (measured.num_parameters, measured.gradient_bytes) == (6808, 8 * 6808)
+    assert measured.num_layers == 2
     assert "with_dropout, 6.81k parameters" in measured.workload
     # Each row sees the same dropout, so only the averaging makes errors.
     assert {row.recipe: row.gradient_error for row in measured.rows}["fp32"] < 1e-6

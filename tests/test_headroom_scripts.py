@@ -175,6 +175,7 @@ def test_a_script_is_measured_as_it_is_and_ended_at_the_same_step(tmp_path, capf
     assert {len(row.samples_ms) for row in measured.rows} == {2}
     assert [row.bytes_per_step for row in measured.rows] == [4 * 15050, 0]
     assert (measured.num_parameters, measured.gradient_bytes) == (15050, 4 * 15050)
+    assert measured.num_layers == 2, "a weight and a bias"
     assert (measured.world_size, measured.backend, measured.interleaved) == (2, "gloo", False)
 
 

@@ -67,7 +67,9 @@ def test_an_outer_loop_is_named_for_a_sharded_model_that_has_replicas():
     assert "LocalSGD" in give_verdict(record(**{k: v for k, v in slow.items() if k != "alone"}))
     assert "LocalSGD" not in give_verdict(sharded("fsdp", **slow))
     said = give_verdict(sharded("hsdp", **slow))
-    assert "gradwire.LocalSGD(..., period=16, outer=gradwire.DiLoCo(fragments=4, delay=4), sites=)" in said
+    outer = "outer=gradwire.DiLoCo(fragments=4, delay=4)"
+    assert f"gradwire.LocalSGD(model, optimizer, period=16, {outer}), in int4" in said
+    assert "A model without a mesh of two dimensions needs sites= too." in said
 
 
 def test_ranks_that_train_alone_are_never_recommended():

@@ -37,6 +37,13 @@ def test_every_public_name_is_found():
     assert sorted([*homes, "__version__"]) == sorted(gradwire.__all__)
 
 
+def test_every_recipe_is_a_public_function_that_returns_it():
+    for name, factory in gradwire.RECIPES.items():
+        assert name in gradwire.__all__
+        assert getattr(gradwire, name) is factory
+        assert getattr(gradwire, name)() == gradwire.recipe(name)
+
+
 def test_public_modules_need_no_import_of_their_own():
     look = "import gradwire as g; g.testing.run_ranks, g.lab.Lab, g.ddp_comm_hooks.DDPCommHookType"
     subprocess.run([sys.executable, "-c", look], timeout=300, check=True)

@@ -37,6 +37,13 @@ def test_rates_are_read_as_people_write_them():
             parse_rate(text)
 
 
+def test_a_rate_or_a_delay_that_is_no_text_is_refused():
+    with pytest.raises(TypeError, match="a rate is text, such as '100mbit', not 100"):
+        parse_rate(100)
+    with pytest.raises(TypeError, match="a delay is text, such as '20ms', not 0.02"):
+        parse_delay(0.02)
+
+
 def sum_and_time(rank):
     """Return a sum over ranks, the local rank, and when the sum began and ended by the machine's clock."""
     values = torch.full((500_000,), float(rank))

@@ -48,6 +48,25 @@ def test_a_wrong_spec_says_what_is_wrong(spec, message):
 
 
 @pytest.mark.parametrize(
+    ("name", "option", "value", "wanted"),
+    [
+        ("int8", "feedback", "no", "True or False"),  # a text is true
+        ("int8", "local_size", "2", "a whole number"),
+        ("int8", "local_size", True, "a whole number"),
+        ("int2", "seed", 1.5, "a whole number"),
+        ("int4", "momentum", "0.9", "a number"),
+        ("powersgd", "rank", 2.5, "a whole number"),
+        ("acp", "start", None, "a whole number"),
+        ("auto", "budget", "0.1", "a number"),
+        ("auto", "every", 2.5, "a whole number"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_refused(name, option, value, wanted):
+    with pytest.raises(TypeError, match=f"^recipe '{name}': {option} must be {wanted}, not {value!r}$"):
+        getattr(gradwire, name)(**{option: value})
+
+
+@pytest.mark.parametrize(
     ("spec", "meant"),
     [
         ("POWERSGD:rank=2", "powersgd:rank=2"),

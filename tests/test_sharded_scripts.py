@@ -83,6 +83,7 @@ def check_totals(rank, kind):
         attachments.made[0].wire.detach()
     num_bytes = 4 * (40 * 24 + 24)
     assert (totals.sharding, totals.num_parameters, totals.gradient_bytes) == (kind, 984, num_bytes)
+    assert totals.num_layers == 2, "a weight and a bias"
     assert totals.exact_bytes == num_bytes // 2, "half of the gradients; or twice half of half of them"
 
 

@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import profile
 
 import gradwire
@@ -29,6 +32,11 @@ class BrokenWriter:
     def add_scalar(self, tag, scalar_value, global_step):
         self.num_calls += 1
         raise OSError("no space left")
+
+
+class BytesPath:
+    def __fspath__(self):
+        return b"wire.jsonl"
 
 
 def events_of(path):
@@ -111,6 +119,97 @@ def check_events(rank, folder):
 
 def test_events_are_those_that_happened(two_ranks, tmp_path):
     two_ranks.run(check_events, tmp_path)
+
+
+def attach_counts(folder):
+    """Return, for each file of a folder, how often a wire was attached that wrote to it, and where."""
+    files = {path.name: events_of(path) for path in folder.iterdir()}
+    return {
+        name: [event["rank"] for event in told if event["event"] == "attach"] for name, told in files.items()
+    }
+
+
+def check_halves(rank, folder):
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for name in ("wire.jsonl", "each-{rank}.jsonl"):
+        model = small_model(process_group=halves[rank // 2])
+        telemetry = gradwire.Telemetry(every=1, jsonl=folder / name, errors=False)
+        with gradwire.attach(model, "int8", telemetry=telemetry):
+            backward(model)
+            backward(model)
+
+
+def test_models_on_other_ranks_of_the_world_have_other_files(four_ranks, tmp_path):
+    four_ranks.run(check_halves, tmp_path)
+    each = {f"each-{rank}.jsonl": [rank] for rank in range(4)}
+    assert attach_counts(tmp_path) == {"wire.jsonl": [0], "wire-rank2.jsonl": [2], **each}
+    for path in tmp_path.iterdir():
+        events = [event["event"] for event in events_of(path)]
+        assert events == ["attach", "step", "rebuild", "step", "detach"], path.name
+
+
+def check_two_models(rank, folder, has_group):
+    groups = [dist.group.WORLD, dist.new_group([0, 1]) if has_group else dist.group.WORLD]
+    models = [small_model(process_group=group) for group in groups]
+    for name in ("wire.jsonl", "each-{rank}.jsonl"):
+        telemetry = gradwire.Telemetry(every=1, jsonl=folder / name, errors=False)
+        wires = [gradwire.attach(model, "int8", telemetry=telemetry) for model in models]
+        for model, num_steps in zip(models, (1, 2), strict=True):
+            for step in range(num_steps):
+                backward(model, step)
+        for wire in wires:
+            wire.detach()
+    # A model that comes after another goes on in its file.
+    gradwire.attach(models[0], "int8", telemetry=gradwire.Telemetry(jsonl=folder / "wire.jsonl")).detach()
+
+
+@pytest.mark.parametrize("has_group", [True, False], ids=["two groups", "one group"])
+def test_two_models_of_one_process_have_different_files(has_group, two_ranks, tmp_path):
+    two_ranks.run(check_two_models, tmp_path, has_group)
+    each = {f"each-{rank}{model}.jsonl": [rank] for rank in range(2) for model in ("", "-model2")}
+    assert attach_counts(tmp_path) == {"wire.jsonl": [0, 0], "wire-model2.jsonl": [0], **each}
+    for name, num_steps in (("wire", 1), ("wire-model2", 2), ("each-1", 1), ("each-1-model2", 2)):
+        told = events_of(tmp_path / f"{name}.jsonl")
+        assert sum(event["event"] == "step" for event in told) == num_steps, name
+
+
+def check_sites(rank, folder, store_file):
+    """Each rank is a site of its own. Sites are numbered backwards by a group that torch's world has not."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("site", "shard"))
+    sites = gradwire.make_group(dist.FileStore(str(store_file), 2), 1 - rank, 2)
+    for name, replicas in (("world", mesh["site"]), ("made", sites)):
+        model = fully_shard(torch.nn.Linear(8, 8), mesh=mesh["shard"])
+        telemetry = gradwire.Telemetry(jsonl=folder / f"{name}-{{rank}}.jsonl", errors=False)
+        gradwire.attach(model, "int8", replicas=replicas, telemetry=telemetry).detach()
+        number = rank if name == "world" else 1 - rank
+        assert [event["rank"] for event in events_of(folder / f"{name}-{number}.jsonl")] == [number] * 2
+
+
+def test_sites_that_share_no_world_are_told_apart_by_their_numbers(two_ranks, tmp_path):
+    (tmp_path / "events").mkdir()
+    two_ranks.run(check_sites, tmp_path / "events", tmp_path / "store")
+    assert len(attach_counts(tmp_path / "events")) == 4
+
+
+def check_pipe(rank, path):
+    models = [small_model(), small_model()]
+    telemetry = gradwire.Telemetry(jsonl=path)
+    with (
+        gradwire.attach(models[0], "int8", telemetry=telemetry),
+        gradwire.attach(models[1], "int8", telemetry=telemetry),
+    ):
+        pass
+
+
+def test_two_models_share_a_pipe(two_ranks, tmp_path):
+    read_end, write_end = os.pipe()
+    try:
+        two_ranks.run(check_pipe, f"/proc/{os.getpid()}/fd/{write_end}")
+        lines = os.read(read_end, 1 << 16).splitlines()
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+    assert [json.loads(line)["event"] for line in lines] == ["attach", "attach", "detach", "detach"]
 
 
 def failing(state, bucket):
@@ -209,6 +308,8 @@ def test_a_profile_has_a_range_for_a_hook(two_ranks):
         ({"every": 0}, ValueError, "every 1 or more steps"),
         ({"every": 2.5}, TypeError, "a number of steps, not 2.5"),
         ({"jsonl": 3}, TypeError, "name of a file, not int"),
+        ({"jsonl": BytesPath()}, TypeError, "name of a file, not bytes"),
+        ({"jsonl": ""}, ValueError, "name of a file, not an empty text"),
         ({"writer": object()}, TypeError, "no add_scalar"),
     ],
 )

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp import bucket_size, ddp_attachment_of
+from gradwire.lab import parse_rate
 from tests.models import backward, gradients
 
 
@@ -56,6 +57,76 @@ def check_buckets(rank):
 
 def test_the_buckets_suit_the_recipe(two_ranks):
     two_ranks.run(check_buckets)
+
+
+def check_links(rank):
+    for recipe, options, size_mb in (
+        ("sign", {}, 25),
+        ("sign", {"link": "100mbit"}, 8),
+        ("sign", {"link": "1gbit"}, 25),
+        ("sign", {"link": "100mbit", "bucket_cap_mb": 3}, 3),
+        (allreduce_hook, {"link": "100mbit", "state": dist.group.WORLD}, 25),
+    ):
+        model, wire = gradwire.wrap(nn.Linear(512, 512), recipe, **options)
+        wire.detach()
+        assert cap_mb(model) == size_mb, (recipe, options)
+
+
+def test_the_buckets_suit_the_link(two_ranks):
+    two_ranks.run(check_links)
+
+
+def best_mb(recipe, module, link=None):
+    bits_per_s = None if link is None else parse_rate(link)
+    return bucket_size.best_bucket_mb(gradwire.recipe(recipe), module, module.parameters(), bits_per_s)
+
+
+@pytest.mark.parametrize(
+    ("link", "small", "large"),
+    [
+        (None, ["fp32", "bf16", "int8"], ["int4", "int2", "sign", "powersgd", "topk"]),
+        ("10gbit", ["fp32", "bf16", "int8"], ["int4", "int2", "sign", "powersgd", "topk"]),
+        ("1gbit", ["fp32", "bf16", "int8"], ["int4", "int2", "sign", "powersgd", "topk"]),
+        ("500 Mbit/s", ["fp32", "int8", "int4"], ["int2", "sign", "powersgd", "topk"]),
+        ("100mbit", ["int4", "int2", "int2:bits=1+1", "sign"], ["powersgd:rank=1", "topk"]),
+        ("10mbit", ["int4", "sign", "powersgd:rank=1", "topk"], []),
+    ],
+)
+def test_the_slower_the_link_the_fewer_bytes_are_enough_for_small_buckets(link, small, large):
+    module = nn.Linear(512, 512)
+    assert {recipe: best_mb(recipe, module, link) for recipe in small} == dict.fromkeys(small, 8)
+    assert {recipe: best_mb(recipe, module, link) for recipe in large} == dict.fromkeys(large)
+
+
+def test_buckets_go_by_what_leaves_a_node():
+    module = nn.Linear(512, 512)
+    assert best_mb("int8:local_size=4", module) == 8
+    assert best_mb("sign:local_size=4", module) is None
+    assert best_mb("sign:local_size=4", module, "100mbit") == 8
+    assert best_mb("route(ndim<2=fp32; *=sign:local_size=4)", module) is None
+    assert best_mb("noop", module, "64kbit") is None
+
+
+def test_buckets_go_by_the_recipe_for_tables_too():
+    module = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 64))
+    assert best_mb("sign", module) is None
+    assert best_mb("sign:tables=fp32", module) == 8
+
+
+def check_refusals(rank):
+    with pytest.raises(ValueError, match="a rate is a number and kbit, mbit or gbit, .* not 'fast'"):
+        gradwire.wrap(net(), "sign", link="fast")
+    with pytest.raises(TypeError, match="a rate is text, such as '100mbit', not 100"):
+        gradwire.wrap(net(), "sign", link=100)
+    with pytest.raises(TypeError, match=r"takes a torch.nn.Module, not type"):
+        gradwire.wrap(nn.Linear, "sign")
+    for model in (DistributedDataParallel(net()), torch.compile(DistributedDataParallel(net()))):
+        with pytest.raises(TypeError, match="give it the module inside, or attach to this one"):
+            gradwire.wrap(model, "sign")
+
+
+def test_what_cannot_be_wrapped_is_refused(two_ranks):
+    two_ranks.run(check_refusals)
 
 
 def check_options(rank):

@@ -26,6 +26,7 @@ from gradwire.cli.plan_tables import (
     PlannedRow,
     comparison_json,
     comparison_table,
+    first_call,
     outer_table,
     plan_json,
     plan_table,
@@ -98,6 +99,7 @@ def plan(options: PlanOptions) -> None:
         console = open_console()
         console.print(outer_table(_title(options, predicted.num_parameters), predicted.rows, options.period))
         console.print(OUTER_NOTE, markup=False)
+        console.print(first_call(predicted.rows), markup=False, soft_wrap=True)
     else:
         console = open_console()
         title = _title(options, predicted.num_parameters)

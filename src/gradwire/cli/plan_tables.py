@@ -47,14 +47,14 @@ def plan_json(rows: Sequence[PlannedRow]) -> str:
             "step_ms": 1e3 * prediction.step_s,
             "efficiency": prediction.efficiency,
             "bytes_per_step": prediction.bytes_per_step,
-            **_more(prediction),
+            **_more(recipe, prediction),
         }
         for cluster, recipe, prediction in rows
     ]
     return json.dumps(fields, indent=2)
 
 
-def _more(prediction: Prediction | OuterPrediction) -> dict[str, float]:
+def _more(recipe: str, prediction: Prediction | OuterPrediction) -> dict[str, float | str]:
     if isinstance(prediction, Prediction):
         return {"num_messages": prediction.num_messages, "gathered_bytes": prediction.gathered_bytes}
     return {
@@ -65,7 +65,15 @@ def _more(prediction: Prediction | OuterPrediction) -> dict[str, float]:
         "turn_ms": 1e3 * prediction.turn_s,
         "delay": prediction.delay,
         "least_period": prediction.least_period,
+        "call": prediction.call(recipe),
     }
+
+
+def first_call(rows: Sequence[PlannedRow]) -> str:
+    """Return the code that trains as the first row of an outer loop says."""
+    first = rows[0]
+    assert isinstance(first.prediction, OuterPrediction)
+    return f"The first row as code: {first.prediction.call(first.recipe)}"
 
 
 def outer_table(title: str, rows: Sequence[PlannedRow], period: int | None) -> Table:

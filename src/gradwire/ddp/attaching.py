@@ -79,7 +79,7 @@ def attach(
         options.check(choice.recipe_or_hook, device, is_nccl=uses_nccl(group, device))
         slot = free_slot(ddp)
         if not is_disabled():
-            options.check_file(group.rank())
+            options.check_file(own_world_rank(group), is_first=group.rank() == 0)
             if choice.recipe is not None:
                 warm_up(device, kernels_of(choice.recipe, group))
         claim = {
@@ -116,18 +116,24 @@ def _open_bridge(
     rendezvous: str,
 ) -> Bridge:
     """Open what averages the model's buckets and put it into the slot; collective. Undo all if it fails."""
-    rank, meter = ddp.process_group.rank(), options.meter()
+    group, meter = ddp.process_group, options.meter()
+    rank = own_world_rank(group)
     with contextlib.ExitStack() as undo:
         runner = _open_runner(ddp, choice, options, meter, rendezvous)
         undo.callback(runner.close)
         gradients = DDPGradients(weakref.ref(ddp))
-        checks = options.checks(gradients, rank, layouts, meter, may_compare=gradients.may_compare)
+        checks = options.checks(
+            gradients,
+            rank,
+            layouts,
+            meter,
+            is_first=group.rank() == 0,
+            may_compare=gradients.may_compare,
+        )
         undo.callback(checks.close)
         # Weakly: the model's hook holds this, and must not hold the model.
         by_active = functools.partial(divides_by_active, weakref.ref(ddp))
-        bridge = Bridge(
-            runner, layouts, own_world_rank(ddp.process_group), checks, by_active, num_bucketed(ddp)
-        )
+        bridge = Bridge(runner, layouts, rank, checks, by_active, num_bucketed(ddp))
         slot.take(bridge)
         undo.callback(slot.leave, bridge)
         # Binding comes last, since it cannot be undone.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.buckets import Layouts
+from gradwire.buckets import Layouts, trainable_parameters
 from gradwire.ddp.models import trained_parameters
-from gradwire.recipes import Recipe
+from gradwire.recipes import Recipe, route_module_tables
 from gradwire.torch_private import ddp_facts
 
 log = logging.getLogger("gradwire")
@@ -19,21 +20,38 @@ log = logging.getLogger("gradwire")
 # A step ends when its last bucket is averaged, so small buckets let it end sooner. But each costs messages:
 # what a recipe sends of a bucket should take longer than they do. On CUDA, buckets share messages.
 _SMALL_MB = 8.0
-# The share of its bytes that a recipe sends of a bucket, from which on small buckets are faster on CPU.
-_LARGE_SHARE = 0.2
+# The share of its bytes that a recipe sends of a bucket, from which on small buckets are faster on CPU, on
+# links of this rate. On slower ones, fewer bytes take as long. On faster ones, nothing was measured.
+_LARGE_SHARE, _AT_BITS_PER_S = 0.2, 1e9
 
 
-def best_bucket_mb(recipe: Recipe, module: nn.Module, trained: Iterable[nn.Parameter]) -> float | None:
-    """Return the ``bucket_cap_mb`` with which a recipe is fastest; None for DDP's own."""
+def best_bucket_mb(
+    recipe: Recipe, module: nn.Module, trained: Iterable[nn.Parameter], bits_per_s: float | None = None
+) -> float | None:
+    """Return the ``bucket_cap_mb`` with which a recipe is fastest; None for DDP's own.
+
+    ``bits_per_s`` is the rate of the links between nodes, if it is known.
+    """
     parameters = list(trained)
     if not parameters or parameters[0].device.type != "cpu":
         return None
-    exchange, sent, whole = recipe.exchange, 0, 0
+    slowness = 1.0 if bits_per_s is None else min(1.0, bits_per_s / _AT_BITS_PER_S)
+    is_large = _sent_share(recipe, module, parameters) >= _LARGE_SHARE * slowness
+    return _SMALL_MB if is_large else None
+
+
+def _sent_share(recipe: Recipe, module: nn.Module, parameters: Sequence[nn.Parameter]) -> float:
+    """Return what one of two nodes sends to the other in a step, over the bytes of all gradients."""
+    ids = {id(parameter) for parameter in parameters}
+    named = {name: p for name, p in trainable_parameters(module).items() if id(p) in ids}
+    exchange = route_module_tables(recipe, module, named).exchange
+    node_size = math.lcm(*(each.local_size or 1 for each in recipe.leaves()))
+    sent = whole = 0
     for layout in Layouts(module).one_per_dtype(list(parameters)):
-        num_bytes = layout.numel * layout.dtype.itemsize
-        whole += num_bytes
-        sent += exchange.shared_bytes(layout, exchange.starts[-1]) or num_bytes
-    return _SMALL_MB if sent >= _LARGE_SHARE * whole else None
+        whole += layout.numel * layout.dtype.itemsize
+        by_rank = exchange.link_bytes(layout, 2 * node_size, exchange.starts[-1])
+        sent += sum(links.across for links in by_rank[:node_size])
+    return sent / whole
 
 
 def suggest_buckets(ddp: DistributedDataParallel, recipe: Recipe) -> None:

@@ -70,10 +70,10 @@ class Options:
         """The number of steps between comparisons with exact averages; None for no comparison."""
         return self.telemetry.every if self.telemetry is not None and self.telemetry.errors else None
 
-    def check_file(self, rank: int) -> None:
-        """Raise OSError if this rank's telemetry file cannot be written."""
+    def check_file(self, rank: int, *, is_first: bool) -> None:
+        """Raise OSError if this rank's telemetry file cannot be written; the arguments are `Recorder`'s."""
         if self.telemetry is not None:
-            self.telemetry.check_file(rank)
+            self.telemetry.check_file(rank, is_first=is_first)
 
     def checks(
         self,
@@ -82,13 +82,14 @@ class Options:
         layouts: HasLayouts,
         meter: Meter | None,
         *,
+        is_first: bool,
         may_compare: Callable[[], bool] = lambda: True,
         agree: Callable[[Tensor], Tensor] | None = None,
     ) -> StepChecks:
         """Return the checks and records of each backward pass; opens this rank's telemetry file.
 
-        ``agree`` combines flags over ranks whose gradients differ, as for `NonfinitePolicy`; gradients are
-        only verified when they ``may_compare``.
+        ``rank`` and ``is_first`` are as for `Recorder`. ``agree`` combines flags over ranks whose gradients
+        differ, as for `NonfinitePolicy`; gradients are only verified when they ``may_compare``.
         """
         policy = verification = recorder = None
         if self.on_nonfinite != "propagate":
@@ -96,7 +97,7 @@ class Options:
         if self.verify_every:
             verification = Verification(self.verify_every, gradients, may_compare)
         if self.telemetry is not None:
-            recorder = Recorder(self.telemetry, rank, layouts, meter)
+            recorder = Recorder(self.telemetry, rank, layouts, meter, is_first=is_first)
         return StepChecks(policy, verification, recorder)
 
     def loss_scale(self) -> LossScale | None:

@@ -13,13 +13,15 @@ from gradwire.ddp.bucket_size import best_bucket_mb
 from gradwire.ddp.choice import parse_choice
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.wire import Wire
+from gradwire.links import parse_rate
 from gradwire.recipes import Recipe
+from gradwire.torch_private import uncompiled
 
 _OF_ATTACH = frozenset(inspect.signature(attach).parameters) - {"model", "recipe"}
 
 
 def wrap(
-    module: nn.Module, recipe: str | Recipe | Hook = "fp32", **options: Any
+    module: nn.Module, recipe: str | Recipe | Hook = "fp32", *, link: str | None = None, **options: Any
 ) -> tuple[DistributedDataParallel, Wire]:
     """Make a ``DistributedDataParallel`` whose buckets suit ``recipe``, and attach the recipe to it.
 
@@ -28,14 +30,18 @@ def wrap(
     Args:
         module: the model to train, on its device.
         recipe: as for `attach`.
+        link: the rate of the links between nodes, such as ``"100mbit"``. On links slower than 1 Gbit/s,
+            recipes with fewer bytes get small buckets, too.
         options: those of ``DistributedDataParallel`` and of `attach`. By default ``bucket_cap_mb`` is what
-            suits the recipe on the module's device, and ``gradient_as_bucket_view`` is True, which saves a
-            copy of all gradients.
+            suits the recipe on the module's device and the link, and ``gradient_as_bucket_view`` is True,
+            which saves a copy of all gradients.
 
     Returns:
         The model, and the wire that `attach` has returned for it.
 
     Raises:
+        TypeError: the module is none, or a ``DistributedDataParallel`` already, or the link is no text.
+        ValueError: the link is no rate.
         TypeError, ValueError, OSError, RuntimeError: as ``DistributedDataParallel`` and `attach` do.
 
     >>> model, wire = gradwire.wrap(torch.nn.Linear(64, 64), "int8", static_graph=True, verify_every=100)
@@ -43,12 +49,24 @@ def wrap(
     >>> wire.stats().num_steps
     1
     """
-    chosen = parse_choice(recipe)
+    _check_module(module)
+    chosen, bits_per_s = parse_choice(recipe), None if link is None else parse_rate(link)
     of_attach = {name: value for name, value in options.items() if name in _OF_ATTACH}
     of_ddp = {name: value for name, value in options.items() if name not in _OF_ATTACH}
     of_ddp.setdefault("gradient_as_bucket_view", True)
     if isinstance(chosen, Recipe):
         trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        of_ddp.setdefault("bucket_cap_mb", best_bucket_mb(chosen, module, trained))
+        of_ddp.setdefault("bucket_cap_mb", best_bucket_mb(chosen, module, trained, bits_per_s))
     model = DistributedDataParallel(module, **of_ddp)
     return model, attach(model, chosen, **of_attach)
+
+
+def _check_module(module: object) -> None:
+    """Raise TypeError for what is no plain module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"gradwire.wrap takes a torch.nn.Module, not {type(module).__name__}")
+    if isinstance(uncompiled(module), DistributedDataParallel):
+        raise TypeError(
+            "gradwire.wrap makes the DistributedDataParallel itself: give it the module inside, or attach to "
+            "this one by gradwire.attach(model, recipe)"
+        )

@@ -121,5 +121,6 @@ class RankResult:
     device: str
     num_parameters: int
     gradient_bytes: int
+    num_layers: int
     proposal: Proposal | None = None
     """The choice of recipe ``auto``; None if it was not asked for."""

@@ -13,7 +13,13 @@ from gradwire.headroom.benchmark import Benchmark, OnProgress, RankResult, Varia
 from gradwire.headroom.devices import largest_of_ranks
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.records import Proposal, ring_bytes
-from gradwire.headroom.timed_models import TimedModel, TimedModelFactory, gradient_bytes, relative_error
+from gradwire.headroom.timed_models import (
+    TimedModel,
+    TimedModelFactory,
+    gradient_bytes,
+    num_layers,
+    relative_error,
+)
 from gradwire.headroom.verdict import best_of, keeps_gradients
 from gradwire.ranks import time_limit
 
@@ -146,6 +152,7 @@ class _BenchmarkRun:
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             num_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             gradient_bytes=gradient_bytes(self._plain.model),
+            num_layers=num_layers(self._plain.model),
             proposal=proposal,
         )
 

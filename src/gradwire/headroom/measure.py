@@ -126,6 +126,7 @@ def _to_record(
         workload=description,
         num_parameters=first.num_parameters,
         gradient_bytes=first.gradient_bytes,
+        num_layers=first.num_layers,
         rows=tuple(noop_last),
         proposal=first.proposal,
         sharding=None if benchmark.sharding is None else benchmark.sharding.kind,

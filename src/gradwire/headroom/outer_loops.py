@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# The recipe of a `gradwire.DiLoCo` that is given none.
+OUTER_RECIPE = "int4"
 # Part of the time that a link may be busy, for others use it too, and its rate changes.
 _MOST_BUSY = 0.8
 
@@ -36,6 +38,12 @@ class OuterPrediction:
     def efficiency(self) -> float:
         """The scaling efficiency: the share of compute in a step, from 0 to 1."""
         return self.compute_s / self.step_s
+
+    def call(self, recipe: str = OUTER_RECIPE) -> str:
+        """Return the code that trains so, for a ``model`` and its ``optimizer``."""
+        named = "" if recipe == OUTER_RECIPE else f", recipe={recipe!r}"
+        outer = f"gradwire.DiLoCo(fragments={self.fragments}, delay={self.delay})"
+        return f"gradwire.LocalSGD(model, optimizer, period={self.period}{named}, outer={outer})"
 
 
 def predict_outer_loop(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradwire.headroom.json_fields import parse_json, read_field, read_number, read_text, read_whole
-from gradwire.headroom.outer_loops import OuterPrediction
+from gradwire.headroom.outer_loops import OUTER_RECIPE, OuterPrediction
 from gradwire.headroom.records import Machine, Proposal, Record, Row
-from gradwire.headroom.verdict import OUTER_RECIPE, give_verdict, propose_outer_loop, recommend
+from gradwire.headroom.verdict import give_verdict, propose_outer_loop, recommend
 from gradwire.tuning import DecisionSummary
 
 SCHEMA_VERSION = 2
@@ -84,7 +84,7 @@ def _shown_version(data: dict[str, Any]) -> str:
 
 def _completed(data: dict[str, Any]) -> dict[str, Any]:
     """Return a record with the fields that earlier ones left out."""
-    completed = {"sharding": None, "no_proposal": None, **data}
+    completed = {"sharding": None, "no_proposal": None, "num_layers": None, **data}
     if "num_parameters" not in data:  # the model was of fp32 parameters
         completed["num_parameters"] = read_field(data, "gradient_bytes", int) // 4
     return completed
@@ -120,6 +120,7 @@ def _read_record(data: object) -> Record:
         proposal=_read_proposal(data),
         sharding=read_text(data, "sharding", or_null=True),
         no_proposal=read_text(data, "no_proposal", or_null=True),
+        num_layers=read_whole(data, "num_layers", 1, _MAX_PARAMETERS, or_null=True),
     )
 
 

@@ -164,6 +164,8 @@ class Record:
     """``fsdp`` or ``hsdp`` if ``fully_shard`` has sharded the model; None for DDP."""
     no_proposal: str | None = None
     """The models, all or some, that the proposal leaves out, and why, in a sentence; None otherwise."""
+    num_layers: int | None = None
+    """Number of layers that `gradwire.DiLoCo` can divide the model into; None if unknown."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

@@ -31,6 +31,7 @@ from gradwire.headroom.sharding import Sharding
 from gradwire.processes import end_with_parent
 from gradwire.scripts import observe, refuse_launchers, run_script, show_error
 from gradwire.sharded import attach_to_all
+from gradwire.training import count_layers
 
 _KeptModel = tuple[nn.Module, Wire]
 """A model and its wire, kept after the script or its framework has dropped them."""
@@ -149,6 +150,7 @@ def _totals(attachments: Attachments) -> WireTotals:
         exact_bytes=sum(each.exact_bytes for each in models),
         sharding=kinds.pop() if len(kinds) == 1 else None,
         decisions=decisions_of(attachment.wire for attachment in attachments.made),
+        num_layers=min((each.num_layers for each in models if each.num_layers), default=None),
     )
 
 
@@ -160,6 +162,7 @@ class _Gradients:
     num_bytes: int
     world_size: int
     sharding: Sharding | None
+    num_layers: int
 
     @property
     def exact_bytes(self) -> int:
@@ -180,6 +183,7 @@ def _gradients_of(wire: Wire) -> _Gradients:
         num_shards * sum(layout.numel * layout.dtype.itemsize for layout in layouts),
         grid.world_size,
         sharding,
+        count_layers(slot.name for layout in layouts for slot in layout.slots),
     )
 
 

@@ -54,6 +54,8 @@ class WireTotals:
     """``fsdp`` or ``hsdp`` if all models are sharded so; otherwise None."""
     decisions: tuple[tuple[DecisionSummary, ...], ...] = ()
     """The decisions of recipe ``auto`` for each model; empty if there are none."""
+    num_layers: int | None = None
+    """Number of layers of the model with the fewest."""
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> WireTotals:

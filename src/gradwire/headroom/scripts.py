@@ -128,6 +128,7 @@ def _to_record(script: Script, runs: _Runs, lab: Lab | None, one_machine: bool) 
         proposal=idle.proposal,
         sharding=wires.sharding,
         no_proposal=idle.no_proposal,
+        num_layers=wires.num_layers,
     )
 
 

@@ -15,13 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.ddp import attachment_of, local_part, make_ddp
+from gradwire.buckets import trainable_parameters
+from gradwire.ddp import attachment_of, is_ddp, local_part, make_ddp
 from gradwire.headroom.benchmark import Benchmark, Measurement, Variant
 from gradwire.headroom.decisions import decisions_of
 from gradwire.headroom.devices import largest_of_ranks, open_group, sum_of_ranks
 from gradwire.headroom.records import Row
 from gradwire.headroom.workloads import BuiltWorkload
 from gradwire.sharded import is_sharded, shard_blocks
+from gradwire.training import count_layers
 
 _Number = TypeVar("_Number", int, float)
 
@@ -144,6 +146,13 @@ class TimedModelFactory:
 def gradient_bytes(model: nn.Module) -> int:
     """Return the size of the gradients that a step averages."""
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def num_layers(model: nn.Module) -> int:
+    """Return the number of layers that an outer loop can average in turns."""
+    whole = model.module if is_ddp(model) else model
+    assert isinstance(whole, nn.Module)
+    return count_layers(trainable_parameters(whole))
 
 
 def relative_error(model: nn.Module, exact: nn.Module) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from rich.filesize import decimal
 
-from gradwire.headroom.outer_loops import OuterPrediction, predict_outer_loop
+from gradwire.headroom.outer_loops import OUTER_RECIPE, OuterPrediction, predict_outer_loop
 from gradwire.headroom.records import ALLREDUCE, Record, Row, ring_bytes
 
 # A gain below 5 % is not worth a change to the training.
@@ -27,8 +27,8 @@ _MIN_BYTES = 0.1
 # The verdict names an outer loop if a step with the best recipe takes more than four times as long as one
 # without communication; or if even a coarse one more than twice, so that it waits most of the time.
 _MUCH_WAITING, _MOST_WAITING = 4.0, 2.0
-# Streaming in this recipe and as many fragments is what has been measured (docs/fidelity.md).
-OUTER_RECIPE, _OUTER_FRAGMENTS = "int4", 4
+# Streaming in int4 and in as many fragments is what has been measured (docs/fidelity.md).
+_OUTER_FRAGMENTS = 4
 # The backward pass, in which buckets are averaged, begins after a third of a step.
 _FORWARD_SHARE = 1 / 3
 
@@ -210,15 +210,14 @@ def _judge_outer_loop(record: Record, best: Row | None) -> str:
         return ""
     used = _used(record, best)
     now, then = used.step_ms / record.noop.step_ms, found.step_s / found.compute_s
-    outer = f"gradwire.DiLoCo(fragments={found.fragments}, delay={found.delay})"
-    sites = "" if record.sharding is None else ", sites="
+    sites = "" if record.sharding is None else " A model without a mesh of two dimensions needs sites= too."
     return (
         f"With {_describe(record, used)} a step still takes {now:.1f}x as long as without communication. "
         f"Averaging parameters every few steps instead would take about {then:.1f}x and leave the network "
         "free for a fifth of the time: "
-        f"gradwire.LocalSGD(..., period={found.period}, outer={outer}{sites}), in {OUTER_RECIPE}, sends "
-        f"{decimal(found.bytes_per_step)} a step in the mean, and {decimal(found.turn_bytes)} at once every "
-        f"{found.period // found.fragments} steps. See docs/local_sgd.md for what that does to the loss."
+        f"{found.call()}, in {OUTER_RECIPE}, sends {decimal(found.bytes_per_step)} a step in the mean, and "
+        f"{decimal(found.turn_bytes)} at once every {found.period // found.fragments} steps.{sites} See "
+        "docs/local_sgd.md for what that does to the loss."
     )
 
 
@@ -248,7 +247,8 @@ def propose_outer_loop(record: Record) -> OuterPrediction | None:
             share * (row.bytes_per_step or ring_bytes(record.gradient_bytes, record.world_size))
         )
     whole_ms = share * max(row.step_ms - _FORWARD_SHARE * compute_ms, 0.0)
-    return predict_outer_loop(whole_ms / 1e3, num_bytes, compute_ms / 1e3, fragments=_OUTER_FRAGMENTS)
+    fragments = min(_OUTER_FRAGMENTS, record.num_layers or _OUTER_FRAGMENTS)  # a layer is not divided
+    return predict_outer_loop(whole_ms / 1e3, num_bytes, compute_ms / 1e3, fragments=fragments)
 
 
 def _used(record: Record, best: Row | None) -> Row:

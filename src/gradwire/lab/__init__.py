@@ -13,10 +13,9 @@ Example::
         print(lab.bytes_sent(0))
 """
 
-from gradwire.lab.delays import format_delay, parse_delay
 from gradwire.lab.namespaces import enter_namespace
 from gradwire.lab.network import Lab, LabUnavailable, find_tools
-from gradwire.lab.rates import format_rate, parse_rate
+from gradwire.links import format_delay, format_rate, parse_delay, parse_rate
 
 __all__ = [
     "Lab",

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.lab import reaper, relay
-from gradwire.lab.delays import format_delay, parse_delay
 from gradwire.lab.namespaces import Namespace
-from gradwire.lab.rates import format_rate, parse_rate
 from gradwire.lab.taps import open_tap
+from gradwire.links import format_delay, format_rate, parse_delay, parse_rate
 from gradwire.processes import rank_environment, terminate_all, wait_for_all
 
 INTERFACE = "eth0"

@@ -68,10 +68,19 @@ def world_ranks(group: dist.ProcessGroup) -> Sequence[int]:
 
     The members of a group that torch does not know, such as one of `make_group`, have no others than its own.
     """
+    return _torch_ranks(group) or range(group.size())
+
+
+def is_in_world(group: dist.ProcessGroup) -> bool:
+    """Return True if the members of ``group`` are ranks of torch's world, False for one of `make_group`."""
+    return _torch_ranks(group) is not None
+
+
+def _torch_ranks(group: dist.ProcessGroup) -> list[int] | None:
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, RuntimeError, ValueError):
-        return range(group.size())
+        return None
 
 
 def own_world_rank(group: dist.ProcessGroup) -> int:

@@ -10,6 +10,7 @@ from gradwire.headroom import OuterPrediction, predict_outer_loop
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import Cluster, StepTraffic, predict_step
 from gradwire.planner.predictions import Model, step_traffic
+from gradwire.training import parse_averaging
 
 
 def predict_outer(
@@ -26,8 +27,8 @@ def predict_outer(
     """Predict an outer loop of ``fragments``, each averaged every ``period`` steps.
 
     ``period=None`` and ``delay=None`` are as for `predict_outer_loop`. Raises ValueError if the calibration
-    does not have the recipe, if the model does not have as many layers as fragments, or if the period is too
-    short for them.
+    does not have the recipe, if local SGD refuses it, if the model does not have as many layers as fragments,
+    or if the period is too short for them.
 
     >>> from gradwire.planner import Costs
     >>> free = Calibration("a machine", "2.13", {"bf16": Costs(0, 0, 0, 0, 0)}, num_cores=2)
@@ -38,6 +39,7 @@ def predict_outer(
     """
     if recipe not in calibration.costs:
         raise ValueError(f"the calibration has no {recipe!r}: calibrate again with all recipes that you plan")
+    parse_averaging(recipe, gradwire.DiLoCo(), weigh=False)  # raises for what LocalSGD refuses
     traffic = step_traffic(recipe, model, cluster)
     whole = predict_step(0.0, traffic, calibration.costs[recipe], cluster)
     # Averaging takes CPU time from the steps beside it where a worker has less than two cores.

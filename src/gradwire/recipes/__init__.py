@@ -5,21 +5,8 @@ Protocols do not belong here but to `exchanges`, and encodings to `codecs`.
 
 from gradwire.recipes import fingerprint
 from gradwire.recipes.composed import recipe, route, schedule
-from gradwire.recipes.halves import can_scatter, gathered, scattered
-from gradwire.recipes.nodes import (
-    agree_on_nodes,
-    common_node_size,
-    detect_node_size,
-    kernels_of,
-    placed,
-    require_nodes,
-    with_node_size,
-)
-from gradwire.recipes.plan import WirePlan, make_plan
-from gradwire.recipes.registry import (
-    RECIPES,
+from gradwire.recipes.factories import (
     acp,
-    auto,
     bf16,
     fp8,
     fp16,
@@ -33,6 +20,18 @@ from gradwire.recipes.registry import (
     sign,
     topk,
 )
+from gradwire.recipes.halves import can_scatter, gathered, scattered
+from gradwire.recipes.nodes import (
+    agree_on_nodes,
+    common_node_size,
+    detect_node_size,
+    kernels_of,
+    placed,
+    require_nodes,
+    with_node_size,
+)
+from gradwire.recipes.plan import WirePlan, make_plan
+from gradwire.recipes.registry import RECIPES, auto
 from gradwire.recipes.resolution import require_averaging, require_fixed, resolve_for_module
 from gradwire.recipes.spelling import is_factory
 from gradwire.recipes.tables import for_others, route_module_tables, route_tables, table_names

@@ -19,7 +19,7 @@ def scattered(whole: Recipe) -> Recipe:
     Chunks go to their owners in one level, whatever the nodes are, and without residuals. Raises ValueError
     for low rank, and for a recipe that asks for residuals.
 
-    >>> from gradwire.recipes.registry import int4
+    >>> from gradwire.recipes.factories import int4
     >>> scattered(int4()).exchange
     Scattered(codec=Blocks(kind='int4', block=128, stochastic=False), seed=0)
     """

@@ -6,12 +6,18 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any, Literal
 
 
 def format_spec(factory: Callable[..., Any], options: dict[str, object]) -> str:
-    """Return the text for a call of ``factory`` with these arguments: ``"int4:block=64"``."""
-    parameters = inspect.signature(factory).parameters
+    """Return the text for a call of ``factory`` with these arguments: ``"int4:block=64"``.
+
+    Raises TypeError for an argument of the wrong type.
+    """
+    parameters, annotations = inspect.signature(factory).parameters, typing.get_type_hints(factory)
+    for key in parameters.keys() & options.keys():
+        _check_value(factory.__name__, key, options[key], annotations[key])
     given = [(k, options[k]) for k, p in parameters.items() if options.get(k, p.default) != p.default]
     changed = [f"{k}={_format_value(value)}" for k, value in given]
     return ":".join(filter(None, (factory.__name__, ",".join(changed))))
@@ -38,13 +44,35 @@ def parse_options(factory: Callable[..., Any], text: str) -> dict[str, object]:
     return options
 
 
+# The Python values that an annotation allows, and their name in errors. True is a number, but no block size.
+_KINDS: dict[object, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+}
+
+
+def _check_value(name: str, key: str, value: object, kind: object) -> None:
+    """Raise TypeError if ``value`` is not of the annotated type ``kind``; choices are left to the factory."""
+    arms = typing.get_args(kind) if _is_union(kind) else (kind,)
+    if value is None and types.NoneType in arms:
+        return
+    allowed, called = _KINDS.get(arms[0], (object, ""))
+    if not isinstance(value, allowed) or (isinstance(value, bool) and arms[0] in (int, float)):
+        raise TypeError(f"recipe {name!r}: {key} must be {called}, not {value!r}")
+
+
+def _is_union(kind: object) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)  # such as `int | None`
+
+
 def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _parse_value(name: str, key: str, text: str, kind: object) -> object:
     """Return the value of option ``key``, of the annotated type ``kind``; ``name`` is for the error."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # such as `int | None`
+    if _is_union(kind):
         if text.lower() == "none" and types.NoneType in typing.get_args(kind):
             return None
         kind = next(arm for arm in typing.get_args(kind) if arm is not types.NoneType)

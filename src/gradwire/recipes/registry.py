@@ -1,222 +1,28 @@
-"""A factory for each recipe, and the only registry of their names."""
+"""The only registry of recipes by name, and the factory of ``auto``, which chooses among them."""
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import torch
-
-from gradwire.codecs import Blocks, Cast, Codec, Raw, Rotated, Top
-from gradwire.exchanges import Hierarchical, LowRank, Noop, TwoShot
+from gradwire.recipes.factories import (
+    acp,
+    bf16,
+    fp8,
+    fp16,
+    fp32,
+    int2,
+    int3,
+    int4,
+    int8,
+    noop,
+    powersgd,
+    sign,
+    topk,
+)
 from gradwire.recipes.option_text import format_spec, parse_options
 from gradwire.recipes.tuning import DEFAULT_BUDGET, Encoding, Tuning, between
-from gradwire.recipes.value import Recipe, Reduction, Tables
-
-Residual = Literal["fp32", "bf16"]
-Rounding = Literal["nearest", "stochastic"]
-Factors = Literal["fp32", "int8", "int4", "int2"]
-Within = Literal["fp32", "same"]
-Bits = Literal["1+1", "1+2", "2+2"]
-
-# The default rank and the codec of low-rank factors. Each of these ranks sends the bytes of rank 4 in fp32.
-_FACTORS: dict[str, tuple[int, Codec | None]] = {
-    "fp32": (4, None),
-    "int8": (16, Blocks("int8", 128)),
-    "int4": (32, Blocks("int4", 128)),
-    "int2": (64, Rotated(2, 128)),
-}
-_RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def noop() -> Recipe:
-    """Send nothing: every rank keeps its own gradients. For measurements only.
-
-    >>> noop().wire_bytes(1000, world_size=2)
-    0
-    """
-    return Recipe("noop", Noop())
-
-
-def fp32(reduction: Reduction = "mean", local_size: int | None = 1) -> Recipe:
-    """Average without compression: gradients travel in their own dtype.
-
-    >>> fp32().wire_bytes(1000, world_size=2)
-    4000
-    """
-    return _two_shot(fp32, locals(), Raw())
-
-
-def fp16(reduction: Reduction = "mean", local_size: int | None = None, within: Within = "fp32") -> Recipe:
-    """Send fp16, each message with its own power-of-two scale; sum in fp32.
-
-    >>> fp16(reduction="sum").name
-    'fp16:reduction=sum'
-    """
-    return _two_shot(fp16, locals(), Cast(torch.float16))
-
-
-def bf16(reduction: Reduction = "mean", local_size: int | None = None, within: Within = "fp32") -> Recipe:
-    """Send bf16; sum in fp32.
-
-    >>> bf16().wire_bytes(1000, world_size=2)
-    2000
-    """
-    return _two_shot(bf16, locals(), Cast(torch.bfloat16))
-
-
-def int8(
-    block: int = 256,
-    feedback: bool = False,
-    residual: Residual = "fp32",
-    rounding: Rounding = "nearest",
-    seed: int = 0,
-    reduction: Reduction = "mean",
-    local_size: int | None = None,
-    within: Within = "fp32",
-) -> Recipe:
-    """Send 8-bit integers with a scale for each block: a quarter of fp32's bytes."""
-    return _two_shot(int8, locals(), Blocks("int8", block, rounding == "stochastic"))
-
-
-def fp8(
-    block: int = 256,
-    feedback: bool = False,
-    residual: Residual = "fp32",
-    rounding: Rounding = "nearest",
-    seed: int = 0,
-    reduction: Reduction = "mean",
-    local_size: int | None = None,
-    within: Within = "fp32",
-) -> Recipe:
-    """Send 8-bit floats (e4m3) with a scale for each block: finer than int8 near zero, coarser elsewhere."""
-    return _two_shot(fp8, locals(), Blocks("fp8", block, rounding == "stochastic"))
-
-
-def int4(
-    block: int = 128,
-    feedback: bool = True,
-    residual: Residual = "fp32",
-    rounding: Rounding = "nearest",
-    seed: int = 0,
-    reduction: Reduction = "mean",
-    local_size: int | None = None,
-    within: Within = "fp32",
-    momentum: float = 0.0,
-) -> Recipe:
-    """Send 4-bit integers with a scale for each block; error feedback sends the rest later.
-
-    With ``momentum``, ranks apply it before they send, as `topk` does: give the optimizer none.
-    """
-    return _two_shot(int4, locals(), Blocks("int4", block, rounding == "stochastic"))
-
-
-def int3(
-    block: int = 1024,
-    seed: int = 0,
-    reduction: Reduction = "mean",
-    local_size: int | None = None,
-    within: Within = "fp32",
-    tables: Tables = "int4",
-) -> Recipe:
-    """Rotate blocks at random, and send 3 bits per value; send tables by recipe ``tables``."""
-    return _two_shot(int3, locals(), Rotated.of(3, 3, block))
-
-
-def int2(
-    block: int = 1024,
-    seed: int = 0,
-    reduction: Reduction = "mean",
-    local_size: int | None = None,
-    within: Within = "fp32",
-    tables: Tables = "int4",
-    bits: Bits = "2+2",
-) -> Recipe:
-    """Rotate blocks at random, and send 2 bits per value; send tables by recipe ``tables``.
-
-    ``bits`` is how many a value takes on its way to the rank that sums it, and how many the sum takes.
-    """
-    if bits not in typing.get_args(Bits):
-        raise ValueError(f"bits must be one of {', '.join(map(repr, typing.get_args(Bits)))}, not {bits!r}")
-    worker, owner = map(int, bits.split("+"))
-    return _two_shot(int2, locals(), Rotated.of(worker, owner, block))
-
-
-def sign(
-    block: int = 512,
-    feedback: bool = False,
-    residual: Residual = "fp32",
-    reduction: Reduction = "mean",
-    local_size: int | None = None,
-    within: Within = "fp32",
-    tables: Tables = "int4",
-) -> Recipe:
-    """Send the sign of each value and the mean magnitude of each block; send tables by recipe ``tables``.
-
-    With ``feedback``, the rest is sent later; that did not train better: see docs/fidelity.md.
-    """
-    return _two_shot(sign, locals(), Blocks("sign", block))
-
-
-def topk(
-    keep: int = 32,
-    block: int = 1024,
-    feedback: bool = True,
-    residual: Residual = "fp32",
-    reduction: Reduction = "mean",
-    local_size: int | None = None,
-    tables: Tables = "int4",
-    momentum: float = 0.0,
-) -> Recipe:
-    """Send the largest values of each block, in 4 bits with their places; feedback sends the others later.
-
-    For SGD and for outer optimizers. With AdamW it trains badly. Send tables by recipe ``tables``. With
-    ``momentum``, ranks apply it before they choose values, which trains better: give the optimizer none.
-    """
-    if momentum and tables not in ("int4", "same"):
-        raise ValueError(f"with momentum, tables must be 'int4' or 'same', which apply it, not {tables!r}")
-    return _two_shot(topk, locals(), Top(keep, block))
-
-
-def powersgd(
-    rank: int | None = None,
-    start: int = 0,
-    min_compression_rate: float = 2.0,
-    feedback: bool = True,
-    warm_start: bool = True,
-    whole: bool = False,
-    seed: int = 0,
-    reduction: Reduction = "mean",
-    tables: Tables = "int4",
-    factors: Factors | None = None,
-) -> Recipe:
-    """PowerSGD: send matrices as two low-rank factors, from step ``start`` on; bytes depend on their sizes.
-
-    By default factors have rank 32 and travel as int4: many coarse directions lose less than few exact
-    ones. With a ``rank``, they travel as fp32. ``factors`` chooses how they travel; its default rank then
-    sends the bytes of rank 4 in fp32. Error feedback sends the rest later. Tables go by recipe ``tables``.
-    ``whole`` takes a bucket for one matrix.
-    """
-    size, codec = _rank_and_codec(rank, factors)
-    exchange = LowRank(size, start, min_compression_rate, feedback, warm_start, seed, whole, factors=codec)
-    return Recipe(format_spec(powersgd, locals()), exchange, reduction, tables=tables)
-
-
-def acp(
-    rank: int | None = None,
-    start: int = 0,
-    min_compression_rate: float = 2.0,
-    feedback: bool = True,
-    seed: int = 0,
-    reduction: Reduction = "mean",
-    tables: Tables = "int4",
-    factors: Factors | None = None,
-) -> Recipe:
-    """ACP-SGD: like PowerSGD with one factor per step, in turns; half the bytes, messages and arithmetic."""
-    size, codec = _rank_and_codec(rank, factors)
-    exchange = LowRank(size, start, min_compression_rate, feedback, seed=seed, num_rounds=1, factors=codec)
-    return Recipe(format_spec(acp, locals()), exchange, reduction, tables=tables)
+from gradwire.recipes.value import Recipe, Reduction
 
 
 def auto(
@@ -235,6 +41,9 @@ def auto(
     Looks again every so many steps. ``bytes`` is the most that a rank may send in a step, instead of a
     budget. ``ceiling`` is the finest encoding it may use, ``floor`` the coarsest. With ``feedback``, what
     int4 leaves out is sent later.
+
+    >>> auto(ceiling="bf16", every=1000).name
+    'auto:every=1000,ceiling=bf16'
     """
     text = format_spec(auto, locals())
     shared: dict[str, Any] = {"reduction": reduction, "local_size": local_size}
@@ -270,30 +79,3 @@ def spec_with(recipe: Recipe, **options: object) -> str:
         return f"{recipe.name}:{','.join(f'{option}={value}' for option, value in options.items())}"
     factory, given = found
     return format_spec(factory, {**given, **options})
-
-
-def _rank_and_codec(rank: int | None, name: str | None) -> tuple[int, Codec | None]:
-    """Return the rank of low-rank factors and the codec they travel by; None stands for fp32."""
-    if name is None:
-        name = "int4" if rank is None else "fp32"
-    if name not in _FACTORS:
-        raise ValueError(f"factors must be one of {', '.join(map(repr, _FACTORS))}, not {name!r}")
-    default_rank, codec = _FACTORS[name]
-    return default_rank if rank is None else rank, codec
-
-
-def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Codec) -> Recipe:
-    """Return the recipe of ``factory`` for its arguments ``options``."""
-    for name, choices in {"residual": Residual, "rounding": Rounding, "within": Within}.items():
-        if name in options and options[name] not in typing.get_args(choices):
-            allowed = " or ".join(map(repr, typing.get_args(choices)))
-            raise ValueError(f"{name} must be {allowed}, not {options[name]!r}")
-    feedback = _RESIDUALS[options["residual"]] if options.get("feedback") else None
-    flat = TwoShot(codec, feedback, options.get("seed", 0), options.get("momentum", 0.0))
-    local_size = options["local_size"]
-    if local_size is not None and local_size < 1:
-        raise ValueError(f"local_size is the number of ranks in a node, not {local_size}")
-    is_flat = local_size is None or local_size == 1
-    exchange = flat if is_flat else Hierarchical(flat, local_size, options.get("within") == "same")
-    tables = options.get("tables", "same")
-    return Recipe(format_spec(factory, options), exchange, options["reduction"], local_size, tables)

@@ -174,7 +174,7 @@ def _agree(
             check(sharded, options, choice.recipe, has_weights=encoding is not None)
             codec = None if encoding is None else weights_codec(encoding)
             if not is_disabled():
-                options.check_file(sharded.rank)
+                options.check_file(sharded.recorded_rank, is_first=sharded.rank == 0)
                 kernels = kernels_of(choice.recipe, sharded.group) | getattr(codec, "kernels", frozenset())
                 warm_up(sharded.device, kernels)
             claim = {
@@ -227,7 +227,8 @@ def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
         share = sharing(sharded) if sharded.has_replicas else None
         backward = Backward(engine, own_world_rank(sharded.shards), sharded.device, share_failure=share)
         agree = agreement(sharded.shards) if sharded.num_shards > 1 else None
-        checks = options.checks(ShardedGradients(sharded), sharded.rank, backward, meter, agree=agree)
+        gradients, rank = ShardedGradients(sharded), sharded.recorded_rank
+        checks = options.checks(gradients, rank, backward, meter, is_first=sharded.rank == 0, agree=agree)
         backward.checks = checks
         undo.callback(checks.close)
         installed = contextlib.ExitStack()

@@ -12,6 +12,7 @@ from torch import nn
 
 from gradwire.buckets import BucketLayout, canonical_name
 from gradwire.exchanges import Route
+from gradwire.peers import is_in_world, own_world_rank
 from gradwire.recipes import Recipe, fingerprint, require_nodes, route_module_tables, scattered
 from gradwire.sharded.units import ShardedParameter, find_units, require_alive
 
@@ -64,6 +65,11 @@ class ShardedModel:
     def group(self) -> dist.ProcessGroup:
         """The ranks that exchange by a recipe: the replicas, or the shards if there are none."""
         return self.shards if self._replicas is None else _alive(self._replicas)
+
+    @property
+    def recorded_rank(self) -> int:
+        """The rank in events: that of the world, or of the model if its replicas are in no common world."""
+        return own_world_rank(self.shards) if is_in_world(self.group) else self.rank
 
     @property
     def shards(self) -> dist.ProcessGroup:

@@ -9,11 +9,11 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from gradwire.buckets import BucketLayout
 from gradwire.errors import describe
+from gradwire.telemetry.event_files import check_events, open_events
 from gradwire.telemetry.meter import Meter
 from gradwire.telemetry.stats import ParameterStats, StatsCollector
 
@@ -43,14 +43,16 @@ class Telemetry:
     Args:
         every: record the figures of every so many steps, beginning with step 0.
         jsonl: append a line of JSON for each event to this file. Rank 0 writes it. If ``{rank}`` is in its
-            name, every rank writes a file of its own.
+            name, every rank writes a file of its own. Models that train at the same time have different
+            files: see docs/telemetry.md for their names.
         writer: a ``torch.utils.tensorboard.SummaryWriter``, or any object with its ``add_scalar``. It gets
             this rank's figures: pass one on one rank, and None on the others.
         errors: also average the gradients of these steps exactly, and record each parameter's relative
             error, cosine and residual norm. That sends as many bytes as ``fp32`` and needs another copy of
             a bucket. On CUDA, the end of such a backward pass waits for the device.
 
-    Raises ValueError if ``every`` is less than 1, and TypeError for arguments of the wrong type.
+    Raises ValueError if ``every`` is less than 1 or ``jsonl`` is empty, and TypeError for arguments of the
+    wrong type.
 
     >>> Telemetry(every=0)
     Traceback (most recent call last):
@@ -68,37 +70,31 @@ class Telemetry:
             raise TypeError(f"every is a number of steps, not {self.every!r}")
         if self.every < 1:
             raise ValueError(f"figures are taken every 1 or more steps, not every {self.every}")
-        if self.jsonl is not None and not isinstance(self.jsonl, str | os.PathLike):
-            raise TypeError(f"jsonl is the name of a file, not {type(self.jsonl).__name__}")
+        if self.jsonl is not None:
+            _check_name(self.jsonl)
         if self.writer is not None and not callable(getattr(self.writer, "add_scalar", None)):
             raise TypeError(f"writer has no add_scalar, unlike a SummaryWriter: {type(self.writer).__name__}")
 
-    def check_file(self, rank: int) -> None:
+    def check_file(self, rank: int, *, is_first: bool) -> None:
         """Raise OSError if this rank's events cannot be written; leave no new file behind."""
-        path = self._path(rank)
-        if path is not None:
-            was_there = path.exists()
-            path.open("a").close()
-            if not was_there:
-                path.unlink()
+        if self.jsonl is not None:
+            check_events(os.fspath(self.jsonl), rank, is_first=is_first)
 
-    def open_file(self, rank: int) -> TextIO | None:
+    def open_file(self, rank: int, *, is_first: bool) -> TextIO | None:
         """Open the file for this rank's events; return None if it writes none."""
-        path = self._path(rank)
-        # Buffered by line, so that events before a crash are in the file.
-        return None if path is None else path.open("a", buffering=1, encoding="utf-8")
-
-    def _path(self, rank: int) -> Path | None:
-        name = "" if self.jsonl is None else os.fspath(self.jsonl)
-        is_written = self.jsonl is not None and (rank == 0 or "{rank}" in name)
-        return Path(name.replace("{rank}", str(rank))).resolve() if is_written else None
+        return None if self.jsonl is None else open_events(os.fspath(self.jsonl), rank, is_first=is_first)
 
 
 class Recorder:
     """Writes the events and figures of one rank's wire."""
 
-    def __init__(self, telemetry: Telemetry, rank: int, layouts: HasLayouts, meter: Meter | None) -> None:
-        """Open this rank's file; take the figures of parameters from ``meter``, if there is one."""
+    def __init__(
+        self, telemetry: Telemetry, rank: int, layouts: HasLayouts, meter: Meter | None, *, is_first: bool
+    ) -> None:
+        """Open this rank's file; take the figures of parameters from ``meter``, if there is one.
+
+        ``rank`` is this process's rank in the world, and ``is_first`` is True on the first of the model's.
+        """
         self.parameters: tuple[ParameterStats, ...] = ()
         """The figures of the last step that was compared."""
         self._every = telemetry.every
@@ -106,7 +102,7 @@ class Recorder:
         self._rank = rank
         self._layouts = layouts
         self._meter = meter
-        self._file = telemetry.open_file(rank)
+        self._file = telemetry.open_file(rank, is_first=is_first)
         self._buckets: tuple[BucketLayout, ...] = ()
         self._num_skipped = 0
         self._failure = ""
@@ -189,3 +185,12 @@ def combine(parameters: Sequence[ParameterStats]) -> dict[str, float | None]:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _check_name(jsonl: object) -> None:
+    """Raise TypeError or ValueError for what is no name of a file."""
+    name = os.fspath(jsonl) if isinstance(jsonl, str | os.PathLike) else jsonl
+    if not isinstance(name, str):
+        raise TypeError(f"jsonl is the name of a file, not {type(name).__name__}")
+    if not name:
+        raise ValueError("jsonl is the name of a file, not an empty text: leave it out to write none")

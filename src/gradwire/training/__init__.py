@@ -3,9 +3,11 @@
 Encodings belong to `codecs`, protocols to `exchanges`, and the averaging itself to `averaging`.
 """
 
+from gradwire.training.local_choices import parse_averaging
 from gradwire.training.local_sgd import LocalSGD
 from gradwire.training.outer import DiLoCo, Outer, SlowMo
 from gradwire.training.overlap import OverlappedOptimizer, overlap_optimizer
+from gradwire.training.partition import count_layers
 
 __all__ = [
     "DiLoCo",
@@ -13,5 +15,7 @@ __all__ = [
     "Outer",
     "OverlappedOptimizer",
     "SlowMo",
+    "count_layers",
     "overlap_optimizer",
+    "parse_averaging",
 ]

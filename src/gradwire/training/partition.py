@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -20,6 +20,15 @@ def layer_of(name: str) -> str:
     parts = name.split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1] or parts)
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """Return the number of layers, and so of fragments at most, of a model with parameters of these names.
+
+    >>> count_layers(["embedding.weight", "layers.0.weight", "layers.0.bias", "layers.1.weight"])
+    3
+    """
+    return len(set(map(layer_of, names)))
 
 
 def divide(

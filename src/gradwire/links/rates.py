@@ -10,11 +10,13 @@ _SLOWEST, _FASTEST = 1.0, 1e15
 
 
 def parse_rate(text: str) -> float:
-    """Return the rate in bits per second. Raises ValueError if ``text`` is no rate.
+    """Return the rate in bits per second. Raises ValueError or TypeError if ``text`` is no rate.
 
     >>> parse_rate("2.5gbit")
     2500000000.0
     """
+    if not isinstance(text, str):
+        raise TypeError(f"a rate is text, such as '100mbit', not {text!r}")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kbit|mbit|gbit)(?:/s|ps)?", text.strip().lower())
     bits_per_s = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
     if not _SLOWEST <= bits_per_s <= _FASTEST:

@@ -9,11 +9,13 @@ _LONGEST_S = 60.0
 
 
 def parse_delay(text: str) -> float:
-    """Return the delay in seconds. Raises ValueError if ``text`` is no delay.
+    """Return the delay in seconds. Raises ValueError or TypeError if ``text`` is no delay.
 
     >>> parse_delay("20ms"), parse_delay("0.1 s")
     (0.02, 0.1)
     """
+    if not isinstance(text, str):
+        raise TypeError(f"a delay is text, such as '20ms', not {text!r}")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
     seconds = -1.0 if match is None else float(match[1]) * _UNITS[match[2]]
     if not 0 < seconds <= _LONGEST_S:
