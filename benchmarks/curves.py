@@ -47,7 +47,8 @@ def table(runs: Sequence[Run]) -> str:
 def _gap(gaps: Sequence[float]) -> str:
     if not gaps:
         return "-"
-    return f"{statistics.mean(gaps):+.2f} % ({min(gaps):+.2f} to {max(gaps):+.2f})"
+    mean, least, most = (round(each, 2) + 0.0 for each in (statistics.mean(gaps), min(gaps), max(gaps)))
+    return f"{mean:+.2f} % ({least:+.2f} to {most:+.2f})"  # + 0.0 turns -0.0 into 0.0
 
 
 PANEL, HEIGHT, LEFT, TOP, GAP = 300, 250, 52, 62, 46

@@ -47,7 +47,8 @@ def loss_gap(recipe: str) -> tuple[str, str]:
         return "-", "-"
     gaps = [float(run["held_out_loss"]) / float(base[run["seed"]]["held_out_loss"]) - 1 for run in own]
     fraction = float(base["0"]["bytes_per_step"]) / float(own[0]["bytes_per_step"])
-    return f"1/{round(fraction)}", f"{100 * statistics.mean(gaps):+.2f} %"
+    gap = round(100 * statistics.mean(gaps), 2) + 0.0  # no negative zero
+    return f"1/{round(fraction)}", f"{gap:+.2f} %"
 
 
 def figures(recipes: list[str]) -> str:
