@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
-from gradwire.training import fragments
+from gradwire.training import finite_means, fragments, outer_loop
 from gradwire.training.fragments import broadcast
 from gradwire.training.local_choices import parse_averaging
 from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, make, net, saved_bytes, train
@@ -340,6 +340,62 @@ def check_not_finite(rank):
 
 def test_a_rank_that_diverges_is_an_error_on_all_and_the_last_average_stays(two_ranks):
     two_ranks.run(check_not_finite)
+
+
+def check_not_finite_later(rank, outer, recipe):
+    """Look at means as on a GPU, where the host does not wait to look at what it sends."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outer_loop, "looks_first", lambda values: False)
+        patch.setattr(finite_means, "looks_first", lambda values: False)
+        model, optimizer, local = make(period=4, outer=outer, recipe=recipe)
+        with local:
+            train(model, optimizer, local, rank, range(3))
+            before, parameters = local.state_dict(), flat(model).clone()
+            if rank == 1:
+                with torch.no_grad():
+                    model.module[2].bias[3] = math.nan
+            num_before = local.num_averages
+            for _ in range(4):  # no more steps of the optimizer: parameters stay, unless averages move them
+                local.step()
+                if local.num_averages > num_before:
+                    break
+            after = local.state_dict()
+            for kind in ("start", "momentum") if outer is not None else ("start",):
+                assert all(torch.equal(values, after[kind][name]) for name, values in before[kind].items())
+            moved = flat(model) != parameters
+            assert int(moved.sum()) == rank, "only the value that is NaN has changed"
+            with pytest.raises(gradwire.WireError, match="the last average is not finite") as caught:
+                for _ in range(9):
+                    local.step()
+            texts = "parameter '2.bias' on this rank is|parameters of another rank are"
+            assert re.search(f"so it has changed nothing: ({texts}) not finite", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("outer", "recipe"),
+    [(gradwire.DiLoCo(), "int4"), (gradwire.DiLoCo(delay=1), "int2"), (None, "fp32")],
+    ids=["plain", "with a delay", "no outer optimizer"],
+)
+def test_an_average_that_is_not_finite_moves_nothing_where_ranks_look_at_it_later(two_ranks, outer, recipe):
+    two_ranks.run(check_not_finite_later, outer, recipe)
+
+
+def check_finite_later(rank):
+    ends = []
+    for later in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if later:
+                patch.setattr(finite_means, "looks_first", lambda values: False)
+            model, optimizer, local = make(period=4, outer=gradwire.DiLoCo(fragments=2, delay=1))
+            with local:
+                train(model, optimizer, local, rank, range(11))
+                local.average()
+                ends.append(flat(model).clone())
+    assert torch.equal(*ends)
+
+
+def test_averages_that_are_finite_move_parameters_alike_wherever_ranks_look(two_ranks):
+    two_ranks.run(check_finite_later)
 
 
 def check_starts(rank):

@@ -95,7 +95,37 @@ def job_no_host_wait(rank):
             assert busy, f"offload={offload}: the host waited for the device"
 
 
+def job_not_finite(rank):
+    """An average that is not finite moves nothing, and is an error when the next one begins."""
+    group = nccl_group(rank)
+    for offload in (False, True):
+        model = model_of(group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"period": 4, "outer": gradwire.DiLoCo(), "recipe": "int4", "offload": offload}
+        with gradwire.LocalSGD(model, optimizer, **options) as local:
+            for _ in range(3):
+                local.step()
+            before, parameters = local.state_dict(), flat(model).clone()
+            if rank == 1:
+                with torch.no_grad():
+                    parameter = next(model.parameters())
+                    parameter[(0,) * parameter.dim()] = float("nan")
+            assert local.step()
+            after = local.state_dict()
+            for kind in ("start", "momentum"):
+                assert all(torch.equal(values, after[kind][name]) for name, values in before[kind].items())
+            assert int((flat(model) != parameters).sum()) == rank
+            try:
+                for _ in range(4):
+                    local.step()
+            except gradwire.WireError as error:
+                assert "the last average is not finite, so it has changed nothing" in str(error), error
+            else:
+                raise AssertionError("no error was raised")
+
+
 CHECKS = {
     "streaming DiLoCo": lambda: run_ranks(job_streaming, 2, timeout=180),
+    "an average that is not finite": lambda: run_ranks(job_not_finite, 2, timeout=120),
     "streaming without a wait": lambda: run_ranks(job_no_host_wait, 2, timeout=120),
 }

@@ -63,11 +63,19 @@ class Fragment:
         return [future.wait() for future in self._futures or ()]
 
     def move(
-        self, means: Sequence[Tensor], lr_of: Callable[[int], float], alpha: float, plainly: bool
+        self,
+        means: Sequence[Tensor],
+        lr_of: Callable[[int], float],
+        alpha: float,
+        plainly: bool,
+        applies: Tensor | None,
     ) -> None:
-        """Move by the means, and end the averaging; ``lr_of`` has the learning rate of each param group."""
+        """Move by the means, and end the averaging; ``lr_of`` has the learning rate of each param group.
+
+        ``plainly`` and ``applies`` are as for `ParameterBucket.move`.
+        """
         for bucket, mean in zip(self.buckets, means, strict=True):
-            bucket.move(mean, lr_of(bucket.param_group), alpha, plainly=plainly)
+            bucket.move(mean, lr_of(bucket.param_group), alpha, plainly=plainly, applies=applies)
         self._futures = None
 
     def resume(self, steps_left: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,6 +16,8 @@ from torch.futures import Future
 from gradwire.averaging import Bucket
 from gradwire.errors import Place, WireError, locate
 from gradwire.peers import SealedClaim
+from gradwire.sharded import local_values
+from gradwire.training.finite_means import FiniteMeans, is_finite, looks_first
 from gradwire.training.fragments import Fragment, require_same_parameters, tensors_of
 from gradwire.training.inner_optimizer import InnerOptimizer
 from gradwire.training.local_state import Turn
@@ -76,6 +78,7 @@ class OuterLoop:
     """Averagings that have ended."""
     history: str = ""
     """See `Turn`."""
+    _means: FiniteMeans = field(default_factory=FiniteMeans, init=False)
 
     def begin_due(self, num_local: int, work: float, position: int) -> None:
         """Count a local step, and begin the averaging that is due after it.
@@ -105,6 +108,7 @@ class OuterLoop:
         On CPU, ranks compare the ``call`` that begins it, by default that of a step, and its number. Without
         this, a rank that averages alone would be averaged with later turns of the others.
         """
+        self._require_finite_means(position)
         if fragment.is_under_way:  # by the clock, a turn may come before the delay is over
             self._end([fragment], self._alpha)
         require_same_parameters(self.fragments, self.inner.parameters())
@@ -119,16 +123,32 @@ class OuterLoop:
         self.num_begun += 1
 
     def _start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
-        """Begin to average a bucket; on CPU, fail on all ranks if this one's values are not finite.
-
-        They would be in the average and in the momentum of all ranks, for good.
-        """
+        """Begin to average a bucket; on CPU, fail on all ranks if this one's values are not finite."""
         averaging = self.members.averaging
-        if not bucket.flat.is_cuda and not _is_finite(bucket.flat):
-            name = next(slot.name for slot in bucket.layout.slots if not _is_finite(slot.view(bucket.flat)))
+        if looks_first(bucket.flat) and not is_finite(bucket.flat):
+            name = next(slot.name for slot in bucket.layout.slots if not is_finite(slot.view(bucket.flat)))
             text = f"parameter {name!r} is not finite on this rank, so nothing is averaged"
             averaging.fail(locate(FloatingPointError(text), place))
         return averaging.start(bucket, place)
+
+    def _require_finite_means(self, position: int) -> None:
+        """Fail on all ranks if the means of the last averagings on a GPU were not finite."""
+        if self._means.were_finite():
+            return
+        named = (
+            name
+            for fragment in self.fragments
+            for bucket in fragment.buckets
+            for name, parameter, _ in bucket.places(bucket.start)
+            if not is_finite(local_values(parameter))
+        )
+        name = next(named, None)
+        where = "parameters of another rank are" if name is None else f"parameter {name!r} on this rank is"
+        text = f"the last average is not finite, so it has changed nothing: {where} not finite"
+        averaging = self.members.averaging
+        place = Place(self.members.ranks.rank, position, 0, averaging.name)
+        averaging.fail(locate(FloatingPointError(text), place))
+        self._raise_failure(may_ask=True)
 
     def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective."""
@@ -176,6 +196,7 @@ class OuterLoop:
         meant for a whole period, would go too far: parameters become the plain mean.
         """
         self._end(self.fragments, 0.0, plainly=self.streaming.streams)
+        self._require_finite_means(self.num_begun - 1)
 
     def save(self) -> tuple[Turn, dict[str, dict[str, Tensor]]]:
         """Return the place of this run, and the tensors that a checkpoint holds."""
@@ -232,8 +253,9 @@ class OuterLoop:
         """Wait for averagings, and move parameters by all of them, or raise and move none."""
         means = [fragment.wait() for fragment in fragments]
         self._raise_failure(may_ask=bool(fragments))
+        applies = self._means.look([mean for own in means for mean in own], self.members.ranks)
         for fragment, mean in zip(fragments, means, strict=True):
-            fragment.move(mean, self.inner.lr_of, alpha, plainly)
+            fragment.move(mean, self.inner.lr_of, alpha, plainly, applies)
             self.num_averages += 1
             self.note_group()
 
@@ -259,8 +281,3 @@ class OuterLoop:
     def _give_up(self) -> None:
         for fragment in self.fragments:
             fragment.give_up()
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Return True if all values are finite, by one pass over them."""
-    return not values.numel() or bool(torch.linalg.vector_norm(values, torch.inf).isfinite())

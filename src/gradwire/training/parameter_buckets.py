@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -93,22 +94,33 @@ class ParameterBucket:
             view.sub_(local_values(parameter))
         return Bucket(flat, self._layout, self._is_last)
 
-    def move(self, mean: Tensor, inner_lr: float, alpha: float = 0.0, *, plainly: bool = False) -> None:
+    def move(
+        self,
+        mean: Tensor,
+        inner_lr: float,
+        alpha: float = 0.0,
+        *,
+        plainly: bool = False,
+        applies: Tensor | None = None,
+    ) -> None:
         """Move by what the outer optimizer makes of the mean of all ranks; ``plainly``, by the mean itself.
 
-        Parameters keep the share ``alpha`` of what they are.
+        Parameters keep the share ``alpha`` of what they are. If ``applies`` is given, and False on the
+        device, nothing changes.
         """
         start = self._on_device(self.start)
         if self._outer is None or self.momentum is None or plainly:
-            start.sub_(mean)
+            with _only_if(applies, start):
+                start.sub_(mean)
         else:
             momentum = self._on_device(self.momentum)
-            self._outer.update(start, mean, momentum, inner_lr)
+            with _only_if(applies, start, momentum):
+                self._outer.update(start, mean, momentum, inner_lr)
             if self.is_offloaded:
                 self.momentum.copy_(momentum, non_blocking=True)
         if self.is_offloaded:
             self.start.copy_(start, non_blocking=True)
-        self._write(start, alpha)
+        self._write(start, alpha, applies)
 
     def write_parameters(self) -> None:
         """Set the parameters to their values at the start of the period."""
@@ -117,7 +129,18 @@ class ParameterBucket:
     def _on_device(self, kept: Tensor) -> Tensor:
         return kept.to(self._device, non_blocking=True) if self.is_offloaded else kept
 
-    def _write(self, start: Tensor, alpha: float) -> None:
+    def _write(self, start: Tensor, alpha: float, applies: Tensor | None = None) -> None:
         for _, parameter, view in self.places(start):
             own = local_values(parameter)
-            own.copy_(torch.lerp(view, own.to(view.dtype), alpha) if alpha else view)
+            with _only_if(applies, own):
+                own.copy_(torch.lerp(view, own.to(view.dtype), alpha) if alpha else view)
+
+
+@contextlib.contextmanager
+def _only_if(applies: Tensor | None, *changed: Tensor) -> Iterator[None]:
+    """Undo what the block changes if ``applies`` is False, on the device, so that the host need not wait."""
+    before = [] if applies is None else [each.clone() for each in changed]
+    yield
+    for each, kept in zip(changed, before, strict=False):
+        assert applies is not None
+        each.copy_(torch.where(applies, each, kept))

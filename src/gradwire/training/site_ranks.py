@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradwire.errors import WireError
 
@@ -32,6 +33,10 @@ class SiteRanks(Protocol):
         """Return True if the flag is True on any rank of this site; collective there."""
         ...
 
+    def all_of(self, flag: Tensor) -> Tensor:
+        """Return, on its device, if the flag is True on all ranks of this site; collective there."""
+        ...
+
 
 @dataclass
 class OneRank:
@@ -46,6 +51,9 @@ class OneRank:
         return work
 
     def any_of(self, flag: bool) -> bool:
+        return flag
+
+    def all_of(self, flag: Tensor) -> Tensor:
         return flag
 
 
@@ -72,3 +80,8 @@ class ShardRanks:
 
     def any_of(self, flag: bool) -> bool:
         return self.total(float(flag)) > 0
+
+    def all_of(self, flag: Tensor) -> Tensor:
+        shared = flag.to(torch.int32)
+        dist.all_reduce(shared, dist.ReduceOp.MIN, self.group)
+        return shared.bool()
