@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import gradwire
 from gradwire.cli import app
+from gradwire.cli.plan_options import PlanOptions
 from gradwire.lanes import lane as execution
 from gradwire.planner import (
     BucketTraffic,
@@ -306,7 +307,8 @@ def test_the_command_shows_what_it_predicts(tmp_path):
         ),
         (["--compute-ms", "10", "--parameters", "9", "--nodes", "two"], "--nodes takes numbers"),
         (["--compute-ms", "10", "--parameters", "9", "--link", "fast"], "such as 100mbit"),
-        (["--validate", "--nodes", "2,5"], "--validate measures 2, 3, 4, 8, 16 hosts, not 5"),
+        (["--validate", "--nodes", "2,5"], "--validate measures 2, 3, 4, 8, 16 hosts, not 5; for other"),
+        (["--validate", "--nodes", "5", "--link", "fast"], "such as 100mbit"),
         (["--recipe", "bf61"], "did you mean 'bf16'"),
         (["--recipe", "schedule(0=bf16; 9=int4)"], "is several recipes: plan each of them by itself"),
         (["--compute-ms", "10", "--parameters", "9", "--bucket-mb", "0"], "--bucket-mb must be above 0"),
@@ -317,6 +319,16 @@ def test_wrong_arguments_are_explained(arguments, message):
     result = plan(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_predictions_are_validated_with_any_number_of_hosts_if_the_link_is_given():
+    options = PlanOptions(nodes="5,16", link="20mbit")
+    assert [str(case) for case in options.lab_cases()] == [
+        "5 hosts with links of 20mbit",
+        "16 hosts with links of 20mbit",
+    ]
+    assert [case.link for case in PlanOptions(nodes="8").lab_cases()] == ["200mbit"]
+    assert all(case.link == "1gbit" for case in PlanOptions(link="1gbit").lab_cases())
 
 
 class Words(torch.nn.Module):

@@ -32,7 +32,7 @@ from gradwire.cli.plan_tables import (
     plan_table,
 )
 from gradwire.headroom import ALLREDUCE, OuterPrediction, format_count
-from gradwire.lab import LabUnavailable, format_rate, parse_rate
+from gradwire.lab import LabUnavailable, format_rate
 from gradwire.planner import (
     Cluster,
     Prediction,
@@ -155,7 +155,7 @@ def _predict(options: PlanOptions) -> _Predicted:
 def _title(options: PlanOptions, num_parameters: int) -> str:
     title = (
         f"{format_count(num_parameters)} parameters, {options.compute_ms:g} ms of compute, links of "
-        f"{format_rate(parse_rate(options.link))}, {options.latency_us:g} us"
+        f"{format_rate(options.bits_per_s)}, {options.latency_us:g} us"
     )
     if options.sharding is not None:
         title += f", {options.sharding}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,7 @@ from torch import nn
 
 import gradwire
 from gradwire.cli.options import Model, Recipes, ShardingKind, check_positive, check_writable, recipes_for
-from gradwire.headroom import ModelFactory, Sharding
+from gradwire.headroom import Machine, ModelFactory, Sharding
 from gradwire.lab import parse_rate
 from gradwire.planner import (
     LAB_CASES,
@@ -30,6 +29,7 @@ from gradwire.planner import (
 # Above every model there is, and still counted in seconds.
 _MAX_PARAMETERS = 1e13
 _NODES = "2,8,64,512"
+_LINK = "10gbit"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,14 @@ class PlanOptions:
     num_workers: Annotated[
         int, typer.Option("--workers", min=1, metavar="N", help="Workers on each node; they share its link.")
     ] = 1
-    link: Annotated[str, typer.Option(metavar="RATE", help="Rate of each node's link.")] = "10gbit"
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE",
+            help="Rate of each node's link.",
+            show_default="10gbit; --validate: 100mbit to 1gbit",
+        ),
+    ] = None
     latency_us: Annotated[
         float, typer.Option(min=0, metavar="US", help="Latency between nodes, one way.")
     ] = 50.0
@@ -198,18 +205,34 @@ class PlanOptions:
 
     def clusters(self) -> list[Cluster]:
         """Return a cluster for each number of nodes."""
-        bits_per_s, latency_s = parse_rate(self.link), self.latency_us * 1e-6
+        bits_per_s, latency_s = self.bits_per_s, self.latency_us * 1e-6
         return [Cluster(n, self.num_workers, bits_per_s, latency_s) for n in _numbers(self.nodes or _NODES)]
 
+    @property
+    def bits_per_s(self) -> float:
+        """The rate of each node's link; raises ValueError if it is none."""
+        return parse_rate(self.link or _LINK)
+
     def lab_cases(self) -> list[LabCase]:
-        """Return the cases to validate with: those of ``nodes``, or those for which there are cores."""
+        """Return the cases to validate with: those of ``nodes``, or those for which there are cores.
+
+        With a ``link``, any number of nodes has a case.
+        """
+        known = dict.fromkeys(case.num_hosts for case in LAB_CASES)
         if self.nodes is None:
-            most = MAX_HOSTS_PER_CORE * (os.cpu_count() or 1)
-            return [case for case in LAB_CASES if case.num_hosts <= most]
-        numbers, known = _numbers(self.nodes), dict.fromkeys(case.num_hosts for case in LAB_CASES)
+            most = MAX_HOSTS_PER_CORE * Machine.here().num_cores
+            numbers = [number for number in known if number <= most]
+        else:
+            numbers = _numbers(self.nodes)
+        if self.link is not None:
+            parse_rate(self.link)
+            return [LabCase(number, self.link) for number in numbers]
         for number in numbers:
             if number not in known:
-                raise ValueError(f"--validate measures {', '.join(map(str, known))} hosts, not {number}")
+                known_text = ", ".join(map(str, known))
+                raise ValueError(
+                    f"--validate measures {known_text} hosts, not {number}; for other numbers, give a --link"
+                )
         return [case for case in LAB_CASES if case.num_hosts in numbers]
 
 
