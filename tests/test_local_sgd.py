@@ -199,6 +199,8 @@ def job_refusals(rank):
             gradwire.LocalSGD(model, optimizer, **options)
     with pytest.raises(ValueError, match="holds no parameter of the model"):
         gradwire.LocalSGD(model, torch.optim.SGD(net().parameters(), lr=0.1), period=2)
+    with pytest.raises(TypeError, match="optimizer is a torch.optim.Optimizer, not str"):
+        gradwire.LocalSGD(model, "sgd", period=2)
     with pytest.raises((ValueError, RuntimeError), match="period must be at least 1"):
         gradwire.LocalSGD(model, optimizer, period=rank)
     for wrong in (1.0, -0.1):
