@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp import ddp_attachment_of
@@ -98,6 +99,20 @@ REFUSED = {
         {},
         ValueError,
         "no parameter of this model requires a gradient any more",
+    ),
+    "a model in two of them": (
+        lambda: DistributedDataParallel(small_model()),
+        "bf16",
+        {},
+        ValueError,
+        "the .module of this DistributedDataParallel is a DistributedDataParallel too",
+    ),
+    "a model with one inside": (
+        lambda: DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), small_model())),
+        "bf16",
+        {},
+        ValueError,
+        "the .module.1 of this DistributedDataParallel is a DistributedDataParallel too",
     ),
     "a Python reducer": (with_a_python_reducer, "bf16", {}, ValueError, "Python reducer"),
 }

@@ -210,6 +210,7 @@ def job_refusals(rank):
         gradwire.DiLoCo(lr=0)
 
     local = gradwire.LocalSGD(model, optimizer, period=1)
+    assert repr(local) == "<LocalSGD fp32, period 1, 0 steps>"
     frozen = next(model.module.parameters()).requires_grad_(False)
     with pytest.raises(ValueError, match="parameters have changed since local SGD began"):
         local.step()

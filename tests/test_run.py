@@ -100,6 +100,11 @@ def test_the_exit_code_is_the_scripts(runs):
     assert runs["exit"][0] == 3
 
 
+def test_a_run_with_one_rank_says_that_there_is_nobody_to_send_to(runs):
+    only = "5 steps, 0 bytes sent by rank 0, the only one (start more with --ranks or torchrun), no errors"
+    assert only in runs["exit"][2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -92,6 +92,16 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
     )
 
 
+def require_single(ddp: DistributedDataParallel) -> None:
+    """Raise ValueError if a module of this model is a ``DistributedDataParallel`` as well."""
+    for name, module in ddp.module.named_modules(prefix="module"):
+        if is_ddp(module):
+            raise ValueError(
+                f"the .{name} of this DistributedDataParallel is a DistributedDataParallel too, so gradients "
+                "would be averaged twice: wrap the plain model once"
+            )
+
+
 def trained_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients are averaged, by name."""
     return {name: p for name, p in shared_parameters(ddp).items() if p.requires_grad}

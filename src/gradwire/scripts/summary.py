@@ -94,6 +94,8 @@ def _describe(made: AttachedModel) -> str:
     wire, stats = made.wire, made.wire.stats()
     sent = stats.bytes_sent or 0
     text = f"{stats.num_steps} steps, {decimal(sent)} sent by rank {made.rank}"
+    if made.world_size == 1:
+        text += ", the only one (start more with --ranks or torchrun)"
     layouts = wire.layout()
     is_scattered = any(layout.num_shards > 1 for layout in layouts)
     recipe = scattered(gradwire.fp32()) if is_scattered else gradwire.fp32()
