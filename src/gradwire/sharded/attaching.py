@@ -125,8 +125,8 @@ def attach(
     if sharded.rank == 0 and (left_out := sharded.left_out()):
         log.warning(
             "fully_shard has left out %d trained parameter(s), such as %s: neither torch nor gradwire "
-            "averages their gradients, and ranks drift apart. Call fully_shard on the whole model too, before attach, "
-            "unless you average them yourself",
+            "averages their gradients, and ranks drift apart. Call fully_shard on the whole model too, "
+            "before attach, unless you average them yourself",
             len(left_out),
             left_out[0],
         )
