@@ -120,6 +120,14 @@ def num_bucketed(ddp: DistributedDataParallel) -> int:
     return number
 
 
+def num_unfrozen(ddp: DistributedDataParallel) -> int:
+    """Return the number of trained parameters that were frozen when DDP was made, and are in no bucket.
+
+    Those that were frozen since are not told apart: each of them hides one.
+    """
+    return max(0, len(trained_parameters(ddp)) - num_bucketed(ddp))
+
+
 def shared_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return all parameters that DDP keeps the same on all ranks, frozen ones too, by name."""
     ignored = ddp.parameters_to_ignore
