@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp import ddp_attachment_of
@@ -24,6 +25,7 @@ from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.testing import run_ranks
 from gradwire.torch_private import PrefixStore, store_of
 from tests.clocks import WaitingClock
+from tests.logs import logged
 from tests.models import backward, gradients, small_model
 from tests.threads import lasting_threads
 
@@ -99,6 +101,20 @@ REFUSED = {
         ValueError,
         "no parameter of this model requires a gradient any more",
     ),
+    "a model in two of them": (
+        lambda: DistributedDataParallel(small_model()),
+        "bf16",
+        {},
+        ValueError,
+        "the .module of this DistributedDataParallel is a DistributedDataParallel too",
+    ),
+    "a model with one inside": (
+        lambda: DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), small_model())),
+        "bf16",
+        {},
+        ValueError,
+        "the .module.1 of this DistributedDataParallel is a DistributedDataParallel too",
+    ),
     "a Python reducer": (with_a_python_reducer, "bf16", {}, ValueError, "Python reducer"),
 }
 
@@ -113,6 +129,24 @@ def check_refusal(rank, name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_with_the_reason(name, two_ranks):
     two_ranks.run(check_refusal, name)
+
+
+def check_unfrozen(rank):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].requires_grad_(False)
+    model = DistributedDataParallel(net)
+    with logged() as texts, gradwire.attach(model, "bf16"):
+        pass
+    assert not any("frozen" in text for text in texts)
+    net[0].requires_grad_(True)
+    with logged() as texts, gradwire.attach(model, "bf16"):
+        pass
+    told = [text for text in texts if text.startswith("2 trained parameter(s) were frozen when")]
+    assert len(told) == (rank == 0), texts
+
+
+def test_parameters_that_were_unfrozen_too_late_are_told(two_ranks):
+    two_ranks.run(check_unfrozen)
 
 
 def check_second_attach(rank):

@@ -135,6 +135,12 @@ def check_refused_arguments(rank):
         ({"device": "meta"}, ValueError, "on cpu and cuda, not on meta"),
         ({"timeout": 3}, TypeError, "timeout must be a datetime.timedelta, not 3"),
         ({"group": 3}, TypeError, "group is a process group, not 3"),
+        (
+            {"recipe": torch.nn.Linear(2, 2), "group": "int4"},
+            TypeError,
+            r"not 'int4'; write Averager\(recipe, ",
+        ),
+        ({"group": torch.nn.Linear(2, 2)}, TypeError, "group is a process group, not Linear; "),
     ]:
         with pytest.raises(error, match=text):
             gradwire.Averager(**arguments)

@@ -1,5 +1,6 @@
 """Rules that hold for all commands."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -39,6 +40,12 @@ def test_options_are_lower_case_whichever_typer_reads_them(name):
         # Within `Annotated`, typer keeps the first declaration in `default`.
         is_spelled_out = isinstance(option.default, str)
         assert is_spelled_out or not is_named_after_itself, f'spell out "--{parameter}"'
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_lines_of_help_fit_a_terminal_of_80_columns(name):
+    lines = inspect.getdoc(COMMANDS[name]).splitlines()[1:]  # the first is wrapped as it should be
+    assert [line for line in lines if len(line) > 78] == []
 
 
 def test_the_list_of_recipes_says_what_the_bytes_of_low_rank_depend_on():

@@ -93,6 +93,18 @@ def test_what_would_go_wrong_is_a_problem_with_advice(monkeypatch, tmp_path):
     assert all(finding.advice for finding in problems)
 
 
+def test_only_interfaces_that_others_may_reach_are_suggested(monkeypatch, tmp_path):
+    for name, flags in {"lo": "0x9", "eth0": "0x1003", "ib0": "0x1043", "idle0": "0x1002"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "flags").write_text(f"{flags}\n")
+    interfaces = list(enumerate(["lo", "eth0", "idle0", "ib0"], start=1))
+    monkeypatch.setattr(machine, "_INTERFACES", tmp_path)
+    monkeypatch.setattr(machine.socket, "if_nameindex", lambda: interfaces)
+    monkeypatch.setattr(machine, "own_address", lambda: "127.0.1.1")
+    (advice,) = [each.advice for each in examine_machine() if "which other machines cannot" in each.text]
+    assert advice == "on several machines, set GLOO_SOCKET_IFNAME to eth0 or ib0"
+
+
 def test_tools_that_the_lab_finds_are_not_called_missing(monkeypatch, tmp_path):
     for name in ("ip", "tc"):
         (tmp_path / name).touch(0o755)

@@ -85,11 +85,17 @@ def test_a_models_batch_is_one_argument_several_or_named_ones(name):
     assert built.step_loss(built.model).shape == ()
 
 
-def test_a_factory_that_cannot_be_used_is_explained():
+def test_a_factory_that_cannot_be_used_is_explained(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"package.module:factory, not 'train'"):
         ModelFactory("train")
     with pytest.raises(ValueError, match="cannot import no_such_module:make"):
         ModelFactory("no_such_module:make")
+    (tmp_path / "trains_at_import.py").write_text("raise RuntimeError('no rank here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ValueError, match="importing trains_at_import raises RuntimeError: no rank here. Give"
+    ):
+        ModelFactory("trains_at_import:make")
     with pytest.raises(
         TypeError, match="must return a model, a batch and a loss function, not Bilinear, tuple"
     ):

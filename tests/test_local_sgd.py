@@ -199,6 +199,8 @@ def job_refusals(rank):
             gradwire.LocalSGD(model, optimizer, **options)
     with pytest.raises(ValueError, match="holds no parameter of the model"):
         gradwire.LocalSGD(model, torch.optim.SGD(net().parameters(), lr=0.1), period=2)
+    with pytest.raises(TypeError, match="optimizer is a torch.optim.Optimizer, not str"):
+        gradwire.LocalSGD(model, "sgd", period=2)
     with pytest.raises((ValueError, RuntimeError), match="period must be at least 1"):
         gradwire.LocalSGD(model, optimizer, period=rank)
     for wrong in (1.0, -0.1):
@@ -208,6 +210,7 @@ def job_refusals(rank):
         gradwire.DiLoCo(lr=0)
 
     local = gradwire.LocalSGD(model, optimizer, period=1)
+    assert repr(local) == "<LocalSGD fp32, period 1, 0 steps>"
     frozen = next(model.module.parameters()).requires_grad_(False)
     with pytest.raises(ValueError, match="parameters have changed since local SGD began"):
         local.step()

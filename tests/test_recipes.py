@@ -40,6 +40,9 @@ def test_a_recipe_is_a_value(row):
         ("noop:x=1", "recipe 'noop' has no option 'x'; it has none"),
         ("fp16:reduction", "'reduction' is not of the form option=value"),
         ("fp16:reduction=sum,reduction=mean", "option 'reduction' is given twice"),
+        ("int8:block=3", "^recipe 'int8:block=3': block must be a power of two from 32 to 4096, not 3$"),
+        ("route(ndim<2=fp32; *=powersgd:rank=0)", "^recipe 'powersgd:rank=0': rank must be at least 1"),
+        ("auto:budget=2", "^recipe 'auto:budget=2': budget is a relative error between 0 and 1, not 2.0$"),
     ],
 )
 def test_a_wrong_spec_says_what_is_wrong(spec, message):
@@ -79,6 +82,8 @@ def test_an_argument_of_the_wrong_type_is_refused(name, option, value, wanted):
         ("schedule:0=fp32", "schedule(0=fp32)"),
         ("schedule(0=fp32, 9=int8)", "schedule(0=fp32; 9=int8)"),
         ("schedule(0=fp32; 9=int88)", "int8"),
+        ("top-k", "topk"),
+        ("Power SGD", "powersgd"),
     ],
 )
 def test_the_nearest_correct_spelling_is_suggested(spec, meant):
@@ -124,6 +129,7 @@ def test_a_missing_parenthesis_is_counted_and_what_would_not_help_is_not_suggest
         (torch.bfloat16, "dtype, torch.bfloat16; did you mean 'bf16'"),
         (gradwire.bf16, "a function, bf16; call it: bf16(...)"),
         (DDPCommHookType, "a class, DDPCommHookType"),
+        (torch.nn.Linear(2, 2), "a model, Linear"),
     ],
     ids=lambda given: getattr(given, "__name__", str(given)),
 )
@@ -131,6 +137,12 @@ def test_what_is_no_recipe_is_refused_with_the_way_to_one(given, message):
     expected = "a recipe is text, such as 'int4' or 'int4:block=64', or a gradwire.Recipe, not "
     with pytest.raises(TypeError, match=f"^{re.escape(expected)}.*{re.escape(message)}"):
         gradwire.recipe(given)
+
+
+def test_routes_and_schedules_are_dicts():
+    for make, example in {gradwire.route: '{"ndim<2": "fp32"', gradwire.schedule: '{0: "fp32"'}.items():
+        with pytest.raises(TypeError, match=f"takes a dict, such as {re.escape(example)}.*, not list"):
+            make(["int8", "int4"])
 
 
 @pytest.mark.parametrize("name", ["powersgd", "acp"])

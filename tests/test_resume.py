@@ -99,6 +99,8 @@ def test_states_of_one_run_merge_in_whatever_order_their_buckets_were_first_exch
         for rank, own in enumerate(orders)
     ]
     assert gradwire.merge_state_dicts(states)["memory"].keys() == {"rank0", "rank1"}
+    with pytest.raises(TypeError, match="takes the states of all ranks, as a list, not one state"):
+        gradwire.merge_state_dicts(states[0])
 
 
 def check_frozen_later():

@@ -39,14 +39,14 @@ sys.exit(3 if how == "exit" else 0)
 """
 
 
-def run_alone(rank, path, hows):
+def run_alone(rank, path, hows, recipe="bf16"):
     """Run the script once in each way, and return its exit codes and its output."""
     dist.destroy_process_group()  # the script makes its own
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     results = {}
     for how in hows:
         logging.getLogger().handlers.clear()  # they write to the stderr of the run before
-        result = CliRunner().invoke(app, ["run", "--recipe", "bf16", path, how])
+        result = CliRunner().invoke(app, ["run", "--recipe", recipe, path, how])
         results[how] = result.exit_code, result.stdout, result.stderr
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -74,6 +74,14 @@ def test_an_unmodified_script_averages_by_the_recipe_and_is_summed_up(tmp_path):
     assert done.stderr.count(expected) == 1
 
 
+def test_a_recipe_that_averages_nothing_is_not_praised_for_what_it_saves(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    (results,) = run_ranks(run_alone, 1, args=(str(tmp_path / "train.py"), ("train",), "noop"))
+    _, _, said = results["train"]
+    assert "gradwire noop: 5 steps, and nothing averaged: each rank trained alone" in said
+    assert "saved" not in said
+
+
 def test_a_hook_of_the_scripts_own_wins_with_a_warning(runs):
     code, _, said = runs["hook"]
     assert code == 0, said
@@ -98,6 +106,11 @@ def test_a_script_that_fails_fails_as_it_would_alone(runs):
 
 def test_the_exit_code_is_the_scripts(runs):
     assert runs["exit"][0] == 3
+
+
+def test_a_run_with_one_rank_says_that_there_is_nobody_to_send_to(runs):
+    only = "5 steps, 0 bytes sent by rank 0, the only one (start more with --ranks or torchrun), no errors"
+    assert only in runs["exit"][2]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import gradwire
 from gradwire.sharded import reduce_scatter
+from tests.logs import logged
 from tests.sharded_runs import (
     batch,
     exact_gradients,
@@ -206,6 +207,25 @@ def check_unused(rank):
 
 def test_unused_and_frozen_parameters_are_left_out(two_ranks):
     two_ranks.run(check_unused)
+
+
+def check_left_out(rank):
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[2].weight = tied[0].weight
+    fully_shard(tied[1])
+    tied[1].bias.requires_grad_(False)
+    with logged() as texts, gradwire.attach(tied, "int8"):
+        pass
+    told = [text for text in texts if "left out 3 trained parameter(s), such as 0.weight" in text]
+    assert len(told) == (rank == 0), texts
+    fully_shard(tied)
+    with logged() as texts, gradwire.attach(tied, "int8"):
+        tied(torch.ones(2, 4)).sum().backward()
+    assert texts == []
+
+
+def test_parameters_that_nobody_averages_are_told_once(two_ranks):
+    two_ranks.run(check_left_out)
 
 
 def check_clipping(rank):

@@ -472,8 +472,12 @@ def check_refusals(rank):
     for warmup_steps in (1.5, 0.1 * 20, "3", True):
         with pytest.raises(TypeError, match="warmup_steps is a number of steps, not"):
             gradwire.LocalSGD(model, optimizer, period=1, warmup_steps=warmup_steps)
-    for outer in ("diloco", gradwire.DiLoCo, optimizer):
-        with pytest.raises(TypeError, match=r"outer is an outer optimizer, such as gradwire.DiLoCo\(\)"):
+    for outer, what in {
+        "diloco": "'diloco'",
+        gradwire.DiLoCo: r"the class DiLoCo: call it, as in DiLoCo\(...\)",
+        optimizer: r"torch.optim.SGD; for SGD with Nesterov momentum, give gradwire.DiLoCo\(\)",
+    }.items():
+        with pytest.raises(TypeError, match=rf"such as gradwire.DiLoCo\(\), or None, not {what}$"):
             gradwire.LocalSGD(model, optimizer, period=1, outer=outer)
     model = DistributedDataParallel(nn.Linear(3, 2), find_unused_parameters=True)
     with pytest.raises(ValueError, match="make it with find_unused_parameters=False"):

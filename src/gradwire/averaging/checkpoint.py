@@ -96,7 +96,8 @@ def write_layouts(timeline: Sequence[tuple[int, Grouping]]) -> list[Any]:
 def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states of all ranks into one that `Wire.load_state_dict` takes on any number of ranks.
 
-    Raises ValueError for states of different runs or steps, and for a rank that occurs twice.
+    Raises ValueError for states of different runs or steps, and for a rank that occurs twice. Raises
+    TypeError for what is no state, and for a state that is not in a list.
 
     Load the states of all ranks that saved, such as ``torch.load(f"wire{rank}.pt") for rank in range(8)``:
 
@@ -104,6 +105,8 @@ def merge_state_dicts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     >>> states = [wire.state_dict()]
     >>> wire.load_state_dict(gradwire.merge_state_dicts(states))
     """
+    if isinstance(states, Mapping):
+        raise TypeError("merge_state_dicts takes the states of all ranks, as a list, not one state")
     merged: dict[str, Any] = {}
     for state in states:
         check_fields(state)

@@ -62,7 +62,7 @@ def gradwire_options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions.")
     ] = False,
 ) -> None:
-    """Fast, small and correct gradient averaging for PyTorch DDP."""
+    """Fast, small and correct gradient averaging for PyTorch: DDP, FSDP2 and loops of your own."""
     if context.invoked_subcommand is None:
         typer.echo(_NEXT.format(version=gradwire.__version__, torch=torch.__version__))
 

@@ -36,7 +36,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Look for what would go wrong: on this machine and, under torchrun, between ranks.
+    r"""Look for what would go wrong: on this machine and, under torchrun, between ranks.
 
     Looks at versions, GPUs, network interfaces, the cache of compiled kernels,
     tools and limits. Under torchrun it also finds out who reaches whom, and
@@ -46,7 +46,8 @@ def doctor(
 
         gradwire doctor
 
-        torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m gradwire doctor
+        torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+            -m gradwire doctor
 
     Exit codes: 0 no problem found; 1 a problem was found; 2 wrong arguments.
     """

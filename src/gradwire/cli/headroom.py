@@ -42,8 +42,8 @@ def headroom(options: HeadroomOptions) -> None:
     the table, and ends after --steps steps. It writes its checkpoints and logs
     in every run.
 
-    Examples: a built-in model, your own model, one that is sharded, your own script, on slow links,
-    on a cluster:
+    Examples: a built-in model; your own model; one that is sharded; your own
+    script; on slow links; on a cluster:
 
         gradwire headroom --html headroom.html
 

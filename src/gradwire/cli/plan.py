@@ -50,7 +50,7 @@ _TOLERANCE = 0.15
 
 @takes_options(PlanOptions)
 def plan(options: PlanOptions) -> None:
-    """Predict step times, scaling efficiency and bytes of each recipe, for up to thousands of workers.
+    r"""Predict step times, scaling efficiency and bytes of each recipe, for up to thousands of workers.
 
     Uses each recipe's own bytes and messages, the link, and kernel speeds that
     are measured on this machine first (a second or two for each recipe). Low
@@ -69,12 +69,14 @@ def plan(options: PlanOptions) -> None:
     and of a turn, the delay that hides a turn, and the shortest period for the
     link, which is planned unless you give one:
 
-        gradwire plan --parameters 350e6 --compute-ms 400 --link 100mbit --fragments 8
+        gradwire plan --parameters 350e6 --compute-ms 400 --link 100mbit \
+            --fragments 8
 
     With --sharding, predicts a model that fully_shard has sharded, with the
     all-gathers of its parameters:
 
-        gradwire plan --parameters 7e9 --compute-ms 900 --sharding hsdp --workers 8 --weights bf16
+        gradwire plan --parameters 7e9 --compute-ms 900 --sharding hsdp \
+            --workers 8 --weights bf16
 
     Exit codes: 0 predicted; 1 the calibration failed, or --validate found a
     prediction that is more than 15 % off; 2 wrong arguments; 130 interrupted.

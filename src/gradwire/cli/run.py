@@ -32,10 +32,11 @@ from gradwire.sharded import attach_to_all
 def run(options: RunOptions) -> None:
     """Run a training script as it is, with gradwire in every DDP or FSDP2 model it makes.
 
-    Put it in place of python in the command that starts each rank, under torchrun
-    and in `gradwire lab` alike; or let --ranks start them here. Ranks that the script
-    starts itself (Lightning, Ray, torch.multiprocessing) are reached too. Rank 0 sums
-    up at the end. A hook that the script registers itself wins, with a warning.
+    Start ranks on this machine with --ranks. Or put it in place of python in
+    the command that starts each rank, under torchrun and in `gradwire lab`
+    alike. Ranks that the script starts itself (Lightning, Ray,
+    torch.multiprocessing) get the recipe too. Rank 0 sums up at the end. A hook
+    that the script registers itself wins, with a warning.
 
     Examples: two ranks here; the same with torchrun; two hosts on a slow network:
 
@@ -46,7 +47,8 @@ def run(options: RunOptions) -> None:
         gradwire lab --rate 100mbit -- gradwire run --recipe int4 -- train.py
 
     Exit codes: the script's own; 1 if it raises; 2 wrong arguments; 130
-    interrupted. With --ranks 1 if a rank fails, and the output says which and how.
+    interrupted. With --ranks: 1 if a rank fails, and the output says which and
+    how.
     """
     try:
         gradwire.recipe(options.recipe)

@@ -34,7 +34,15 @@ from gradwire.ddp.hook_guard import NoWatchdog
 from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.hook_slot import HookSlot, divides_by_active, free_slot
 from gradwire.ddp.hook_watchdog import HookWatchdog
-from gradwire.ddp.models import claim_of, device_of, num_bucketed, num_transient, unwrap
+from gradwire.ddp.models import (
+    claim_of,
+    device_of,
+    num_bucketed,
+    num_transient,
+    num_unfrozen,
+    require_single,
+    unwrap,
+)
 from gradwire.ddp.nonfinite import OnNonfinite
 from gradwire.ddp.options import Options
 from gradwire.ddp.runner import Runner
@@ -73,6 +81,7 @@ def attach(
     limit = timeout_or_own(timeout, group)
     with CollectiveCall(group, limit, "gradwire.attach") as call:
         require_timeout(timeout)
+        require_single(ddp)
         device = device_of(ddp)
         options = Options(on_nonfinite, verify_every, grad_scaler, telemetry)
         choice = choose(ddp, recipe, state)
@@ -102,6 +111,12 @@ def attach(
     if choice.recipe is not None:
         suggest_buckets(ddp, choice.recipe)
     if choice.communicates:
+        if group.rank() == 0 and (num := num_unfrozen(ddp)):
+            log.warning(
+                "%d trained parameter(s) were frozen when DistributedDataParallel was made: neither DDP nor "
+                "gradwire averages their gradients, and ranks drift apart. Make it anew, then attach",
+                num,
+            )
         watch_for_steps(ddp, slot, bridge, layouts)
         watch_for_momentum(ddp, slot, bridge, choice.recipe)
     return Wire(DDPAttachment(slot, bridge, choice, layouts, limit))

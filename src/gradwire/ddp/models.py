@@ -92,6 +92,16 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
     )
 
 
+def require_single(ddp: DistributedDataParallel) -> None:
+    """Raise ValueError if a module of this model is a ``DistributedDataParallel`` as well."""
+    for name, module in ddp.module.named_modules(prefix="module"):
+        if is_ddp(module):
+            raise ValueError(
+                f"the .{name} of this DistributedDataParallel is a DistributedDataParallel too, so gradients "
+                "would be averaged twice: wrap the plain model once"
+            )
+
+
 def trained_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """Return the parameters whose gradients are averaged, by name."""
     return {name: p for name, p in shared_parameters(ddp).items() if p.requires_grad}
@@ -108,6 +118,14 @@ def num_bucketed(ddp: DistributedDataParallel) -> int:
     """Return the number of parameters in all buckets of the model; never inside a hook, where it hangs."""
     number: int = ddp_facts(ddp)["num_parameter_tensors"]
     return number
+
+
+def num_unfrozen(ddp: DistributedDataParallel) -> int:
+    """Return the number of trained parameters that were frozen when DDP was made, and are in no bucket.
+
+    Those that were frozen since are not told apart: each of them hides one.
+    """
+    return max(0, len(trained_parameters(ddp)) - num_bucketed(ddp))
 
 
 def shared_parameters(ddp: DistributedDataParallel) -> dict[str, nn.Parameter]:

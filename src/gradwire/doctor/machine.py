@@ -24,6 +24,9 @@ _FEW_FILES = 4096
 # NCCL's and DataLoader's buffers in shared memory; Docker gives 64 MiB unless told otherwise.
 _LITTLE_SHARED_MEMORY_BYTES = 256 << 20
 
+_INTERFACES = Path("/sys/class/net")
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # of linux/if.h
+
 
 def examine_machine() -> list[Finding]:
     """Return what was found about versions, devices, network interfaces, caches, tools and limits.
@@ -94,15 +97,28 @@ def _interfaces() -> Iterator[Finding]:
             f"the name of this host, {host}, has no address: Gloo falls back to loopback",
             "on several machines, set GLOO_SOCKET_IFNAME to the interface that reaches the others",
         )
-    elif address.startswith("127.") and len(names) > 1:
+    elif address.startswith("127.") and (others := _reaching_out(names)):
         yield Finding(
             "network",
             "note",
             f"the name of this host, {host}, stands for {address}, which other machines cannot reach",
-            f"on several machines, set GLOO_SOCKET_IFNAME to one of {', '.join(names)}",
+            f"on several machines, set GLOO_SOCKET_IFNAME to {' or '.join(others)}",
         )
     else:
         yield Finding("network", "ok", f"host {host} is {address}; interfaces {', '.join(names)}")
+
+
+def _reaching_out(names: list[str]) -> list[str]:
+    """Return the interfaces that are up, without loopback."""
+    return [name for name in names if _flags(name) & (_IFF_UP | _IFF_LOOPBACK) == _IFF_UP]
+
+
+def _flags(interface: str) -> int:
+    """Return the flags that Linux keeps for an interface; those of one that is up if it tells none."""
+    try:
+        return int((_INTERFACES / interface / "flags").read_text(), base=16)
+    except (OSError, ValueError):
+        return _IFF_UP
 
 
 def own_address() -> str | None:

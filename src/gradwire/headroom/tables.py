@@ -68,8 +68,10 @@ def record_notes(record: Record) -> list[str]:
         f"Step: {what}, median of {len(record.allreduce.samples_ms)}, the slowest rank's time.",
         f"Gain: over allreduce ({record.plain}). Comm.: the share of a step that noop saves.",
         "Sent: bytes from one rank, counted; for allreduce computed (what a ring sends).",
-        f"Error: of the first step's averaged gradient, relative to {record.plain}'s.",
     ]
+    has_errors = any(row.gradient_error is not None for row in record.rows)
+    relative = f"relative to {record.plain}'s" if has_errors else "not measured here"
+    notes.append(f"Error: of the first step's averaged gradient, {relative}.")
     if any(row.decisions and row.gradient_error is not None for row in record.rows):
         notes.append("The error of auto is what its budget bounds, with the encodings of the last step.")
     if record.remainder is not None:

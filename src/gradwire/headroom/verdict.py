@@ -74,8 +74,9 @@ def give_verdict(record: Record) -> str:
     if faster is not None:
         return (
             f"This measurement is too noisy to judge: {_describe(record, faster)} seems to make a step "
-            f"{record.gain(faster):.2f}x as fast, but a step without any communication only {most:.2f}x, and "
-            "no recipe can gain more than that. Measure again on an idle machine, with more --steps."
+            f"{record.gain(faster):.2f}x as fast, but a step without any communication only "
+            f"{record.gain(record.noop):.2f}x, and no recipe can gain more than that. Measure again on "
+            "an idle machine, with more --steps."
         )
     if most < _WORTHWHILE_GAIN:
         return (

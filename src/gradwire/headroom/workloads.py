@@ -174,6 +174,11 @@ class ModelFactory:
             factory: Callable[[], Any] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"cannot import {self.spec}: {error}") from None
+        except Exception as error:
+            raise ValueError(
+                f"cannot import {self.spec}: importing {module} raises {type(error).__name__}: {error}. Give "
+                "a module that defines the function, and trains nothing when it is imported"
+            ) from error
         if not callable(factory):
             raise ValueError(f"{self.spec} must be a function, not {type(factory).__name__}")
         return factory

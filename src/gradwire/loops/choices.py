@@ -30,9 +30,10 @@ def choose_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         )
     chosen = dist.group.WORLD if group is None else group
     if not isinstance(chosen, dist.ProcessGroup):
-        is_other = chosen == dist.GroupMember.NON_GROUP_MEMBER
-        what = "this rank is not in the group: only its members make an Averager"
-        raise ValueError(what) if is_other else TypeError(f"group is a process group, not {chosen!r}")
+        if chosen == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not in the group: only its members make an Averager")
+        shown = repr(chosen) if isinstance(chosen, str | int) else type(chosen).__name__
+        raise TypeError(f"group is a process group, not {shown}; write Averager(recipe, group)")
     return chosen
 
 

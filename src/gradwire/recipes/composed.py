@@ -41,11 +41,12 @@ def schedule(stages: Mapping[int, str | Recipe]) -> Recipe:
     The next recipe takes over the residuals of the one before, or sends them with its first gradients. As
     text: ``"schedule(0=fp32; 1000=int8; 5000=int4)"``. Raises ValueError if no stage begins with step 0, if
     some recipes average and some sum, or if a stage is itself a schedule or a route. Raises TypeError for
-    steps that are not whole numbers.
+    steps that are not whole numbers, and if ``stages`` is no mapping.
 
     >>> print(schedule({0: "fp32", 1000: "int8", 5000: "int4:block=64"}))
     schedule(0=fp32; 1000=int8; 5000=int4:block=64)
     """
+    _require_mapping(stages, "schedule", '{0: "fp32", 1000: "int8"}')
     for start in stages:
         if isinstance(start, bool) or not isinstance(start, SupportsIndex):
             raise TypeError(f"a stage of a schedule begins with a step, a whole number, not {start!r}")
@@ -72,13 +73,14 @@ def route(routes: Mapping[str, str | Recipe]) -> Recipe:
     `attach` raises ValueError for a key that no parameter goes by, and for a parameter that no key fits. As
     text: ``"route(*.norm*=fp32; numel<=1024=fp32; *=int4)"``. A recipe in it may be a schedule. Raises
     ValueError for a key of another form, if some recipes average and some sum, or if a recipe is itself a
-    route.
+    route, and TypeError if ``routes`` is no mapping.
 
     >>> print(route({"*.norm*": "fp32", "ndim<2": "fp32", "embed.* & numel>65536": "int8", "*": "int4"}))
     route(*.norm*=fp32; ndim<2=fp32; embed.* & numel>65536=int8; *=int4)
     >>> print(recipe("route(ndim<2=fp32; *=schedule(0=int8; 500=int4))"))
     route(ndim<2=fp32; *=schedule(0=int8; 500=int4))
     """
+    _require_mapping(routes, "route", '{"ndim<2": "fp32", "*": "int4"}')
     chosen = {Selector(key): recipe(each) for key, each in routes.items()}
     if not chosen:
         raise ValueError("a route needs at least one pattern, such as '*'")
@@ -86,6 +88,11 @@ def route(routes: Mapping[str, str | Recipe]) -> Recipe:
         if isinstance(each.exchange, Route):
             raise ValueError(f"the recipe of route {str(selector)!r} is a route itself: {each}")
     return _compose(Route, chosen)
+
+
+def _require_mapping(given: object, maker: str, example: str) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"gradwire.{maker} takes a dict, such as {example}, not {type(given).__name__}")
 
 
 def _compose(kind: type[Schedule] | type[Route], chosen: Mapping[Any, Recipe]) -> Recipe:
@@ -128,7 +135,10 @@ def _parse(spec: str) -> Recipe:
     if found is None:
         raise InvalidRecipeText(f"there is no recipe {spec.partition(':')[0]!r}", spec)
     factory, arguments = found
-    return factory(**arguments)
+    try:
+        return factory(**arguments)
+    except ValueError as error:
+        raise ValueError(f"recipe {spec!r}: {error}") from None
 
 
 def _split_items(text: str) -> list[str]:

@@ -9,6 +9,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import nn
 
 from gradwire.buckets import dtype_name
 from gradwire.recipes.registry import RECIPES
@@ -48,6 +49,8 @@ def recipe_type_error(given: object) -> TypeError:
     """Return the error for a user who gave neither text nor a recipe."""
     if given is None:
         shown = "None"
+    elif isinstance(given, nn.Module):
+        shown = f"a model, {type(given).__name__}"
     elif callable(given):
         shown = f"{'a class' if isinstance(given, type) else 'a function'}, {_name_of(given)}"
     else:
@@ -89,6 +92,8 @@ def _respell(spec: str) -> Iterator[str]:
     word, rest = re.fullmatch(r"\s*(\w*)\s*(.*)", spec, re.DOTALL).groups()  # type: ignore[union-attr]
     inside = (rest[1:] if rest[:1] in {*":([{,;"} else rest).lstrip().rstrip(")]} ")
     inside += ")" * (inside.count("(") - inside.count(")"))
+    if set(spec) & {*"- "} and (joined := re.sub(r"[-\s]", "", spec).lower()) in RECIPES:
+        yield joined
     for name in _near(word):
         if name in _COMPOSED:
             yield f"{name}({inside})"

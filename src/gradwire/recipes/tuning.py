@@ -33,13 +33,13 @@ class Tuning:
 
     def __post_init__(self) -> None:
         if not 0 < self.budget < 1:
-            raise ValueError(f"recipe 'auto': budget is a relative error between 0 and 1, not {self.budget}")
+            raise ValueError(f"budget is a relative error between 0 and 1, not {self.budget}")
         if self.max_bytes is not None and not 0 < self.max_bytes < math.inf:
-            raise ValueError(f"recipe 'auto': bytes must be above 0, not {self.max_bytes}")
+            raise ValueError(f"bytes must be above 0, not {self.max_bytes}")
         if self.max_bytes is not None and self.budget != DEFAULT_BUDGET:
-            raise ValueError("recipe 'auto': budget= and bytes= contradict each other: give one of them")
+            raise ValueError("budget= and bytes= contradict each other: give one of them")
         if self.every < 1:
-            raise ValueError(f"recipe 'auto' looks again every 1 or more steps, not every {self.every}")
+            raise ValueError(f"every must be at least 1, not {self.every}")
 
     @property
     def names(self) -> tuple[Encoding, ...]:
@@ -80,10 +80,8 @@ def between(ceiling: Encoding, floor: Encoding) -> tuple[Encoding, ...]:
     for option, given in {"ceiling": ceiling, "floor": floor}.items():
         if given not in ENCODINGS:
             allowed = ", ".join(map(repr, ENCODINGS))
-            raise ValueError(f"recipe 'auto': {option} must be one of {allowed}, not {given!r}")
+            raise ValueError(f"{option} must be one of {allowed}, not {given!r}")
     first, last = ENCODINGS.index(ceiling), ENCODINGS.index(floor)
     if first > last:
-        raise ValueError(
-            f"recipe 'auto': the ceiling, {ceiling}, sends fewer bytes than the floor, {floor}: swap them"
-        )
+        raise ValueError(f"the ceiling, {ceiling}, sends fewer bytes than the floor, {floor}: swap them")
     return ENCODINGS[first : last + 1]

@@ -121,7 +121,16 @@ def attach(
         )
     sharded = ShardedModel(root, replicas)
     make_options = functools.partial(Options, on_nonfinite, verify_every, grad_scaler, telemetry)
-    return Wire(_open(sharded, _agree(sharded, recipe, state, weights, timeout, make_options)))
+    attachment = _open(sharded, _agree(sharded, recipe, state, weights, timeout, make_options))
+    if sharded.rank == 0 and (left_out := sharded.left_out()):
+        log.warning(
+            "fully_shard has left out %d trained parameter(s), such as %s: neither torch nor gradwire "
+            "averages their gradients, and ranks drift apart. Call fully_shard on the whole model too, "
+            "before attach, unless you average them yourself",
+            len(left_out),
+            left_out[0],
+        )
+    return Wire(attachment)
 
 
 @dataclass(frozen=True)

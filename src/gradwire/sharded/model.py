@@ -80,6 +80,17 @@ class ShardedModel:
         """Return the parameters that require gradients."""
         return [each for unit in self.units for each in unit.trained]
 
+    def left_out(self) -> list[str]:
+        """Return the names of trained parameters that no ``fully_shard`` call has sharded."""
+        known = {name for unit in self.units for name in unit.names}
+        every = self.root.named_parameters(remove_duplicate=False)  # a tied weight has several names
+        sharded = {id(parameter) for name, parameter in every if canonical_name(name) in known}
+        return [
+            canonical_name(name)
+            for name, parameter in self.root.named_parameters()
+            if parameter.requires_grad and id(parameter) not in sharded
+        ]
+
     def resolve(self, recipe: Recipe) -> Recipe:
         """Return ``recipe`` for this model; ValueError if it does not fit."""
         for each in recipe.leaves():

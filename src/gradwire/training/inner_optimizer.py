@@ -19,7 +19,12 @@ class InnerOptimizer:
     optimizer: Optimizer
 
     def parameters(self) -> list[Numbered]:
-        """Return the parameters of the model that the optimizer trains; ValueError if there are none."""
+        """Return the parameters of the model that the optimizer trains; ValueError if there are none.
+
+        Raises TypeError if the optimizer is none.
+        """
+        if not hasattr(self.optimizer, "param_groups"):
+            raise TypeError(f"optimizer is a torch.optim.Optimizer, not {type(self.optimizer).__name__}")
         own = {id(parameter) for parameter in self.module.parameters()}
         found = [
             (parameter, number)

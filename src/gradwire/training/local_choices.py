@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from datetime import timedelta
 
+from torch.optim import Optimizer
+
 from gradwire.loops import check_weight
 from gradwire.ops import warm_up
 from gradwire.peers import require_timeout
@@ -100,7 +102,13 @@ def check_period(period: int | timedelta, warmup_steps: int, delay: int) -> None
 def check_outer(outer: object) -> None:
     """Raise TypeError for what is no outer optimizer: the first averaging would be too late."""
     if outer is not None and (isinstance(outer, type) or not callable(getattr(outer, "update", None))):
-        raise TypeError(f"outer is an outer optimizer, such as gradwire.DiLoCo(), or None, not {outer!r}")
+        what = "outer is an outer optimizer, such as gradwire.DiLoCo(), or None"
+        if isinstance(outer, type):
+            raise TypeError(f"{what}, not the class {outer.__name__}: call it, as in {outer.__name__}(...)")
+        if isinstance(outer, Optimizer):
+            name = f"torch.optim.{type(outer).__name__}"
+            raise TypeError(f"{what}, not {name}; for SGD with Nesterov momentum, give gradwire.DiLoCo()")
+        raise TypeError(f"{what}, not {outer!r}")
 
 
 def check_work(work: float) -> float:

@@ -111,6 +111,9 @@ class LocalSGD(Uncopied):
         """True if the warm-up is over, so that gradients are not averaged any more."""
         return self._num_steps >= self.warmup_steps
 
+    def __repr__(self) -> str:
+        return f"<LocalSGD {self.recipe}, period {self.period}, {self.num_steps} steps>"
+
     def step(self, work: float = 1.0) -> bool:
         """Count a step; begin and end the averagings that are due; return True if one has ended.
 
