@@ -119,6 +119,20 @@ REFUSED = {
 }
 
 
+def check_ignored_inside(rank):
+    """A model inside, which averages by itself what the outer one ignores, is not averaged twice."""
+    inside = small_model()
+    whole = nn.Sequential(nn.Linear(4, 4), inside)
+    names = [name for name, _ in whole.named_parameters() if name.startswith("1.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, names)
+    with gradwire.attach(DistributedDataParallel(whole), "bf16") as wire:
+        assert wire.recipe.name == "bf16"
+
+
+def test_a_model_inside_that_the_outer_one_ignores_is_taken(two_ranks):
+    two_ranks.run(check_ignored_inside)
+
+
 def check_refusal(rank, name):
     make_model, recipe, options, kind, text = REFUSED[name]
     options = options() if callable(options) else options

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -175,3 +176,14 @@ def test_buckets_that_are_too_large_are_told_once(caplog):
         assert not logged_by(caplog, lambda: gradwire.wrap(large(), "int8")[1])
     finally:
         dist.destroy_process_group()
+
+
+def check_sharded(rank):
+    model = net()
+    fully_shard(model)
+    with pytest.raises(TypeError, match=r"fully_shard has sharded this model: call gradwire\.attach"):
+        gradwire.wrap(model, "int8")
+
+
+def test_a_sharded_model_is_left_to_attach(two_ranks):
+    two_ranks.run(check_sharded)

@@ -93,9 +93,10 @@ def device_of(ddp: DistributedDataParallel) -> torch.device:
 
 
 def require_single(ddp: DistributedDataParallel) -> None:
-    """Raise ValueError if a module of this model is a ``DistributedDataParallel`` as well."""
+    """Raise ValueError if a ``DistributedDataParallel`` inside this one averages parameters of it, too."""
+    averaged = {id(parameter) for parameter in trained_parameters(ddp).values()}
     for name, module in ddp.module.named_modules(prefix="module"):
-        if is_ddp(module):
+        if is_ddp(module) and averaged & {id(parameter) for parameter in module.parameters()}:
             raise ValueError(
                 f"the .{name} of this DistributedDataParallel is a DistributedDataParallel too, so gradients "
                 "would be averaged twice: wrap the plain model once"

@@ -15,7 +15,7 @@ from gradwire.ddp.hook_info import Hook
 from gradwire.ddp.wire import Wire
 from gradwire.links import parse_rate
 from gradwire.recipes import Recipe
-from gradwire.torch_private import uncompiled
+from gradwire.torch_private import fsdp, uncompiled
 
 _OF_ATTACH = frozenset(inspect.signature(attach).parameters) - {"model", "recipe"}
 
@@ -69,4 +69,10 @@ def _check_module(module: object) -> None:
         raise TypeError(
             "gradwire.wrap makes the DistributedDataParallel itself: give it the module inside, or attach to "
             "this one by gradwire.attach(model, recipe)"
+        )
+    sharded = fsdp.fsdp_module_kind()
+    if sharded is not None and any(isinstance(part, sharded) for part in module.modules()):
+        raise TypeError(
+            "gradwire.wrap makes a DistributedDataParallel, and fully_shard has sharded this model: call "
+            "gradwire.attach(model, recipe) instead"
         )

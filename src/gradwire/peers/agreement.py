@@ -35,15 +35,15 @@ _HEADER = struct.Struct("<8sQd")
 """The digest of a claim, the length of its fields, and a number."""
 
 
-class _PeerValueError(ValueError, RuntimeError):
+class PeerValueError(ValueError, RuntimeError):
     """The error of a rank whose peer has raised ValueError."""
 
 
-class _PeerTypeError(TypeError, RuntimeError):
+class PeerTypeError(TypeError, RuntimeError):
     """The error of a rank whose peer has raised TypeError."""
 
 
-_PEER_ERRORS = {"ValueError": _PeerValueError, "TypeError": _PeerTypeError}
+_PEER_ERRORS = {"ValueError": PeerValueError, "TypeError": PeerTypeError}
 
 
 def agree(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gradwire.errors import Place
 from gradwire.peers import Traffic
@@ -93,11 +93,20 @@ class WireStats:
     num_messages: int | None
     wait_ms: float | None
     work_ms: float | None
-    steps: tuple[StepStats, ...] = field(repr=False)
+    steps: tuple[StepStats, ...]
     num_skipped: int = 0
     """Steps that ``on_nonfinite="skip"`` has skipped."""
-    parameters: tuple[ParameterStats, ...] = field(default=(), repr=False)
+    parameters: tuple[ParameterStats, ...] = ()
     """The figures of the last step that `Telemetry` compared, parameter by parameter."""
+
+    def __repr__(self) -> str:
+        times = [f"{name}={_rounded(getattr(self, name))}" for name in ("wait_ms", "work_ms")]
+        counts = [f"{name}={getattr(self, name)}" for name in ("num_steps", "bytes_sent", "num_messages")]
+        return f"WireStats({', '.join([*counts, *times])}, num_skipped={self.num_skipped})"
+
+
+def _rounded(time_ms: float | None) -> float | None:
+    return None if time_ms is None else round(time_ms, 3)
 
 
 class StatsCollector:
