@@ -181,3 +181,14 @@ def test_a_rank_does_not_ask_the_store_for_each_other_rank(store):
 def test_a_rank_alone_waits_for_nobody(store):
     (alone,) = start(store, size=1)
     assert join_rendezvous(alone, SHORT, "attach") != join_rendezvous(alone, SHORT, "attach")
+
+
+def test_a_rank_whose_peers_come_just_in_time_does_not_name_them(monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "SLOW_S", 0.0)
+    for missing in ([], [1]):
+        log = rendezvous.WaitLog(Member(0, 2, dist.HashStore()), LONG, "gradwire.attach")
+        log.tell(lambda missing=missing: missing)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 waits in gradwire.attach for rank(s) 1 of 2, which have not called it; it will wait for "
+        "120 s in all. Every rank of the process group must call it"
+    ]

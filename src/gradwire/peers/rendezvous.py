@@ -42,16 +42,18 @@ class WaitLog:
         return math.inf if self._is_over else self._start + SLOW_S - time.monotonic()
 
     def tell(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Log the ranks that ``missing`` returns, if it is time to."""
+        """Log the ranks that ``missing`` returns, if it is time to and there are any."""
         if self.left_s <= 0:
             self._is_over = True
-            names = world_ranks(self._group)
+            names, peers = world_ranks(self._group), missing()
+            if not peers:  # the last ones have come just now
+                return
             log.warning(
                 "rank %d waits in %s for rank(s) %s of %d, which have not called it; it will wait for %g s "
                 "in all. Every rank of the process group must call it",
                 names[self._group.rank()],
                 self._caller,
-                ", ".join(str(names[peer]) for peer in missing()),
+                ", ".join(str(names[peer]) for peer in peers),
                 self._group.size(),
                 self._timeout.total_seconds(),
             )
