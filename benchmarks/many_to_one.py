@@ -1,4 +1,4 @@
-"""Fit the cost model's one constant: the share of a link's rate that is left where several messages meet.
+"""Fit the cost model's one constant: how much of a link's rate is lost where messages of several nodes meet.
 
 python benchmarks/many_to_one.py      # root and iproute2; a minute or two
 
@@ -15,12 +15,12 @@ from gradwire.planner import LAB_CASES, Calibration, LabCase, calibrate
 from gradwire.planner.validation import cluster_of, measure_case, predict_row
 
 FITTED_ON = (LabCase(3, "300mbit"), LabCase(4, "400mbit"), LabCase(6, "200mbit"))
-CANDIDATES = [round(0.5 + 0.01 * i, 2) for i in range(51)]
+CANDIDATES = [round(0.01 * i, 2) for i in range(51)]
 
 
-def off(record: Record, row: Row, speeds: Calibration, part: float) -> float:
+def off(record: Record, row: Row, speeds: Calibration, constant: float) -> float:
     """Return the error of the model with this constant, as a logarithm."""
-    cluster = dataclasses.replace(cluster_of(record), many_to_one=part)
+    cluster = dataclasses.replace(cluster_of(record), many_to_one=constant)
     return math.log(predict_row(record, row, speeds, cluster) / row.step_ms)
 
 
@@ -34,9 +34,10 @@ def main() -> None:
         record = measure_case(["fp32"], case)
         (row,) = record.recipes
         found.append((record, row))
-        alone = min(CANDIDATES, key=lambda part: abs(off(record, row, speeds, part)))
-        print(f"{case}: {row.step_ms:.1f} ms, right with {alone:.2f} of the rate")
-    best = min(CANDIDATES, key=lambda part: sum(off(*each, speeds, part) ** 2 for each in found))
+        alone = min(CANDIDATES, key=lambda constant: abs(off(record, row, speeds, constant)))
+        share = case.num_hosts**-alone
+        print(f"{case}: {row.step_ms:.1f} ms, right with {alone:.2f}, which leaves {share:.2f} of the rate")
+    best = min(CANDIDATES, key=lambda constant: sum(off(*each, speeds, constant) ** 2 for each in found))
     print(f"closest to all: {best:.2f}")
     for record, row in found:
         print(f"{record.world_size} hosts, {record.link}: {math.expm1(off(record, row, speeds, best)):+.0%}")

@@ -27,6 +27,7 @@ from gradwire.planner import (
     predict_step,
     step_traffic,
     typical_shapes,
+    validate,
 )
 from gradwire.recipes import placed
 from gradwire.testing import run_ranks
@@ -110,8 +111,9 @@ def test_more_of_anything_never_makes_a_step_shorter():
     assert step(costs=base, rate=1e8) > step(costs=base, rate=1e9) > step(costs=base, rate=1e10)
     assert step(costs=base, cores_per_worker=0.5) > step(costs=base, cores_per_worker=1)
     assert step(costs=base, latency_s=1e-2) > step(costs=base, latency_s=1e-5)
-    met = StepTraffic((bucket(),), messages_meet=True)
-    assert step(traffic=met) > step()
+    meeting = [step(traffic=StepTraffic((bucket(),), num_meeting=number)) for number in (1, 2, 3, 8, 64)]
+    assert meeting[0] == meeting[1] == step(), "two send each other one message at a time"
+    assert meeting[1:] == sorted(set(meeting))
 
 
 def test_on_a_far_link_an_average_takes_the_time_of_three_messages_and_a_ring_of_four():
@@ -319,6 +321,12 @@ def test_wrong_arguments_are_explained(arguments, message):
     result = plan(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_nothing_is_measured_for_a_recipe_that_is_not_calibrated():
+    speeds = Calibration("a machine", "2.13", {"bf16": SOME}, num_cores=2)
+    with pytest.raises(ValueError, match="the calibration has no 'int8', only bf16"):
+        validate(["bf16", "int8"], speeds, lambda case: pytest.fail(f"{case} is measured"))
 
 
 def test_predictions_are_validated_with_any_number_of_hosts_if_the_link_is_given():

@@ -43,9 +43,9 @@ class Cluster:
     latency_s: float = 50e-6
     """Latency between nodes, one way."""
     cores_per_worker: float = 2.0
-    many_to_one: float = 0.84
-    """Share of a link's rate that is left where messages from several nodes meet. benchmarks/many_to_one.py
-    fitted it in the lab, on cases other than those that validate predictions."""
+    many_to_one: float = 0.17
+    """Where messages of n nodes meet, ``n ** -many_to_one`` of a link's rate is left. It was fitted in the
+    lab by benchmarks/many_to_one.py, on cases other than those that validate predictions."""
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.workers_per_node < 1:
@@ -76,11 +76,15 @@ class Cluster:
         # Two threads on c cores run at c/2 each: while one works for w, the other loses w (2/c - 1).
         return min(1.0, max(0.0, 2 / self.cores_per_worker - 1))
 
-    def link_s(self, num_bytes: float, messages_meet: bool) -> float:
-        """Return the seconds that bytes take to leave a node through its link."""
+    def link_s(self, num_bytes: float, num_meeting: int) -> float:
+        """Return the seconds that bytes take to leave a node through its link.
+
+        ``num_meeting`` is that of a `StepTraffic`. Two nodes send each other one message at a time.
+        """
         if self.bits_per_s is None:
             return 0.0
-        return 8 * num_bytes / (self.bits_per_s * _GOODPUT * (self.many_to_one if messages_meet else 1.0))
+        share = num_meeting**-self.many_to_one if num_meeting > 2 else 1.0
+        return 8 * num_bytes / (self.bits_per_s * _GOODPUT * share)
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,8 @@ class StepTraffic:
     """In the order in which they are averaged."""
     work: float = 1.0
     """A worker's work relative to that of each of two workers."""
-    messages_meet: bool = False
-    """True if a node gets messages from several others at once."""
+    num_meeting: int = 1
+    """The number of nodes that send to one another at once; 1 in a ring, where each sends to the next."""
 
 
 @dataclass(frozen=True)
@@ -165,16 +169,16 @@ class BucketTimes:
 
 
 def bucket_times(
-    bucket: BucketTraffic, costs: Costs, cluster: Cluster, work: float = 1.0, messages_meet: bool = False
+    bucket: BucketTraffic, costs: Costs, cluster: Cluster, work: float = 1.0, num_meeting: int = 1
 ) -> BucketTimes:
-    """Return the times of a bucket; ``work`` and ``messages_meet`` are those of a `StepTraffic`."""
+    """Return the times of a bucket; ``work`` and ``num_meeting`` are those of a `StepTraffic`."""
     copy_s = 1e-9 * costs.copy_ns_per_byte * bucket.worker_bytes * cluster.crowding
     cpu_s = 1e-9 * costs.work_ns_per_value * bucket.num_values * work
     cpu_s += 1e-3 * (costs.bucket_ms + costs.message_ms * bucket.num_messages)
     return BucketTimes(
         cpu_s * cluster.crowding,
         copy_s,
-        max(cluster.link_s(bucket.node_bytes, messages_meet), copy_s),
+        max(cluster.link_s(bucket.node_bytes, num_meeting), copy_s),
         bucket.num_trips * cluster.latency_s + bucket.num_rounds * 1e-3 * costs.round_ms,
     )
 
@@ -190,7 +194,7 @@ def predict_step(compute_s: float, traffic: StepTraffic, costs: Costs, cluster: 
         num_seen += bucket.num_values
         ready_s = compute_s * (1 - BACKWARD_SHARE * (1 - num_seen / total_values)) + lost_s
         begin_s = max(ready_s, ends_s[-NUM_IN_FLIGHT])
-        times = bucket_times(bucket, costs, cluster, traffic.work, traffic.messages_meet)
+        times = bucket_times(bucket, costs, cluster, traffic.work, traffic.num_meeting)
         cpu_free_s = max(cpu_free_s, begin_s) + times.cpu_s + cluster.contention * times.copy_s
         link_free_s = max(link_free_s, begin_s) + times.moving_s
         ends_s.append(max(begin_s + times.total_s, cpu_free_s, link_free_s))

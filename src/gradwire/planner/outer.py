@@ -66,4 +66,4 @@ def _peak(model: Model, fragments: int) -> float:
 
 
 def _link_s(traffic: StepTraffic, cluster: Cluster) -> float:
-    return sum(cluster.link_s(bucket.node_bytes, traffic.messages_meet) for bucket in traffic.buckets)
+    return sum(cluster.link_s(bucket.node_bytes, traffic.num_meeting) for bucket in traffic.buckets)

@@ -45,13 +45,18 @@ def predict(
     """
     if recipe == NOOP:
         return Prediction(compute_s, compute_s, 0, 0)
-    if recipe not in calibration.costs:
+    require_calibrated(recipe, calibration)
+    traffic = step_traffic(recipe, model, cluster, bucket_mb)
+    return predict_step(compute_s, traffic, calibration.costs[recipe], cluster)
+
+
+def require_calibrated(recipe: str, calibration: Calibration) -> None:
+    """Raise ValueError if the calibration does not have a recipe that sends something."""
+    if recipe != NOOP and recipe not in calibration.costs:
         raise ValueError(
             f"the calibration has no {recipe!r}, only {', '.join(calibration.costs)}: calibrate again with "
             "all recipes that you plan"
         )
-    traffic = step_traffic(recipe, model, cluster, bucket_mb)
-    return predict_step(compute_s, traffic, calibration.costs[recipe], cluster)
 
 
 def step_traffic(
@@ -103,8 +108,8 @@ def layout_traffic(chosen: gradwire.Recipe, layouts: Sequence[BucketLayout], clu
         buckets.append(BucketTraffic(*(sum(figures) for figures in zip(*map(astuple, found), strict=True))))
         work += sum(part.numel * _work(each, num_workers) for each, part in parts)
         num_values += layout.numel
-    messages_meet = any(num_workers // (each.local_size or 1) > 2 for each in chosen.leaves())
-    return StepTraffic(tuple(buckets), work / num_values, messages_meet)
+    num_meeting = max(num_workers // (each.local_size or 1) for each in chosen.leaves())
+    return StepTraffic(tuple(buckets), work / num_values, num_meeting)
 
 
 def can_be_planned(recipe: gradwire.Recipe) -> bool:

@@ -110,7 +110,7 @@ def sharded_traffic(recipe: str, model: Model, cluster: Cluster, plan: ShardedPl
     return ShardedTraffic(
         tuple(found),
         averages.work,
-        averages.messages_meet,
+        averages.num_meeting,
         # Whole gradients would take memory while they wait, shards take little.
         num_left=0 if recipe == ALLREDUCE else 2 if is_fsdp else None,
         gathers_ahead=plan.weights is not None,

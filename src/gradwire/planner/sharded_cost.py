@@ -46,7 +46,7 @@ class ShardedTraffic:
     units: tuple[UnitTraffic, ...]
     """In the order of the forward pass."""
     work: float = 1.0
-    messages_meet: bool = False
+    num_meeting: int = 1
     """Both as in `StepTraffic`."""
     num_left: int | None = None
     """The number of averages beside which computing goes on: none for torch's own. None for any number.
@@ -136,7 +136,7 @@ class _Step:
         if unit.average is None:
             return
         traffic, cluster = self._traffic, self._cluster
-        times = bucket_times(unit.average, self._costs.average, cluster, traffic.work, traffic.messages_meet)
+        times = bucket_times(unit.average, self._costs.average, cluster, traffic.work, traffic.num_meeting)
         if traffic.num_left:
             self.now_s = max(self.now_s, self.ends_s[-traffic.num_left])
         begin_s = max(self.now_s, self.ends_s[-NUM_IN_FLIGHT])

@@ -10,7 +10,7 @@ from gradwire.lab import Lab
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import Cluster
 from gradwire.planner.forecasts import cores_per_worker, latency_s, link_bits_per_s
-from gradwire.planner.predictions import predict, shapes_of
+from gradwire.planner.predictions import predict, require_calibrated, shapes_of
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,11 @@ def validate(
 ) -> list[Comparison]:
     """Measure every case, and predict it from its own step without communication.
 
-    Calls ``on_case`` before each case. Raises LabUnavailable if there can be no lab here, and RanksFailed
-    if a rank fails.
+    Calls ``on_case`` before each case. Raises ValueError if the calibration does not have a recipe,
+    LabUnavailable if there can be no lab here, and RanksFailed if a rank fails.
     """
+    for recipe in recipes:  # before minutes of measurements
+        require_calibrated(recipe, calibration)
     comparisons = []
     for case in cases:
         on_case(case)
