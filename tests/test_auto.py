@@ -47,7 +47,7 @@ def test_it_is_a_recipe_like_any_other(spec):
         ("auto:budget=nan", "a relative error between 0 and 1"),
         ("auto:bytes=0", "bytes must be above 0"),
         ("auto:bytes=1e6,budget=0.2", "give one of them"),
-        ("auto:every=0", "every 1 or more steps"),
+        ("auto:every=0", "every must be at least 1, not 0"),
         ("auto:floor=int8,ceiling=int4", "swap them"),
         ("auto:floor=sign", "must be fp32 or bf16 or int8 or int4 or int3 or int2"),
         ("route(*=auto)", "a route cannot contain it"),
