@@ -4,10 +4,11 @@ A backward pass of the models of `convergence.py` has 600 small kernels. They ta
 run, and none of them fills the GPU.
 """
 
-import gc
 from collections.abc import Callable, Sequence
 
 import torch
+
+from gradwire.lanes import no_collection
 
 
 def record_branches(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
@@ -52,10 +53,6 @@ class Repeated:
 
 def _record(function: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    gc.disable()  # a graph of an earlier row that is destroyed meanwhile would spoil this one
-    try:
-        with torch.cuda.graph(graph):
-            function()
-    finally:
-        gc.enable()
+    with no_collection(), torch.cuda.graph(graph):  # those of earlier rows may be garbage
+        function()
     return graph.replay

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from html import escape
 
-from gradwire.lab import parse_rate
+from gradwire.links import parse_rate
 from runs import BASE, Run, by_recipe, gaps_to, has_overfitted, setting_of
 
 

@@ -15,6 +15,7 @@ from gradwire.peers import all_gather_bytes, close_connections
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
 from gradwire.torch_private import PrefixStore, default_store
+from gradwire.training import finite_means, outer_loop
 from gradwire.training.fragments import broadcast
 from tests.local_runs import flat, net, train
 from tests.logs import logged
@@ -213,6 +214,37 @@ def check_lost_member(rank):
         assert_same_model(model, group)
         local.detach()
     dist.barrier()
+
+
+def check_diverged_member(rank):
+    """Rank 2 diverges and leaves. The others look at means as on a GPU, and have not begun the next one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outer_loop, "looks_first", lambda values: False)
+        patch.setattr(finite_means, "looks_first", lambda values: False)
+        if rank < 3:
+            model, optimizer, local = make(0.0, group_of("diverging", [0, 1, 2], rank))
+            train(model, optimizer, local, rank, range(2))
+            if rank == 2:
+                with torch.no_grad():
+                    model[2].bias[3] = float("nan")
+            train(model, optimizer, local, rank, range(2, 5))
+            assert local.num_averages == 1
+        if rank == 2:
+            local.detach()
+        if rank < 2:
+            group = group_of("finite", [0, 1], rank)
+            assert not local.regroup(group)
+            assert not local.state_dict()["averaging"]["entries"]
+            train(model, optimizer, local, rank, range(5, 12))
+            local.average()
+            assert_same_model(model, group)
+            assert flat(model).isfinite().all()
+            local.detach()
+        dist.barrier()
+
+
+def test_a_member_that_diverges_and_leaves_is_not_an_error_of_those_that_go_on(four_ranks):
+    four_ranks.run(check_diverged_member)
 
 
 @pytest.mark.full

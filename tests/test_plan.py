@@ -309,6 +309,7 @@ def test_the_command_shows_what_it_predicts(tmp_path):
         ),
         (["--compute-ms", "10", "--parameters", "9", "--nodes", "two"], "--nodes takes numbers"),
         (["--compute-ms", "10", "--parameters", "9", "--link", "fast"], "such as 100mbit"),
+        (["--compute-ms", "10", "--parameters", "9", "--link", ""], "such as 100mbit"),
         (["--validate", "--nodes", "2,5"], "--validate measures 2, 3, 4, 8, 16 hosts, not 5; for other"),
         (["--validate", "--nodes", "5", "--link", "fast"], "such as 100mbit"),
         (["--recipe", "bf61"], "did you mean 'bf16'"),

@@ -121,6 +121,7 @@ def test_a_plan_has_a_loop_that_trains_for_each_recipe(two_ranks, tmp_path):
     [
         ("topk:momentum=0.9", "give the momentum to outer="),
         ("bf16:reduction=sum", "needs a recipe that averages"),
+        ("noop", "an outer loop needs a recipe that averages"),
     ],
 )
 def test_a_plan_refuses_a_recipe_that_local_sgd_refuses(recipe, message, tmp_path):

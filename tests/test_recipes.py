@@ -56,6 +56,8 @@ def test_a_wrong_spec_says_what_is_wrong(spec, message):
         ("int8", "feedback", "no", "True or False"),  # a text is true
         ("int8", "local_size", "2", "a whole number"),
         ("int8", "local_size", True, "a whole number"),
+        ("int8", "block", 64.0, "a whole number"),
+        ("topk", "keep", "16", "a whole number"),
         ("int2", "seed", 1.5, "a whole number"),
         ("int4", "momentum", "0.9", "a number"),
         ("powersgd", "rank", 2.5, "a whole number"),

@@ -362,6 +362,8 @@ def check_not_finite_later(rank, outer, recipe):
             after = local.state_dict()
             for kind in ("start", "momentum") if outer is not None else ("start",):
                 assert all(torch.equal(values, after[kind][name]) for name, values in before[kind].items())
+            assert not after["averaging"]["entries"], "steps to average again are in no residual"
+            assert not after["turn"]["under_way"]
             moved = flat(model) != parameters
             assert int(moved.sum()) == rank, "only the value that is NaN has changed"
             with pytest.raises(gradwire.WireError, match="the last average is not finite") as caught:

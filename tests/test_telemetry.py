@@ -121,8 +121,8 @@ def test_events_are_those_that_happened(two_ranks, tmp_path):
     two_ranks.run(check_events, tmp_path)
 
 
-def attach_counts(folder):
-    """Return, for each file of a folder, how often a wire was attached that wrote to it, and where."""
+def attached_ranks(folder):
+    """Return the ranks of the wires that wrote to each file of a folder, in the order of their attaching."""
     files = {path.name: events_of(path) for path in folder.iterdir()}
     return {
         name: [event["rank"] for event in told if event["event"] == "attach"] for name, told in files.items()
@@ -142,7 +142,7 @@ def check_halves(rank, folder):
 def test_models_on_other_ranks_of_the_world_have_other_files(four_ranks, tmp_path):
     four_ranks.run(check_halves, tmp_path)
     each = {f"each-{rank}.jsonl": [rank] for rank in range(4)}
-    assert attach_counts(tmp_path) == {"wire.jsonl": [0], "wire-rank2.jsonl": [2], **each}
+    assert attached_ranks(tmp_path) == {"wire.jsonl": [0], "wire-rank2.jsonl": [2], **each}
     for path in tmp_path.iterdir():
         events = [event["event"] for event in events_of(path)]
         assert events == ["attach", "step", "rebuild", "step", "detach"], path.name
@@ -167,7 +167,7 @@ def check_two_models(rank, folder, has_group):
 def test_two_models_of_one_process_have_different_files(has_group, two_ranks, tmp_path):
     two_ranks.run(check_two_models, tmp_path, has_group)
     each = {f"each-{rank}{model}.jsonl": [rank] for rank in range(2) for model in ("", "-model2")}
-    assert attach_counts(tmp_path) == {"wire.jsonl": [0, 0], "wire-model2.jsonl": [0], **each}
+    assert attached_ranks(tmp_path) == {"wire.jsonl": [0, 0], "wire-model2.jsonl": [0], **each}
     for name, num_steps in (("wire", 1), ("wire-model2", 2), ("each-1", 1), ("each-1-model2", 2)):
         told = events_of(tmp_path / f"{name}.jsonl")
         assert sum(event["event"] == "step" for event in told) == num_steps, name
@@ -188,7 +188,7 @@ def check_sites(rank, folder, store_file):
 def test_sites_that_share_no_world_are_told_apart_by_their_numbers(two_ranks, tmp_path):
     (tmp_path / "events").mkdir()
     two_ranks.run(check_sites, tmp_path / "events", tmp_path / "store")
-    assert len(attach_counts(tmp_path / "events")) == 4
+    assert len(attached_ranks(tmp_path / "events")) == 4
 
 
 def check_pipe(rank, path):

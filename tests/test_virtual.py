@@ -347,13 +347,10 @@ def test_gradients_that_are_written_in_place_are_averaged_like_those_of_backward
             for rank in range(3):
                 batch = torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + rank))
                 if writes:
-                    loss = model(batch).square().mean()
-                    for view, own in zip(
-                        map(ranks.gradients(rank).__getitem__, ("weight", "bias")),
-                        torch.autograd.grad(loss, [model.weight, model.bias]),
-                        strict=True,
-                    ):
-                        view.copy_(own)
+                    views, loss = ranks.gradients(rank), model(batch).square().mean()
+                    weight, bias = torch.autograd.grad(loss, [model.weight, model.bias])
+                    views["weight"].copy_(weight)
+                    views["bias"].copy_(bias)
                 else:
                     with ranks.backward_of(rank):
                         model(batch).square().mean().backward()

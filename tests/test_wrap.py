@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp import bucket_size, ddp_attachment_of
-from gradwire.lab import parse_rate
+from gradwire.links import parse_rate
 from tests.models import backward, gradients
 
 
@@ -106,6 +106,10 @@ def test_buckets_go_by_what_leaves_a_node():
     assert best_mb("sign:local_size=4", module, "100mbit") == 8
     assert best_mb("route(ndim<2=fp32; *=sign:local_size=4)", module) is None
     assert best_mb("noop", module, "64kbit") is None
+
+
+def test_a_model_whose_parameters_have_no_values_keeps_the_buckets_of_ddp():
+    assert best_mb("fp32", nn.ParameterList([torch.zeros(0, 4)])) is None
 
 
 def test_buckets_go_by_the_recipe_for_tables_too():

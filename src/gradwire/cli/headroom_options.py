@@ -12,7 +12,7 @@ import typer
 
 from gradwire.cli.options import Html, Model, Recipes, ShardingKind, check_positive, recipes_for
 from gradwire.headroom import Benchmark, ModelFactory, Sharding, Workload
-from gradwire.lab import format_rate, parse_delay, parse_rate
+from gradwire.links import format_rate, parse_delay, parse_rate
 from gradwire.processes import under_torchrun
 from gradwire.scripts import Script
 

@@ -32,7 +32,8 @@ from gradwire.cli.plan_tables import (
     plan_table,
 )
 from gradwire.headroom import ALLREDUCE, OuterPrediction, format_count
-from gradwire.lab import LabUnavailable, format_rate
+from gradwire.lab import LabUnavailable
+from gradwire.links import format_rate
 from gradwire.planner import (
     Cluster,
     Prediction,

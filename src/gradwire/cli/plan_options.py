@@ -13,7 +13,7 @@ from torch import nn
 import gradwire
 from gradwire.cli.options import Model, Recipes, ShardingKind, check_positive, check_writable, recipes_for
 from gradwire.headroom import Machine, ModelFactory, Sharding
-from gradwire.lab import parse_rate
+from gradwire.links import parse_rate
 from gradwire.planner import (
     LAB_CASES,
     MAX_HOSTS_PER_CORE,
@@ -59,7 +59,7 @@ class PlanOptions:
         typer.Option(
             metavar="N,...",
             help="Numbers of nodes.",
-            show_default="2,8,64,512; --validate: those of 2,3,4,8,16 for which there are cores",
+            show_default=f"{_NODES}; --validate: those of 2,3,4,8,16 for which there are cores",
         ),
     ] = None
     num_workers: Annotated[
@@ -70,7 +70,7 @@ class PlanOptions:
         typer.Option(
             metavar="RATE",
             help="Rate of each node's link.",
-            show_default="10gbit; --validate: 100mbit to 1gbit",
+            show_default=f"{_LINK}; --validate: 100mbit to 1gbit",
         ),
     ] = None
     latency_us: Annotated[
@@ -173,7 +173,10 @@ class PlanOptions:
         for each in chosen:
             if not can_be_planned(each):
                 raise ValueError(f"{each} is several recipes: plan each of them by itself")
-        return [str(each) for each in dict.fromkeys(chosen) if each.exchange.communicates]
+        communicating = [str(each) for each in dict.fromkeys(chosen) if each.exchange.communicates]
+        if self.is_outer_loop and not communicating:
+            raise ValueError("an outer loop needs a recipe that averages: give another --recipe than noop")
+        return communicating
 
     def compute_s(self) -> float:
         """Return the time of a step without communication."""
@@ -206,12 +209,13 @@ class PlanOptions:
     def clusters(self) -> list[Cluster]:
         """Return a cluster for each number of nodes."""
         bits_per_s, latency_s = self.bits_per_s, self.latency_us * 1e-6
-        return [Cluster(n, self.num_workers, bits_per_s, latency_s) for n in _numbers(self.nodes or _NODES)]
+        numbers = _numbers(_NODES if self.nodes is None else self.nodes)
+        return [Cluster(n, self.num_workers, bits_per_s, latency_s) for n in numbers]
 
     @property
     def bits_per_s(self) -> float:
         """The rate of each node's link; raises ValueError if it is none."""
-        return parse_rate(self.link or _LINK)
+        return parse_rate(_LINK if self.link is None else self.link)
 
     def lab_cases(self) -> list[LabCase]:
         """Return the cases to validate with: those of ``nodes``, or those for which there are cores.

@@ -51,7 +51,7 @@ def _sent_share(recipe: Recipe, module: nn.Module, parameters: Sequence[nn.Param
         whole += layout.numel * layout.dtype.itemsize
         by_rank = exchange.link_bytes(layout, 2 * node_size, exchange.starts[-1])
         sent += sum(links.across for links in by_rank[:node_size])
-    return sent / whole
+    return sent / whole if whole else 0.0  # parameters may be empty
 
 
 def suggest_buckets(ddp: DistributedDataParallel, recipe: Recipe) -> None:

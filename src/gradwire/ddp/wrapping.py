@@ -40,7 +40,8 @@ def wrap(
         The model, and the wire that `attach` has returned for it.
 
     Raises:
-        TypeError: the module is none, or a ``DistributedDataParallel`` already, or the link is no text.
+        TypeError: this is no module, it is a ``DistributedDataParallel`` or sharded already, or the link is
+            no text.
         ValueError: the link is no rate.
         TypeError, ValueError, OSError, RuntimeError: as ``DistributedDataParallel`` and `attach` do.
 
@@ -50,7 +51,8 @@ def wrap(
     1
     """
     _check_module(module)
-    chosen, bits_per_s = parse_choice(recipe), None if link is None else parse_rate(link)
+    chosen = parse_choice(recipe)
+    bits_per_s = None if link is None else parse_rate(link)
     of_attach = {name: value for name, value in options.items() if name in _OF_ATTACH}
     of_ddp = {name: value for name, value in options.items() if name not in _OF_ATTACH}
     of_ddp.setdefault("gradient_as_bucket_view", True)

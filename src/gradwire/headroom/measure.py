@@ -19,7 +19,8 @@ from gradwire.headroom.devices import join_torchrun
 from gradwire.headroom.records import ALLREDUCE, ALONE, NOOP, Machine, Record, Row, ring_bytes, row_name
 from gradwire.headroom.sharding import Sharding
 from gradwire.headroom.workloads import Workload, format_count
-from gradwire.lab import Lab, format_delay, format_rate
+from gradwire.lab import Lab
+from gradwire.links import format_delay, format_rate
 from gradwire.peers import join_rendezvous, timeout_of
 from gradwire.ranks import run_ranks, send_message
 from gradwire.torch_private import store_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import gradwire
-from gradwire.lab import parse_delay, parse_rate
+from gradwire.links import parse_delay, parse_rate
 from gradwire.tuning import DecisionSummary
 
 ALLREDUCE = "allreduce"

@@ -5,7 +5,7 @@ What a task computes and sends belongs to `exchanges` and `averaging`.
 
 from gradwire.lanes.lane import Lane, open_lane, open_local_lane
 from gradwire.lanes.lifetime import Uncopied, is_exiting, join_threads, register_finalizer
-from gradwire.lanes.recordings import RecordedRun, Repeat, RepeatKey, may_record
+from gradwire.lanes.recordings import RecordedRun, Repeat, RepeatKey, may_record, no_collection
 from gradwire.lanes.task import (
     CollectiveWork,
     Promise,
@@ -31,6 +31,7 @@ __all__ = [
     "is_exiting",
     "join_threads",
     "may_record",
+    "no_collection",
     "open_lane",
     "open_local_lane",
     "register_finalizer",

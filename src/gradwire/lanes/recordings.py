@@ -61,6 +61,18 @@ def may_record() -> bool:
     return os.environ.get("GRADWIRE_CUDA_GRAPHS") != "0"
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect no garbage: a graph or an event that is destroyed during a recording would spoil it."""
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
 class Recordings:
     """The recordings of the tasks of one lane."""
 
@@ -166,22 +178,19 @@ class _Recorder:
     @contextlib.contextmanager
     def recording(self, group: NcclGroup) -> Iterator[None]:
         """Record what the block begins, on the current stream and over ``group``."""
-        was_collecting = gc.isenabled()
-        gc.disable()  # whoever destroys a graph or an event during a recording would spoil it
         group.begin = self._launch
         try:
-            self._begin()
-            try:
-                yield
-            except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    self._graph.capture_end()  # so that the stream can be used again
-                raise
-            self._end()
+            with no_collection():
+                self._begin()
+                try:
+                    yield
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):
+                        self._graph.capture_end()  # so that the stream can be used again
+                    raise
+                self._end()
         finally:
             group.begin = None
-            if was_collecting:
-                gc.enable()
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()

@@ -50,6 +50,15 @@ class Calibration:
         """True if other processes left the two ranks less than one core together."""
         return self.load_average is not None and self.load_average > self.num_cores - _NUM_RANKS / 2
 
+    def costs_of(self, recipe: str) -> Costs:
+        """Return the costs of a recipe; ValueError if it was not calibrated."""
+        if recipe not in self.costs:
+            raise ValueError(
+                f"the calibration has no {recipe!r}, only {', '.join(self.costs)}: calibrate again with all "
+                "recipes that you plan"
+            )
+        return self.costs[recipe]
+
     def to_json(self) -> str:
         """Return the calibration as JSON, for `from_json`."""
         fields = dataclasses.asdict(self)

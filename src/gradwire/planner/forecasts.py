@@ -8,7 +8,7 @@ from functools import cached_property
 
 import gradwire
 from gradwire.headroom import ALLREDUCE, NOOP, Record, Row
-from gradwire.lab import parse_delay, parse_rate
+from gradwire.links import parse_delay, parse_rate
 from gradwire.planner.cost import NUM_IN_FLIGHT, Cluster, Costs, StepTraffic, predict_step
 from gradwire.planner.predictions import can_be_planned, step_traffic
 from gradwire.planner.shapes import Shape, ddp_buckets, typical_shapes

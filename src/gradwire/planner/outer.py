@@ -37,11 +37,10 @@ def predict_outer(
     >>> found.bytes_per_step, found.turn_bytes, found.delay
     (40000, 1000000, 11)
     """
-    if recipe not in calibration.costs:
-        raise ValueError(f"the calibration has no {recipe!r}: calibrate again with all recipes that you plan")
+    costs = calibration.costs_of(recipe)
     parse_averaging(recipe, gradwire.DiLoCo(), weigh=False)  # raises for what LocalSGD refuses
     traffic = step_traffic(recipe, model, cluster)
-    whole = predict_step(0.0, traffic, calibration.costs[recipe], cluster)
+    whole = predict_step(0.0, traffic, costs, cluster)
     # Averaging takes CPU time from the steps beside it where a worker has less than two cores.
     work_s = cluster.contention * max(0.0, whole.step_s - _link_s(traffic, cluster))
     return predict_outer_loop(

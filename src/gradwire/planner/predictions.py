@@ -45,18 +45,9 @@ def predict(
     """
     if recipe == NOOP:
         return Prediction(compute_s, compute_s, 0, 0)
-    require_calibrated(recipe, calibration)
+    costs = calibration.costs_of(recipe)
     traffic = step_traffic(recipe, model, cluster, bucket_mb)
-    return predict_step(compute_s, traffic, calibration.costs[recipe], cluster)
-
-
-def require_calibrated(recipe: str, calibration: Calibration) -> None:
-    """Raise ValueError if the calibration does not have a recipe that sends something."""
-    if recipe != NOOP and recipe not in calibration.costs:
-        raise ValueError(
-            f"the calibration has no {recipe!r}, only {', '.join(calibration.costs)}: calibrate again with "
-            "all recipes that you plan"
-        )
+    return predict_step(compute_s, traffic, costs, cluster)
 
 
 def step_traffic(

@@ -57,16 +57,15 @@ def predict_sharded(
 ) -> Prediction:
     """Predict a step with ``recipe`` of a model that is sharded; ``allreduce`` is torch's own sharding.
 
-    Raises ValueError if the recipe does not fit, or if shards do not divide the cluster's workers.
+    Raises ValueError if the calibration does not have the recipe or the weights, if the recipe does not fit,
+    or if shards do not divide the cluster's workers.
     """
-    found = calibration.costs
-    for each in (recipe, plan.weights or ALLREDUCE):
-        if each not in found:
-            raise ValueError(
-                f"the calibration has no {each!r}: calibrate again with all recipes and weights that you plan"
-            )
+    costs = ShardedCosts(
+        calibration.costs_of(recipe),
+        gather=calibration.costs_of(plan.weights or ALLREDUCE),
+        torch=calibration.costs_of(ALLREDUCE),
+    )
     traffic = sharded_traffic(recipe, model, cluster, plan)
-    costs = ShardedCosts(found[recipe], found[plan.weights or ALLREDUCE], found[ALLREDUCE])
     return predict_sharded_step(compute_s, traffic, costs, cluster)
 
 

@@ -44,7 +44,7 @@ def fp32(reduction: Reduction = "mean", local_size: int | None = 1) -> Recipe:
     >>> fp32().wire_bytes(1000, world_size=2)
     4000
     """
-    return _two_shot(fp32, locals(), Raw())
+    return _two_shot(fp32, locals(), Raw)
 
 
 def fp16(reduction: Reduction = "mean", local_size: int | None = None, within: Within = "fp32") -> Recipe:
@@ -53,7 +53,7 @@ def fp16(reduction: Reduction = "mean", local_size: int | None = None, within: W
     >>> fp16(reduction="sum").name
     'fp16:reduction=sum'
     """
-    return _two_shot(fp16, locals(), Cast(torch.float16))
+    return _two_shot(fp16, locals(), Cast, torch.float16)
 
 
 def bf16(reduction: Reduction = "mean", local_size: int | None = None, within: Within = "fp32") -> Recipe:
@@ -62,7 +62,7 @@ def bf16(reduction: Reduction = "mean", local_size: int | None = None, within: W
     >>> bf16().wire_bytes(1000, world_size=2)
     2000
     """
-    return _two_shot(bf16, locals(), Cast(torch.bfloat16))
+    return _two_shot(bf16, locals(), Cast, torch.bfloat16)
 
 
 def int8(
@@ -80,7 +80,7 @@ def int8(
     >>> int8(block=128, rounding="stochastic").name
     'int8:block=128,rounding=stochastic'
     """
-    return _two_shot(int8, locals(), Blocks("int8", block, rounding == "stochastic"))
+    return _two_shot(int8, locals(), Blocks, "int8", block, rounding == "stochastic")
 
 
 def fp8(
@@ -98,7 +98,7 @@ def fp8(
     >>> fp8().wire_bytes(1024, world_size=2)
     1032
     """
-    return _two_shot(fp8, locals(), Blocks("fp8", block, rounding == "stochastic"))
+    return _two_shot(fp8, locals(), Blocks, "fp8", block, rounding == "stochastic")
 
 
 def int4(
@@ -119,7 +119,7 @@ def int4(
     >>> int4(feedback=False).name
     'int4:feedback=false'
     """
-    return _two_shot(int4, locals(), Blocks("int4", block, rounding == "stochastic"))
+    return _two_shot(int4, locals(), Blocks, "int4", block, rounding == "stochastic")
 
 
 def int3(
@@ -135,7 +135,7 @@ def int3(
     >>> int3(tables="bf16").name
     'int3:tables=bf16'
     """
-    return _two_shot(int3, locals(), Rotated.of(3, 3, block))
+    return _two_shot(int3, locals(), Rotated.of, 3, 3, block)
 
 
 def int2(
@@ -157,7 +157,7 @@ def int2(
     if bits not in typing.get_args(Bits):
         raise ValueError(f"bits must be one of {', '.join(map(repr, typing.get_args(Bits)))}, not {bits!r}")
     worker, owner = map(int, bits.split("+"))
-    return _two_shot(int2, locals(), Rotated.of(worker, owner, block))
+    return _two_shot(int2, locals(), Rotated.of, worker, owner, block)
 
 
 def sign(
@@ -176,7 +176,7 @@ def sign(
     >>> sign(block=256).name
     'sign:block=256'
     """
-    return _two_shot(sign, locals(), Blocks("sign", block))
+    return _two_shot(sign, locals(), Blocks, "sign", block)
 
 
 def topk(
@@ -199,7 +199,7 @@ def topk(
     """
     if momentum and tables not in ("int4", "same"):
         raise ValueError(f"with momentum, tables must be 'int4' or 'same', which apply it, not {tables!r}")
-    return _two_shot(topk, locals(), Top(keep, block))
+    return _two_shot(topk, locals(), Top, keep, block)
 
 
 def powersgd(
@@ -261,15 +261,20 @@ def _rank_and_codec(rank: int | None, name: str | None) -> tuple[int, Codec | No
     return default_rank if rank is None else rank, codec
 
 
-def _two_shot(factory: Callable[..., Recipe], options: dict[str, Any], codec: Codec) -> Recipe:
-    """Return the recipe of ``factory`` for its arguments ``options``."""
+def _two_shot(
+    factory: Callable[..., Recipe], options: dict[str, Any], codec: Callable[..., Codec], *of_codec: object
+) -> Recipe:
+    """Return the recipe of ``factory`` for its arguments ``options``, with a ``codec`` of ``of_codec``.
+
+    The codec is made here, when the arguments are known to be of the right types.
+    """
     text = format_spec(factory, options)
     for name, choices in {"residual": Residual, "rounding": Rounding, "within": Within}.items():
         if name in options and options[name] not in typing.get_args(choices):
             allowed = " or ".join(map(repr, typing.get_args(choices)))
             raise ValueError(f"{name} must be {allowed}, not {options[name]!r}")
     feedback = _RESIDUALS[options["residual"]] if options.get("feedback") else None
-    flat = TwoShot(codec, feedback, options.get("seed", 0), options.get("momentum", 0.0))
+    flat = TwoShot(codec(*of_codec), feedback, options.get("seed", 0), options.get("momentum", 0.0))
     local_size = options["local_size"]
     if local_size is not None and local_size < 1:
         raise ValueError(f"local_size is the number of ranks in a node, not {local_size}")

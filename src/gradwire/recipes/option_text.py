@@ -16,8 +16,9 @@ def format_spec(factory: Callable[..., Any], options: dict[str, object]) -> str:
     Raises TypeError for an argument of the wrong type.
     """
     parameters, annotations = inspect.signature(factory).parameters, typing.get_type_hints(factory)
-    for key in parameters.keys() & options.keys():
-        _check_value(factory.__name__, key, options[key], annotations[key])
+    for key, value in options.items():
+        if key in parameters:
+            _check_value(factory.__name__, key, value, annotations[key])
     given = [(k, options[k]) for k, p in parameters.items() if options.get(k, p.default) != p.default]
     changed = [f"{k}={_format_value(value)}" for k, value in given]
     return ":".join(filter(None, (factory.__name__, ",".join(changed))))

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from gradwire.headroom import Record
-from gradwire.lab import format_rate
+from gradwire.links import format_rate
 from gradwire.planner import Cluster, Forecast, cores_per_worker, link_bits_per_s
 from gradwire.tuning import DecisionSummary
 

@@ -92,12 +92,12 @@ def _remembers(made: AttachedModel) -> bool:
 
 def _describe(made: AttachedModel) -> str:
     wire, stats = made.wire, made.wire.stats()
-    sent = stats.bytes_sent or 0
-    text = f"{stats.num_steps} steps, {decimal(sent)} sent by rank {made.rank}"
     if isinstance(wire.recipe, gradwire.Recipe) and not wire.recipe.exchange.communicates:
         return (
             f"{stats.num_steps} steps, and nothing averaged: each rank trained alone, for measurements only"
         )
+    sent = stats.bytes_sent or 0
+    text = f"{stats.num_steps} steps, {decimal(sent)} sent by rank {made.rank}"
     if made.world_size == 1:
         text += ", the only one (start more with --ranks or torchrun)"
     layouts = wire.layout()

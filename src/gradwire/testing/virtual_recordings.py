@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradwire.lanes import may_record
+from gradwire.lanes import may_record, no_collection
 from gradwire.peers import Traffic
 
 # The first runs allocate states and scratch memory, and compile kernels.
@@ -68,18 +66,6 @@ class _Recording:
 def _record(run: Callable[[Tensor | None], list[Traffic]]) -> _Recording:
     step, graph = torch.zeros((), dtype=torch.int64, device="cuda"), torch.cuda.CUDAGraph()
     # Ranks are threads: what they begin on the stream is recorded, and they may allocate memory meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"), _no_collection():
+    with no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         traffic = run(step)
     return _Recording(graph, step, traffic)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect no garbage: another graph that is destroyed while one is recorded would spoil it."""
-    was_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_collecting:
-            gc.enable()

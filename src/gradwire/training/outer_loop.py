@@ -135,6 +135,7 @@ class OuterLoop:
         """Fail on all ranks if the means of the last averagings on a GPU were not finite."""
         if self._means.were_finite():
             return
+        self._means.forget()
         named = (
             name
             for fragment in self.fragments
@@ -207,19 +208,24 @@ class OuterLoop:
     def settle(self) -> bool:
         """Wait for the averagings under way; forget them if one has failed on any rank of this site.
 
-        Returns True if one has.
+        Returns True if one has, or if the last average was not finite.
         """
         for fragment in self.fragments:
             fragment.wait()
-        has_failed = self._failure(may_ask=True) is not None
+        has_failed = self._failure(may_ask=True) is not None or not self._means.were_finite()
         if has_failed:
             self._give_up()
+            self._means.forget()
         return has_failed
 
     @property
     def has_failed(self) -> bool:
-        """True if an averaging has failed here, or on another rank of the site and this one knows it."""
-        return self.members.averaging.failure is not None or self._failure(may_ask=False) is not None
+        """True if an averaging has failed here, or on another rank of the site and this one knows it.
+
+        Also True if the last average was not finite, which raises when the next one begins.
+        """
+        failures = self.members.averaging.failure, self._failure(may_ask=False)
+        return any(each is not None for each in failures) or not self._means.were_finite()
 
     @property
     def _alpha(self) -> float:

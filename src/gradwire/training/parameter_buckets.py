@@ -139,8 +139,10 @@ class ParameterBucket:
 @contextlib.contextmanager
 def _only_if(applies: Tensor | None, *changed: Tensor) -> Iterator[None]:
     """Undo what the block changes if ``applies`` is False, on the device, so that the host need not wait."""
-    before = [] if applies is None else [each.clone() for each in changed]
+    if applies is None:
+        yield
+        return
+    before = [each.clone() for each in changed]
     yield
-    for each, kept in zip(changed, before, strict=False):
-        assert applies is not None
+    for each, kept in zip(changed, before, strict=True):
         each.copy_(torch.where(applies, each, kept))
