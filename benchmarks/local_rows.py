@@ -1,15 +1,25 @@
 """The names of rows of local SGD in `convergence.py`, such as DiLoCo:period=40,fragments=4,recipe=int4.
 
-Options are period (in steps), those of gradwire.DiLoCo (lr, momentum, fragments, order, delay, alpha), inner
-(the peak of the inner learning rate), and last of all recipe, with its own options.
+Options are period (in steps), those of gradwire.DiLoCo (lr, momentum, fragments, order, delay, alpha,
+keeps_steps), inner (the peak of the inner learning rate), and last of all recipe, with its own options.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import gradwire
 
 KINDS = ("LocalSGD", "DiLoCo")
-NUMBERS = {"lr": float, "momentum": float, "fragments": int, "delay": int, "alpha": float, "order": str}
+OPTIONS: dict[str, Callable[[str], Any]] = {
+    "lr": float,
+    "momentum": float,
+    "fragments": int,
+    "delay": int,
+    "alpha": float,
+    "order": str,
+    "keeps_steps": lambda text: text == "true",
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,9 @@ def parse(name: str) -> LocalRow | None:
     period, inner = found.pop("period", ""), found.pop("inner", None)
     if not period.isdigit() or int(period) < 1:
         raise ValueError(f"{name} has no valid period; write {kind}:period=8, with a number of at least 1")
-    if unknown := sorted(found.keys() - NUMBERS.keys()) or (kind == "LocalSGD" and sorted(found)):
+    if unknown := sorted(found.keys() - OPTIONS.keys()) or (kind == "LocalSGD" and sorted(found)):
         raise ValueError(f"{name}: {kind} has no option {unknown[0]!r}; put recipe= last")
-    options = {key: NUMBERS[key](value) for key, value in found.items()}
+    options = {key: OPTIONS[key](value) for key, value in found.items()}
     outer = gradwire.DiLoCo(**options) if kind == "DiLoCo" else None
     chosen = gradwire.recipe(recipe or "fp32")
     return LocalRow(int(period), outer, chosen, None if inner is None else float(inner))

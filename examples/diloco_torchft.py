@@ -68,7 +68,7 @@ def main() -> None:
     net = LM(width=96, layers=3, length=LENGTH)
     optimizer = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     outer = gradwire.DiLoCo(lr=0.7, momentum=0.6, fragments=2, delay=2)
-    local, members = None, None
+    local, members, is_over = None, None, False
     text, _ = corpus()
 
     def step(local: gradwire.LocalSGD) -> float:
@@ -97,14 +97,18 @@ def main() -> None:
         members = now
         return local
 
-    while local is None or local.num_steps < options.steps:
+    while not is_over:
         manager.start_quorum(allow_heal=False)
         try:
             local = join(local, quorum.members)
-            loss = step(local)
-            while local.num_steps % options.period:
+            if local.num_steps < options.steps:
                 loss = step(local)
-            print(f"step {local.num_steps}, {quorum.members.size()} workers, loss {loss:.3f}", flush=True)
+                while local.num_steps % options.period:
+                    loss = step(local)
+                print(f"step {local.num_steps}, {quorum.members.size()} workers, loss {loss:.3f}", flush=True)
+            if local.num_steps >= options.steps:
+                local.average()  # all workers end with the same parameters
+                is_over = True
         except gradwire.WireError as error:  # a worker is lost: go on with the next quorum
             print(error, flush=True)
             manager.report_error(error)

@@ -198,7 +198,7 @@ def is_fine_in_local_sgd(path, value):
         return type(value) is int and value == 0
     if path == ("turn", "work", 0):
         return type(value) is float and value == 1.5
-    may_be_empty = [("turn", "work"), ("turn", "under_way"), ("mean",)]
+    may_be_empty = [("turn", "work"), ("turn", "under_way"), ("mean",), ("begun",)]
     return path in may_be_empty and isinstance(value, list | dict) and not value
 
 

@@ -24,7 +24,10 @@ from tests.local_runs import assert_same_on_all_ranks, flat, loss_of, make, net,
 
 
 def streaming_loop(rank, num_steps, period, outer):
-    """Algorithm 2 of Douillard et al. 2025, with all-reduces of torch and no overlap."""
+    """Algorithm 2 of Douillard et al. 2025, with all-reduces of torch and no overlap.
+
+    With ``keeps_steps``, ranks add the steps of the delay to the average instead of mixing.
+    """
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     named = dict(model.named_parameters())
@@ -42,12 +45,16 @@ def streaming_loop(rank, num_steps, period, outer):
                     for name in own:
                         moved = (start[name] - named[name]).double()
                         dist.all_reduce(moved)
-                        under_way[name] = step + outer.delay, (moved / dist.get_world_size()).float()
-            for name, (end, mean) in list(under_way.items()):
+                        mean = (moved / dist.get_world_size()).float()
+                        under_way[name] = step + outer.delay, mean, named[name].clone()
+            for name, (end, mean, begun) in list(under_way.items()):
                 if end == step:
                     momentum[name].mul_(outer.momentum).add_(mean)
                     start[name] -= outer.lr * (mean + outer.momentum * momentum[name])
-                    named[name].copy_(outer.alpha * named[name] + (1 - outer.alpha) * start[name])
+                    if outer.keeps_steps:
+                        named[name].copy_(start[name] + (named[name] - begun))
+                    else:
+                        named[name].copy_(outer.alpha * named[name] + (1 - outer.alpha) * start[name])
                     del under_way[name]
     return flat(model)
 
@@ -73,11 +80,39 @@ def check_the_papers_loop(rank, outer, recipe, bound):
         (gradwire.DiLoCo(fragments=2, delay=3, alpha=0.25), "int8", 2.0**-6),
         (gradwire.DiLoCo(fragments=[["4.*"], ["*"]], delay=1), "fp32", 2e-6),
         (gradwire.DiLoCo(delay=5, alpha=0.0), "bf16", 2.0**-6),
+        (gradwire.DiLoCo(fragments=3, delay=4, keeps_steps=True), "fp32", 2e-6),
     ],
-    ids=["fragments", "fragments and delay", "patterns", "delay"],
+    ids=["fragments", "fragments and delay", "patterns", "delay", "steps of the delay kept"],
 )
 def test_streaming_is_the_papers_loop(outer, recipe, bound, two_ranks):
     two_ranks.run(check_the_papers_loop, outer, recipe, bound)
+
+
+def moved_by_a_constant_gradient(outer):
+    """Return how far parameters move in 40 periods if each step goes as far, and in the same direction."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3)))
+    start = flat(model).clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with gradwire.LocalSGD(model, optimizer, period=5, recipe="fp32", outer=outer) as local:
+        for _ in range(200):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            local.step()
+        local.average()
+    return float((start - flat(model)).mean())
+
+
+def check_the_momentum_counts_with_a_delay(rank):
+    plain = moved_by_a_constant_gradient(gradwire.DiLoCo())
+    streaming = moved_by_a_constant_gradient(gradwire.DiLoCo(fragments=2, delay=2, keeps_steps=True))
+    assert 0.95 * plain < streaming < 1.05 * plain
+    mixed = moved_by_a_constant_gradient(gradwire.DiLoCo(fragments=2, delay=2))
+    assert mixed < 0.4 * plain, "a rank that keeps half of itself holds back the momentum"
+
+
+def test_the_outer_momentum_counts_as_without_a_delay_if_steps_are_kept(two_ranks):
+    two_ranks.run(check_the_momentum_counts_with_a_delay)
 
 
 # --- every ending ---
@@ -90,15 +125,17 @@ ENDLESS = {
 }
 
 
-def check_resumes_in_a_delay(rank):
+def check_resumes_in_a_delay(rank, keeps_steps):
+    options = {**ENDLESS, "outer": gradwire.DiLoCo(fragments=2, delay=2, keeps_steps=keeps_steps)}
     for saved_after in (1, 5, 6):  # in the warm-up, in an averaging, after one
-        model, optimizer, local = make(**ENDLESS)
+        model, optimizer, local = make(**options)
         with local:
             train(model, optimizer, local, rank, range(saved_after))
             saved = saved_bytes(model.module.state_dict(), optimizer.state_dict(), local.state_dict())
             assert bool(saved[2]["mean"]) == (saved_after == 5)
+            assert bool(saved[2]["begun"]) == (saved_after == 5 and keeps_steps)
             train(model, optimizer, local, rank, range(saved_after, 16))
-        resumed, resumed_optimizer, local = make(**ENDLESS)
+        resumed, resumed_optimizer, local = make(**options)
         with local:
             train(resumed, resumed_optimizer, local, rank, range(5))  # has a delay of its own to forget
             resumed.module.load_state_dict(saved[0])
@@ -109,8 +146,9 @@ def check_resumes_in_a_delay(rank):
             assert local.state_dict()["turn"]["num_averages"] == 4
 
 
-def test_a_run_resumes_bit_for_bit_in_the_middle_of_a_delay(two_ranks):
-    two_ranks.run(check_resumes_in_a_delay)
+@pytest.mark.parametrize("keeps_steps", [False, True])
+def test_a_run_resumes_bit_for_bit_in_the_middle_of_a_delay(two_ranks, keeps_steps):
+    two_ranks.run(check_resumes_in_a_delay, keeps_steps)
 
 
 def check_a_state_of_other_fragments(rank):

@@ -45,15 +45,27 @@ class Fragment:
         """True if an averaging is under way that has no result yet."""
         return any(not future.done() for future in self._futures or ())
 
-    def begin(self, start: Start, place: Place, delay: int, weight: float | None, claim: SealedClaim) -> None:
+    def begin(
+        self,
+        start: Start,
+        place: Place,
+        delay: int,
+        weight: float | None,
+        claim: SealedClaim,
+        *,
+        keeps_steps: bool = False,
+    ) -> None:
         """Begin to average how far ranks have moved, to be applied after ``delay`` steps.
 
-        Ranks compare the ``claim`` with the first bucket, which stands for all.
+        Ranks compare the ``claim`` with the first bucket, which stands for all. With ``keeps_steps``, the
+        steps of the delay can be kept.
         """
         assert self._futures is None, "an averaging of this fragment is under way"
         self._futures = []
         for number, bucket in enumerate(self.buckets):
             compared = claim if number == 0 else None
+            if keeps_steps and delay:
+                bucket.note_parameters()
             own = replace(bucket.pseudo_gradient(), weight=weight, claim=compared)
             self._futures.append(start(own, replace(place, bucket=bucket.index)))
         self.steps_left, self.work = delay, 0.0
@@ -66,28 +78,40 @@ class Fragment:
         self,
         means: Sequence[Tensor],
         lr_of: Callable[[int], float],
-        alpha: float,
+        alpha: float | None,
         plainly: bool,
         applies: Tensor | None,
     ) -> None:
         """Move by the means, and end the averaging; ``lr_of`` has the learning rate of each param group.
 
-        ``plainly`` and ``applies`` are as for `ParameterBucket.move`.
+        ``alpha``, ``plainly`` and ``applies`` are as for `ParameterBucket.move`.
         """
         for bucket, mean in zip(self.buckets, means, strict=True):
             bucket.move(mean, lr_of(bucket.param_group), alpha, plainly=plainly, applies=applies)
         self._futures = None
 
-    def resume(self, steps_left: int) -> None:
-        """Go on with an averaging; if it is not under way here, its means are zeros, to be loaded."""
+    def resume(self, steps_left: int, *, keeps_steps: bool = False) -> None:
+        """Go on with an averaging; if it is not under way here, its means are zeros, to be loaded.
+
+        With ``keeps_steps``, the steps from now on are kept, unless parameters of an earlier step are loaded.
+        """
         self.steps_left = steps_left
         if self._futures is None:
+            if keeps_steps:
+                self.note_parameters()
             zeros = [torch.zeros_like(b.start, device=b.parameters[0].device) for b in self.buckets]
             self._futures = [completed(flat) for flat in zeros]
+
+    def note_parameters(self) -> None:
+        """Let the steps from now on be kept when the averaging under way ends."""
+        for bucket in self.buckets:
+            bucket.note_parameters()
 
     def give_up(self) -> None:
         """Forget the averaging under way, which has failed; this rank's movement is still to be averaged."""
         self._futures = None
+        for bucket in self.buckets:
+            bucket.begun = None
 
 
 def make_fragments(
@@ -180,6 +204,8 @@ def load_tensors(fragments: Sequence[Fragment], saved: Mapping[str, Mapping[str,
     loads: list[tuple[Tensor, Tensor]] = []
     for kind, places in _places(fragments).items():
         tensors = checkpoint.require_tensors(kind, saved[kind])
+        if kind == "begun" and not (places and tensors):
+            continue  # saved without `keeps_steps`, or loaded without it
         different = places.keys() ^ tensors.keys()
         for name in places.keys() & tensors.keys():
             parameter, view = places[name]
@@ -210,6 +236,7 @@ def _places(
         "start": [(bucket, bucket.start) for bucket in buckets],
         "momentum": [(bucket, bucket.momentum) for bucket in buckets if bucket.momentum is not None],
         "mean": [pair for each in under_way for pair in zip(each.buckets, each.wait(), strict=True)],
+        "begun": [(b, b.begun) for each in under_way for b in each.buckets if b.begun is not None],
     }
     return {
         kind: {n: (parameter, view) for bucket, flat in own for n, parameter, view in bucket.places(flat)}

@@ -361,7 +361,7 @@ class LocalSGD(Uncopied):
         loop = self._make_loop() if is_local else None
         if loop is not None:
             loop.go_on(turn)
-        load_tensors([] if loop is None else loop.fragments, {"mean": {}, **state})
+        load_tensors([] if loop is None else loop.fragments, {"mean": {}, "begun": {}, **state})
         return num_steps, loop
 
 

@@ -119,7 +119,8 @@ class OuterLoop:
             "the call": call or f"step() at step {position}",
             "the averaging": f"number {self.num_begun}, of fragment {fragment.number}",
         }
-        fragment.begin(self._start, place, delay, weight, SealedClaim(claim))
+        keeps_steps = self.streaming.keeps_steps
+        fragment.begin(self._start, place, delay, weight, SealedClaim(claim), keeps_steps=keeps_steps)
         self.num_begun += 1
 
     def _start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
@@ -228,8 +229,8 @@ class OuterLoop:
         return any(each is not None for each in failures) or not self._means.were_finite()
 
     @property
-    def _alpha(self) -> float:
-        return self.streaming.alpha or 0.0
+    def _alpha(self) -> float | None:
+        return self.streaming.alpha
 
     @property
     def turn(self) -> Turn:
@@ -248,14 +249,14 @@ class OuterLoop:
                 f"{len(self.fragments)} now. Load it with as many, or call average() before state_dict()"
             )
         for number, steps_left in turn.under_way.items():
-            self.fragments[number].resume(steps_left)
+            self.fragments[number].resume(steps_left, keeps_steps=self.streaming.keeps_steps)
         if len(turn.work) == len(self.fragments):
             for fragment, work in zip(self.fragments, turn.work, strict=True):
                 fragment.work = work
         self.num_begun, self.num_averages, self.history = turn.num_begun, turn.num_averages, turn.history
         self.turns.restart(turn.num_begun)
 
-    def _end(self, fragments: Sequence[Fragment], alpha: float, *, plainly: bool = False) -> None:
+    def _end(self, fragments: Sequence[Fragment], alpha: float | None, *, plainly: bool = False) -> None:
         """Wait for averagings, and move parameters by all of them, or raise and move none."""
         means = [fragment.wait() for fragment in fragments]
         self._raise_failure(may_ask=bool(fragments))

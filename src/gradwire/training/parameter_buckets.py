@@ -73,6 +73,8 @@ class ParameterBucket:
             device="cpu" if self.is_offloaded else first.device,
             pin_memory=self.is_offloaded,  # so that copies do not wait
         )
+        self.begun: Tensor | None = None
+        """This rank's parameters when the averaging under way began, if its steps since are to be kept."""
         self.momentum = None
         if outer is not None:
             self.momentum = torch.zeros_like(self.start, pin_memory=self.is_offloaded)
@@ -94,19 +96,26 @@ class ParameterBucket:
             view.sub_(local_values(parameter))
         return Bucket(flat, self._layout, self._is_last)
 
+    def note_parameters(self) -> None:
+        """Keep a copy of the parameters, so that `move` keeps the steps taken from now on."""
+        # On the device also with offload: it is the part of the model whose mean is there too.
+        self.begun = torch.zeros(self._layout.numel, dtype=self.start.dtype, device=self._device)
+        for _, parameter, view in self.places(self.begun):
+            view.copy_(local_values(parameter))
+
     def move(
         self,
         mean: Tensor,
         inner_lr: float,
-        alpha: float = 0.0,
+        alpha: float | None = 0.0,
         *,
         plainly: bool = False,
         applies: Tensor | None = None,
     ) -> None:
         """Move by what the outer optimizer makes of the mean of all ranks; ``plainly``, by the mean itself.
 
-        Parameters keep the share ``alpha`` of what they are. If ``applies`` is given, and False on the
-        device, nothing changes.
+        Parameters keep the share ``alpha`` of what they are; if it is None, their steps since
+        `note_parameters`. If ``applies`` is given, and False on the device, nothing changes.
         """
         start = self._on_device(self.start)
         if self._outer is None or self.momentum is None or plainly:
@@ -120,7 +129,11 @@ class ParameterBucket:
                 self.momentum.copy_(momentum, non_blocking=True)
         if self.is_offloaded:
             self.start.copy_(start, non_blocking=True)
-        self._write(start, alpha, applies)
+        if alpha is None and self.begun is not None:
+            self._write_with_steps(start, self.begun, applies)
+        else:
+            self._write(start, alpha or 0.0, applies)
+        self.begun = None
 
     def write_parameters(self) -> None:
         """Set the parameters to their values at the start of the period."""
@@ -134,6 +147,13 @@ class ParameterBucket:
             own = local_values(parameter)
             with _only_if(applies, own):
                 own.copy_(torch.lerp(view, own.to(view.dtype), alpha) if alpha else view)
+
+    def _write_with_steps(self, start: Tensor, begun: Tensor, applies: Tensor | None) -> None:
+        """Set the parameters to ``start``, and add how far they have come from ``begun``."""
+        for (_, parameter, view), (_, _, before) in zip(self.places(start), self.places(begun), strict=True):
+            own = local_values(parameter)
+            with _only_if(applies, own):
+                own.copy_((own.to(view.dtype) - before).add_(view))
 
 
 @contextlib.contextmanager

@@ -58,6 +58,8 @@ def _share_outer_state(fragments: Sequence[Fragment], share: Share, *, takes_par
         if takes_parameters:
             for bucket in fragment.buckets:
                 bucket.write_parameters()
+                if bucket.begun is not None:
+                    bucket.note_parameters()
 
 
 @torch.no_grad()
