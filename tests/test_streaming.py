@@ -525,6 +525,8 @@ def check_refusals(rank):
     for wrong in ({"fragments": 0}, {"delay": -1}, {"delay": True}, {"alpha": 1.0}, {"order": "random"}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             gradwire.DiLoCo(**wrong)
+    with pytest.raises(ValueError, match="keeps_steps takes the whole average"):
+        gradwire.DiLoCo(delay=2, alpha=0.5, keeps_steps=True)
     with pytest.raises(TypeError, match="wrap Sequential in DistributedDataParallel, .* or give sites="):
         gradwire.LocalSGD(net(), optimizer, period=2)
     for wrong in ("*", [], [["*"], []], True, 2.0):
