@@ -103,7 +103,7 @@ class Worker:
         self.optimizer.load_state_dict(state["optimizer"])
         self.averaging.memory.load_state_dict(state["memory"], next(self.model.parameters()).device)
         self.loop.go_on(Turn.read(state["turn"]))
-        load_tensors(self.loop.fragments, {"begun": {}, **state})
+        load_tensors(self.loop.fragments, state)
 
 
 class LocalTrainer:

@@ -99,7 +99,7 @@ class OuterLoop:
     def end_due(self) -> bool:
         """End the averagings whose delay is over; return True if there are any."""
         due = [each for each in self.fragments if each.is_under_way and each.steps_left <= 0]
-        self._end(due, self._alpha)
+        self._end(due, self.streaming.alpha)
         return bool(due)
 
     def begin(self, fragment: Fragment, position: int, delay: int, call: str | None = None) -> None:
@@ -110,7 +110,7 @@ class OuterLoop:
         """
         self._require_finite_means(position)
         if fragment.is_under_way:  # by the clock, a turn may come before the delay is over
-            self._end([fragment], self._alpha)
+            self._end([fragment], self.streaming.alpha)
         require_same_parameters(self.fragments, self.inner.parameters())
         ranks, averaging = self.members.ranks, self.members.averaging
         weight = max(ranks.total(fragment.work), _LEAST_WORK) if self.weigh else None
@@ -187,7 +187,7 @@ class OuterLoop:
 
         Ranks may have taken different numbers of steps, so that their position is the number of averagings.
         """
-        self._end([each for each in self.fragments if each.is_under_way], self._alpha)
+        self._end([each for each in self.fragments if each.is_under_way], self.streaming.alpha)
         for fragment in self.fragments:
             self.begin(fragment, self.num_begun, 0, "average()")
 
@@ -227,10 +227,6 @@ class OuterLoop:
         """
         failures = self.members.averaging.failure, self._failure(may_ask=False)
         return any(each is not None for each in failures) or not self._means.were_finite()
-
-    @property
-    def _alpha(self) -> float | None:
-        return self.streaming.alpha
 
     @property
     def turn(self) -> Turn:
