@@ -22,7 +22,14 @@ from gradwire.recipes import table_names
 from tasks import Data, data_of
 from trainer import Trainer
 
-DEFAULTS = ["int8", "int4", "sign", "sign:tables=same", "sign:feedback=true,tables=same", "powersgd"]
+DEFAULTS = [
+    "int8",
+    "int4",
+    "sign",
+    "sign:rotated=false",
+    "sign:feedback=true,tables=same,rotated=false",
+    "powersgd",
+]
 KINDS = ("tables", "vectors", "matrices")
 
 

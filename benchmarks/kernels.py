@@ -20,8 +20,8 @@ from gradwire.exchanges import TwoShot
 from gradwire.headroom import Machine
 from gradwire.ops import BlockFormat, Chunk, RotatedFormat, RotatedRows
 
-RECIPES = ["int8", "fp8", "int4", "sign"]
-ROTATED = ["int2", "int2:bits=1+1"]
+RECIPES = ["int8", "fp8", "int4", "sign:rotated=false"]
+ROTATED = ["int4:rotated=true", "int2", "sign"]
 Calls = dict[str, tuple[Callable[[], None], int]]
 
 
@@ -119,7 +119,7 @@ def main() -> None:
 
     source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
     unit = "time over the copy's" if device == "cpu" else "bandwidth over the copy's"
-    print(f"{'':13} {'':32} {'ms':>8}   {unit}")
+    print(f"{'':18} {'':32} {'ms':>8}   {unit}")
     for name in options.recipes:
         for what, (run, num_bytes) in kernels_of(name, numel, device).items():
             run()
@@ -130,10 +130,10 @@ def main() -> None:
                 ratio = times[-1] / copy
                 ratios.append(ratio if device == "cpu" else num_bytes / (8 * numel) / ratio)
             ms, ratio = 1e3 * statistics.median(times), statistics.median(ratios)
-            print(f"{name:13} {what:32} {ms:8.2f}   {ratio:6.2f}", flush=True)
+            print(f"{name:18} {what:32} {ms:8.2f}   {ratio:6.2f}", flush=True)
     copies = [seconds_of(lambda: target.copy_(source), device) for _ in range(options.rounds)]
     copy = statistics.median(copies)
-    print(f"{'':13} {'copy':32} {1e3 * copy:8.2f}     1.00  ({8 * numel / copy / 1e9:.0f} GB/s)")
+    print(f"{'':18} {'copy':32} {1e3 * copy:8.2f}     1.00  ({8 * numel / copy / 1e9:.0f} GB/s)")
 
 
 if __name__ == "__main__":

@@ -117,9 +117,11 @@ ROWS = [
     Row("int2:local_size=2", 6 * 0.343, rotated(2, 1024), world_size=None),
     Row("int2:local_size=2,within=same", 6 * 0.343, rotated(2, 1024), world_size=None),
     Row("int2:bits=1+2", 6 * 0.756, rotated(2, 1024), world_size=None),
-    Row("int2:bits=1+1", 6 * 0.756, rotated(1, 1024), world_size=2),
+    Row("sign", 6 * 0.756, rotated(1, 1024)),
+    Row("int4:feedback=false,rotated=true", 6 * 0.0975, rotated(4, 1024), world_size=2),
+    Row("int4:rotated=true", 6 * 0.0975, rotated(4, 1024), world_size=None),
     # The error of a value is at most its distance from the mean magnitude.
-    Row("sign", 1.0, packed(1, 512)),
+    Row("sign:rotated=false", 1.0, packed(1, 512), world_size=2),
     # A value that is held back may grow for as many steps as it takes to be among the largest.
     Row("topk", 1.0, largest(32, 1024), step_tolerance=3.0, world_size=2),
     Row("topk:momentum=0.9", 1.0, largest(32, 1024), step_tolerance=3.0, world_size=2),

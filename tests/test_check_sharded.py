@@ -78,6 +78,6 @@ def check_zeros(rank, spec):
             checked._check(rank, checked.ShardedCase(), recipe, bounds, 1, "cpu")
 
 
-@pytest.mark.parametrize("spec", ["sign", "int2", "int2:bits=1+1"])
+@pytest.mark.parametrize("spec", ["sign", "sign:rotated=false", "int2"])
 def test_zeros_are_found_whatever_the_tolerance(spec, two_ranks):
     two_ranks.run(check_zeros, spec)

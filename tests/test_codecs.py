@@ -62,7 +62,7 @@ def test_what_is_decoded_is_within_the_promised_error(row, dtype, n, seed, expon
         )
         # What a bucket of 16 bits can hold is itself rounded.
         assert error <= min(row.tolerance, codec.max_error) + torch.finfo(dtype).eps
-    if n > 500 and values.any():
+    if n > 500 and values.double().abs().mean() > torch.finfo(dtype).tiny:
         assert (decoded.double() - values.double()).norm() < values.double().norm(), "not zeros"
 
 

@@ -42,6 +42,13 @@ def test_a_recipe_is_a_value(row):
         ("fp16:reduction=sum,reduction=mean", "option 'reduction' is given twice"),
         ("int8:block=3", "^recipe 'int8:block=3': block must be a power of two from 32 to 4096, not 3$"),
         ("route(ndim<2=fp32; *=powersgd:rank=0)", "^recipe 'powersgd:rank=0': rank must be at least 1"),
+        (
+            "int4:rotated=true,rounding=stochastic",
+            "^recipe .*: rotated values are rounded to the nearest level",
+        ),
+        ("int4:rotated=true,block=64", "block must be a power of two from 128 to 4096, not 64"),
+        ("sign:rotated=false,block=16", "block must be a power of two from 32 to 4096, not 16"),
+        ("int2:bits=2+1", r"recipe 'int2': option 'bits' must be 1\+2 or 2\+2, not '2\+1'"),
         ("auto:budget=2", "^recipe 'auto:budget=2': budget is a relative error between 0 and 1, not 2.0$"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_route_is_a_recipe_like_any_other():
     assert hash(gradwire.recipe(str(chosen))) == hash(chosen)
     by_size = gradwire.route({"numel<=64": "fp32", "a.* & ndim >= 2": "int4:block=64", "(500, *)": "bf16"})
     assert gradwire.recipe(str(by_size)) == by_size
-    by_step = gradwire.schedule({0: "int8", 500: "sign:block=64"})
+    by_step = gradwire.schedule({0: "int8", 500: "sign:block=256"})
     nested = gradwire.route({"(500, *)": by_step, "ndim<=1": "fp32", "*": by_step})
     assert gradwire.recipe(str(nested)) == nested == pickle.loads(pickle.dumps(nested))
     assert gradwire.recipe(f" {by_step} ".join(["route((500,*) =", ";ndim<=1=fp32;*=", ")"])).exchange

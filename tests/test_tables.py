@@ -136,7 +136,7 @@ def test_every_recipe_in_a_composed_one_is_placed_on_nodes_as_it_is_alone():
         assert gradwire.recipe(wanted) == found == with_node_size(found, 2)
 
 
-SPECS = ["sign", "sign:feedback=true,tables=int8", "schedule(0=int4; 2=sign)"]
+SPECS = ["sign", "sign:feedback=true,tables=int8", "schedule(0=int4; 2=sign:rotated=false)"]
 
 
 def job_apart(rank):
@@ -199,8 +199,8 @@ def test_tables_go_by_their_own_recipe_on_all_ranks(apart_on_ranks):
 
 
 def test_a_stage_of_a_schedule_leaves_tables_to_their_recipe_as_it_does_alone(apart_on_ranks):
-    gradients, held, plan = apart_on_ranks[0]["schedule(0=int4; 2=sign)"]
-    assert "*=schedule(0=int4; 2=sign:tables=same)" in plan
+    gradients, held, plan = apart_on_ranks[0]["schedule(0=int4; 2=sign:rotated=false)"]
+    assert "*=schedule(0=int4; 2=sign:tables=same,rotated=false)" in plan
     assert "embed.weight=int4 " in plan
     assert {"embed.weight", "head.weight", "head.bias"} == held, "int4 goes on; sign sends what it was left"
     for step, gradient in enumerate(gradients):

@@ -89,7 +89,7 @@ def best_mb(recipe, module, link=None):
         ("10gbit", ["fp32", "bf16", "int8"], ["int4", "int2", "sign", "powersgd", "topk"]),
         ("1gbit", ["fp32", "bf16", "int8"], ["int4", "int2", "sign", "powersgd", "topk"]),
         ("500 Mbit/s", ["fp32", "int8", "int4"], ["int2", "sign", "powersgd", "topk"]),
-        ("100mbit", ["int4", "int2", "int2:bits=1+1", "sign"], ["powersgd:rank=1", "topk"]),
+        ("100mbit", ["int4", "int2", "sign", "sign:rotated=false"], ["powersgd:rank=1", "topk"]),
         ("10mbit", ["int4", "sign", "powersgd:rank=1", "topk"], []),
     ],
 )

@@ -53,5 +53,6 @@ def reduce_decoded(codec: Plain, chunk: Chunk, rows: Tensor, rank: int, scale: S
     """Sum and encode as `Codec.reduce` does."""
     total = chunk.values if chunk.residual is None else chunk.values + chunk.residual
     codec.sum(total, rows, rank, scale, seed)
-    inverse = 1 / torch.as_tensor(scale, dtype=torch.float64, device=total.device)
-    chunk.values.copy_(encode_decoded(codec, total, chunk, inverse.to(torch.float32)))
+    # A number stays one: as a tensor it would be copied to the device, which CUDA graphs cannot record.
+    inverse = (1 / scale.double()).float() if isinstance(scale, Tensor) else 1 / scale
+    chunk.values.copy_(encode_decoded(codec, total, chunk, inverse))

@@ -1,4 +1,4 @@
-"""1, 2 or 3 bits per value, of blocks that are rotated first."""
+"""1 to 4 bits per value, of blocks that are rotated first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.ops import Chunk, RotatedFormat, RotatedRows
 
 @dataclass(frozen=True)
 class Rotated:
-    """1, 2 or 3 bits per value, packed, and a bf16 scale for each block of values, which is rotated first.
+    """1 to 4 bits per value, packed, and a bf16 scale for each block of values, which is rotated first.
 
     A rotation by random signs and a Hadamard matrix spreads each value over its block (Vargaftik et al.,
     arXiv:2105.08339 and 2108.08842). So large values do not dominate a scale, and errors point in another

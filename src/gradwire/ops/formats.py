@@ -87,10 +87,22 @@ class BlockFormat:
 
 # The levels and boundaries that suit normally distributed numbers of deviation 1 best, without signs (Max,
 # 1960), and the root mean square of the error that is left.
-GAUSSIAN_LEVELS = {1: (1.0,), 2: (0.4528, 1.510), 3: (0.2451, 0.7560, 1.344, 2.152)}
-GAUSSIAN_BOUNDS = {1: (), 2: (0.9816,), 3: (0.5006, 1.050, 1.748)}
-_GAUSSIAN_ERRORS = {1: 0.603, 2: 0.343, 3: 0.186}
-_UNBIASED_ERRORS = {1: 0.756, 2: 0.366, 3: 0.190}
+GAUSSIAN_LEVELS = {
+    1: (1.0,),
+    2: (0.4528, 1.510),
+    3: (0.2451, 0.7560, 1.344, 2.152),
+    4: (0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733),
+}
+GAUSSIAN_BOUNDS = {
+    1: (),
+    2: (0.9816,),
+    3: (0.5006, 1.050, 1.748),
+    4: (0.2582, 0.5224, 0.7996, 1.099, 1.437, 1.844, 2.401),
+}
+_GAUSSIAN_ERRORS = {1: 0.603, 2: 0.343, 3: 0.186, 4: 0.0975}
+_UNBIASED_ERRORS = {1: 0.756, 2: 0.366, 3: 0.190, 4: 0.0979}
+# The mean square of the levels of 4 bits that normal values are rounded to.
+MEAN_SQUARE_4 = 1 - _GAUSSIAN_ERRORS[4] ** 2
 # Rotated values are rounded to integers, in this part of their deviation, before they are compared and added
 # up: sums of integers do not depend on the order, and those of 4096 values fit into 32 bits.
 PART = 2.0**-16
@@ -120,6 +132,9 @@ class RotatedFormat:
     The last block may be shorter. It is padded with zeros to a power of two, at least 128, and sent so: a
     rotation mixes all of its values.
 
+    Up to 3 bits, a block's scale is the one that fits its levels best. With 4 bits it is that of normal
+    values, which saves arithmetic: levels are so fine that no scale fits any block much better.
+
     A block of m values has ``bits`` planes of m / 8 bytes: signs, then the bits of the level's number, the
     highest first. A plane has one bit for each value, in their order, the first in the lowest bit of the
     first byte. The scale of a block with a value that is not finite is NaN.
@@ -132,7 +147,7 @@ class RotatedFormat:
 
     def __post_init__(self) -> None:
         if self.bits not in GAUSSIAN_LEVELS:
-            raise ValueError(f"a rotated value takes 1, 2 or 3 bits, not {self.bits!r}")
+            raise ValueError(f"a rotated value takes 1, 2, 3 or 4 bits, not {self.bits!r}")
         if self.block not in (1 << p for p in range(7, 13)):
             raise ValueError(f"block must be a power of two from 128 to 4096, not {self.block!r}")
 
@@ -144,6 +159,11 @@ class RotatedFormat:
         """
         errors = _UNBIASED_ERRORS if self.unbiased else _GAUSSIAN_ERRORS
         return _NUM_DEVIATIONS * errors[self.bits]
+
+    @property
+    def fits_scale(self) -> bool:
+        """True if a block's scale depends on the levels of its values, and not on its deviation alone."""
+        return self.bits < 4
 
     def num_blocks(self, numel: int) -> int:
         return -(-numel // self.block)

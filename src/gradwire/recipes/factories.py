@@ -17,7 +17,7 @@ Residual = Literal["fp32", "bf16"]
 Rounding = Literal["nearest", "stochastic"]
 Factors = Literal["fp32", "int8", "int4", "int2"]
 Within = Literal["fp32", "same"]
-Bits = Literal["1+1", "1+2", "2+2"]
+Bits = Literal["1+2", "2+2"]
 
 # The default rank and the codec of low-rank factors. Each of these ranks sends the bytes of rank 4 in fp32.
 _FACTORS: dict[str, tuple[int, Codec | None]] = {
@@ -102,7 +102,7 @@ def fp8(
 
 
 def int4(
-    block: int = 128,
+    block: int | None = None,
     feedback: bool = True,
     residual: Residual = "fp32",
     rounding: Rounding = "nearest",
@@ -111,15 +111,24 @@ def int4(
     local_size: int | None = None,
     within: Within = "fp32",
     momentum: float = 0.0,
+    rotated: bool = False,
 ) -> Recipe:
     """Send 4-bit integers with a scale for each block; error feedback sends the rest later.
 
-    With ``momentum``, ranks apply it before they send, as `topk` does: give the optimizer none.
+    With ``rotated``, blocks are rotated at random, as those of `int2` are, which leaves half of the squared
+    error. Blocks have 128 values, and 1024 if rotated. With ``momentum``, ranks apply it before they send, as
+    `topk` does: give the optimizer none.
 
     >>> int4(feedback=False).name
     'int4:feedback=false'
     """
-    return _two_shot(int4, locals(), Blocks, "int4", block, rounding == "stochastic")
+    if rotated and rounding == "stochastic":
+        raise ValueError("rotated values are rounded to the nearest level: leave rounding or rotated out")
+    if rotated:
+        return _two_shot(int4, locals(), Rotated, 4, 1024 if block is None else block)
+    return _two_shot(
+        int4, locals(), Blocks, "int4", 128 if block is None else block, rounding == "stochastic"
+    )
 
 
 def int3(
@@ -161,22 +170,28 @@ def int2(
 
 
 def sign(
-    block: int = 512,
+    block: int | None = None,
     feedback: bool = False,
     residual: Residual = "fp32",
+    seed: int = 0,
     reduction: Reduction = "mean",
     local_size: int | None = None,
     within: Within = "fp32",
     tables: Tables = "int4",
+    rotated: bool = True,
 ) -> Recipe:
-    """Send the sign of each value and the mean magnitude of each block; send tables by recipe ``tables``.
+    """Rotate blocks at random, and send the sign of each value; send tables by recipe ``tables``.
 
-    With ``feedback``, the rest is sent later; that did not train better: see docs/fidelity.md.
+    Each block has one magnitude. Blocks have 1024 values, and 512 with ``rotated=False``, which loses more
+    and computes less. With ``feedback``, the rest is sent later; that did not train better: see
+    docs/fidelity.md.
 
-    >>> sign(block=256).name
-    'sign:block=256'
+    >>> sign(rotated=False).name
+    'sign:rotated=false'
     """
-    return _two_shot(sign, locals(), Blocks, "sign", block)
+    if rotated:
+        return _two_shot(sign, locals(), Rotated.of, 1, 1, 1024 if block is None else block)
+    return _two_shot(sign, locals(), Blocks, "sign", 512 if block is None else block)
 
 
 def topk(

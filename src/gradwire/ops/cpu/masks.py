@@ -42,6 +42,16 @@ def above(typing_context: Any, line: Any, bound: Any) -> Any:
     return U2(Line(I4), I4), generate
 
 
+@intrinsic
+def exceeds(typing_context: Any, line: Any, bounds: Any) -> Any:
+    """Return the mask of numbers that are larger than those of another line."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fcmp_ordered(">", *args), _MASK)
+
+    return U2(Line(F4), Line(F4)), generate
+
+
 def _place(context: Any, builder: Any, kind: Any, codes: Any, index: Any) -> Any:
     return builder.bitcast(address(context, builder, kind, codes, index), _MASK.as_pointer())
 

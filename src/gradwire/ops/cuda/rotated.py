@@ -102,12 +102,14 @@ def _read(codes, scales, block, seed, size, TILE: tl.constexpr, FULL: tl.constex
     scale = (tl.load(scales + block).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     first, exists = _words_of(codes, block, size, TILE)
     signs = _load(first, exists, FULL)
-    second, third = signs, signs
+    second, third, fourth = signs, signs, signs
     if TILE.bits > 1:
         second = _load(first + size // 32, exists, FULL)
     if TILE.bits > 2:
         third = _load(first + size // 32 * 2, exists, FULL)
-    return decoded((signs, second, third), scale, block, seed, size, TILE)
+    if TILE.bits > 3:
+        fourth = _load(first + size // 32 * 3, exists, FULL)
+    return decoded((signs, second, third, fourth), scale, block, seed, size, TILE)
 
 
 @triton.jit
@@ -122,6 +124,8 @@ def _write(codes, scales, x, block, seed, size, TILE: tl.constexpr, FULL: tl.con
         _store(first + size // 32, words[1], exists, FULL)
     if TILE.bits > 2:
         _store(first + size // 32 * 2, words[2], exists, FULL)
+    if TILE.bits > 3:
+        _store(first + size // 32 * 3, words[3], exists, FULL)
     return words, scale.to(tl.float32, bitcast=True)
 
 

@@ -22,6 +22,7 @@ from gradwire.ops.formats import (
     GAUSSIAN_LEVELS,
     INTEGER_BOUNDS,
     LEAST_SAFE,
+    MEAN_SQUARE_4,
     MIN_SCALE,
     MOST_SAFE,
     PART,
@@ -37,6 +38,7 @@ _MOST_SAFE = tl.constexpr(MOST_SAFE)
 _LARGE = tl.constexpr(3.4028234663852886e38 / 2**14)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _UNITS = tl.constexpr(1 / PART)
+_MEAN_SQUARE_4 = tl.constexpr(MEAN_SQUARE_4)
 _SQUARE_UNITS = tl.constexpr(SQUARE_UNITS)
 # A number that is added to this one is rounded to an integer, in the lowest bits.
 _ROUND = tl.constexpr(2.0**23)
@@ -121,6 +123,12 @@ def _flipped(x, words, block, TILE: tl.constexpr):
 
 
 @triton.jit
+def _among(first, second, a, b, c, d):
+    """Return the numbers to which two bits lead: 00 to ``a``, 01 to ``b`` and so on."""
+    return tl.where(first, tl.where(second, d, c), tl.where(second, b, a))
+
+
+@triton.jit
 def decoded(words, scale, block, seed, size, TILE: tl.constexpr):
     """Return the values (row, column) of a block of ``size`` values, from a word for each plane and row."""
     place = tl.arange(0, 32)[:, None]
@@ -134,6 +142,13 @@ def decoded(words, scale, block, seed, size, TILE: tl.constexpr):
         upper = tl.where(exists, TILE.levels[2], 0.0)
         upper = tl.where(is_odd, tl.where(exists, TILE.levels[3], 0.0), upper)
         level = tl.where((words[1] & (1 << place)) != 0, upper, level)
+    if TILE.bits == 4:
+        first, second = (words[1] & (1 << place)) != 0, (words[2] & (1 << place)) != 0
+        third = (words[3] & (1 << place)) != 0
+        x: tl.constexpr = TILE.levels
+        odd = _among(first, second, x[1], x[3], x[5], x[7])
+        level = tl.where(third, odd, _among(first, second, x[0], x[2], x[4], x[6]))
+        level = tl.where(exists, level, 0.0)
     sign = (words[0] << (31 - place)) & _SIGN
     x = (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     x = tl.trans(_mixed(x, 5, False))
@@ -217,6 +232,20 @@ def _above(rounded, total, bound, TILE: tl.constexpr):
 
 
 @triton.jit
+def _numbers(rounded, TILE: tl.constexpr):
+    """Return the words of the three bits of each level's number, 0 to 7, which are found by halving."""
+    b: tl.constexpr = TILE.bounds
+    bound = tl.full(rounded.shape, b[3] + _ROUND, tl.float32)
+    first = rounded > bound
+    first_word = _signs(_eighths(bound - rounded))
+    bound = tl.where(first, b[5] + _ROUND, b[1] + _ROUND)
+    second = rounded > bound
+    second_word = _signs(_eighths(bound - rounded))
+    bound = _among(first, second, b[0] + _ROUND, b[2] + _ROUND, b[4] + _ROUND, b[6] + _ROUND)
+    return first_word, second_word, _signs(_eighths(bound - rounded))
+
+
+@triton.jit
 def _total(rounded, TILE: tl.constexpr):
     """Return the sum of a block's parts, from their sums with `_ROUND`."""
     # What exceeds 32 bits is cut off on both sides.
@@ -241,7 +270,7 @@ def _add_level(product, norm, of_level, level):
 def coded(x, block, seed, size, TILE: tl.constexpr):
     """Return a word for each plane and row of a block of ``size`` values (row, column), and the scale.
 
-    There are always three words. With fewer bits, the last ones have no meaning.
+    There are always four words. With fewer bits, the last ones have no meaning.
     """
     random = _random_words(block, seed, TILE)
     # Numbers without signs have the same order as integers, of which a warp finds the largest at once.
@@ -269,22 +298,27 @@ def coded(x, block, seed, size, TILE: tl.constexpr):
     total = _total(rounded, TILE)
     all_of = size, total
     if TILE.bits == 1:
-        words = (signs, signs, signs)
+        words = (signs, signs, signs, signs)
         product, norm = _add_level(0.0, 0.0, all_of, TILE.levels[0])
     elif TILE.bits == 2:
         above, of_above = _above(rounded, total, TILE.bounds[0], TILE)
-        words = (signs, above, above)
+        words = (signs, above, above, above)
         product, norm = _add_level(0.0, 0.0, _difference(all_of, of_above), TILE.levels[0])
         product, norm = _add_level(product, norm, of_above, TILE.levels[1])
-    else:
+    elif TILE.bits == 3:
         first, of_first = _above(rounded, total, TILE.bounds[0], TILE)
         second, of_second = _above(rounded, total, TILE.bounds[1], TILE)
         third, of_third = _above(rounded, total, TILE.bounds[2], TILE)
-        words = (signs, second, first ^ second ^ third)
+        words = (signs, second, first ^ second ^ third, third)
         product, norm = _add_level(0.0, 0.0, _difference(all_of, of_first), TILE.levels[0])
         product, norm = _add_level(product, norm, _difference(of_first, of_second), TILE.levels[1])
         product, norm = _add_level(product, norm, _difference(of_second, of_third), TILE.levels[2])
         product, norm = _add_level(product, norm, of_third, TILE.levels[3])
+    else:
+        first, second, third = _numbers(rounded, TILE)
+        words = (signs, first, second, third)
+        norm = tl.cast(size, tl.float32) * _MEAN_SQUARE_4  # that of normal values
+        product = norm * _UNITS
     if TILE.unbiased:
         scale = tl.div_rn(deviation, product) * _UNITS
     else:

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradwire.ops.formats import (
     GAUSSIAN_LEVELS,
     INTEGER_BOUNDS,
+    MEAN_SQUARE_4,
     MIN_SCALE,
     PART,
     SQUARE_UNITS,
@@ -124,11 +125,7 @@ def _encode(form: RotatedFormat, x: Tensor, signs: Tensor) -> tuple[Tensor, Tens
     number = torch.zeros_like(parts)
     for bound in INTEGER_BOUNDS[form.bits]:
         number += parts > bound
-    product, norm = torch.zeros_like(deviation), torch.zeros_like(deviation)
-    for i, level in enumerate(GAUSSIAN_LEVELS[form.bits]):
-        of_level = number == i
-        product = product + (parts * of_level).sum(dim=1).to(torch.float32) * _rounded(level)
-        norm = norm + of_level.sum(dim=1).to(torch.float32) * _rounded(level * level)
+    product, norm = _products(form, number, parts)
     scale = deviation / product * (1 / PART) if form.unbiased else product / norm * deviation * (PART / size)
     scale = scale * down
     # A block that is too small for a scale becomes zeros.
@@ -138,6 +135,20 @@ def _encode(form: RotatedFormat, x: Tensor, signs: Tensor) -> tuple[Tensor, Tens
     signs = torch.signbit(z) & (largest > 0)[:, None]  # a block of zeros has no signs
     planes = [signs, *((number >> p) & 1 for p in reversed(range(form.bits - 1)))]
     return torch.stack([_packed(plane) for plane in planes], dim=1), scale
+
+
+def _products(form: RotatedFormat, number: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each block's sums of parts times levels, and of squares of levels."""
+    count, size = parts.shape
+    product = norm = torch.zeros(count, device=parts.device)
+    if not form.fits_scale:  # those of normal values
+        norm = norm + _rounded(size * MEAN_SQUARE_4)
+        return norm / PART, norm
+    for i, level in enumerate(GAUSSIAN_LEVELS[form.bits]):
+        of_level = number == i
+        product = product + (parts * of_level).sum(dim=1).to(torch.float32) * _rounded(level)
+        norm = norm + of_level.sum(dim=1).to(torch.float32) * _rounded(level * level)
+    return product, norm
 
 
 def _rounded(number: float) -> float:
