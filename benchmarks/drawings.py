@@ -31,7 +31,10 @@ MESSAGES: dict[str, tuple[str, list[tuple[str, float, str]]]] = {
         "8 of 256 values, the largest of 1024: a quarter of a scale, places of 10 bits, codes of 4 bits",
         [("scale", 0.5, ORANGE), ("places", 10, GREEN), ("codes", 4, BLUE)],
     ),
-    "sign": ("half of a bf16 mean magnitude, 256 signs", [("mean", 1, ORANGE), ("signs", 32, BLUE)]),
+    "sign": (
+        "256 of 1024 values that were rotated together: a quarter of a scale, 256 signs",
+        [("scale", 0.5, ORANGE), ("signs", 32, BLUE)],
+    ),
 }
 
 
