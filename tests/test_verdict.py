@@ -214,6 +214,19 @@ def test_a_coarse_recipe_that_is_hardly_faster_only_keeps_another_from_being_cal
     assert "sign" not in said
 
 
+def test_the_coarse_recipe_that_is_least_off_is_named_beside_the_fastest():
+    errors = {"int4": 0.1, "int2": 0.36, "sign": 0.75, "powersgd": 0.9}
+    found = with_error(record(allreduce=200, int4=90, int2=60, sign=50, powersgd=40, noop=30), **errors)
+    assert give_verdict(found).endswith(
+        "powersgd is faster still, 5.00x, but coarse (its gradient is 90% off): check first that your model "
+        "learns with it. int2 is between, 3.33x, and its gradient 36% off."
+    )
+    as_fast = with_error(record(allreduce=200, int4=90, int2=40.5, sign=40, noop=30), int2=0.36, sign=0.75)
+    assert "between" not in give_verdict(as_fast), "as fast as the fastest"
+    lucky = with_samples(found, int2=noisy(60, 100, num_fast=14))
+    assert "between" not in give_verdict(with_error(lucky, sign=0.95)), "it may be no faster than int4"
+
+
 def test_a_small_gain_that_chance_could_give_is_called_noise_too():
     steady = record(allreduce=100, bf16=97, noop=50)
     said = give_verdict(with_samples(steady, bf16=noisy(97, 120, num_fast=14)))

@@ -194,14 +194,30 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
         return f"{said}, and that may be noise: it {_wins(record, fastest)}."
     if best is not None and _may_be_chance(fastest, best):
         said += f", and what it has over {_describe(record, best)} may be noise"
-    return f"{said}: check first that your model learns with it."
+    said += f": check first that your model learns with it.{_name_finer(record, best, fastest)}"
+    return said
+
+
+def _name_finer(record: Record, best: Row | None, fastest: Row) -> str:
+    """Name the coarse row with the smallest error, if it is clearly faster than the best one."""
+    slower = [row for row in _coarse(record, best) if row.step_ms > (1 + _AS_GOOD) * fastest.step_ms]
+    closer = [row for row in slower if (row.gradient_error or math.inf) < (fastest.gradient_error or 0.0)]
+    finest = min(closer, key=_error, default=None)
+    if finest is None or _may_be_chance(finest, record.allreduce if best is None else best):
+        return ""
+    gain, off = f"{record.gain(finest):.2f}x", f"{finest.gradient_error:.0%}"
+    return f" {_describe(record, finest)} is between, {gain}, and its gradient {off} off."
 
 
 def _fastest_coarse(record: Record, best: Row | None) -> Row | None:
     """Return the fastest row that is too coarse to recommend; None if it gains too little over the best."""
+    return min(_coarse(record, best), key=lambda row: row.step_ms, default=None)
+
+
+def _coarse(record: Record, best: Row | None) -> list[Row]:
+    """Return the rows that are too coarse to recommend, and gain enough over the best."""
     limit_ms = min(record.allreduce.step_ms, math.inf if best is None else best.step_ms) / _WORTHWHILE_GAIN
-    rows = [row for row in record.recipes if not _keeps_gradients(record, row) and row.step_ms <= limit_ms]
-    return min(rows, key=lambda row: row.step_ms, default=None)
+    return [row for row in record.recipes if not _keeps_gradients(record, row) and row.step_ms <= limit_ms]
 
 
 def _judge_outer_loop(record: Record, best: Row | None) -> str:
