@@ -30,11 +30,11 @@ def job_resume(rank, specs, seed):
         check_resume(rank, spec, f"{seed} {number}")
 
 
-def check_resume(rank, spec, seed):
+def check_resume(rank, spec, seed, num_stops=4):
     choice = random.Random(seed)
     options = GRAPHS[choice.randrange(len(GRAPHS))]
     whole, saved = run_whole(spec, **options)
-    for stopped_at in choice.sample(range(NUM_STEPS), 4):
+    for stopped_at in choice.sample(range(NUM_STEPS), num_stops):
         model, optimizer, wire = resume(spec, saved[stopped_at], **options)
         # Stopped a second time, and resumed; not before it has seen what DDP rebuilds, if nobody had.
         num_unseen = 2 if stopped_at <= 2 else 0
@@ -51,7 +51,13 @@ def check_resume(rank, spec, seed):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_resumed_run_is_bit_for_bit_the_run_that_was_not_stopped(spec, two_ranks):
-    two_ranks.run(check_resume, spec, f"2 {spec}")
+    two_ranks.run(check_resume, spec, f"2 {spec}", 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", SPECS)
+def test_so_is_one_that_was_stopped_at_more_steps(spec, two_ranks):
+    two_ranks.run(check_resume, spec, f"more {spec}", NUM_STEPS)
 
 
 def check_any_recipe_resumes(seed, world_size, num_specs):

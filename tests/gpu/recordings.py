@@ -21,6 +21,8 @@ SPECS = (
     "int4",
     "int4:residual=bf16",
     "sign",
+    "sign:rotated=false",
+    "int4:rotated=true",
     "int3",
     "int2",
     "int2:bits=1+2",

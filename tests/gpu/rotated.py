@@ -17,6 +17,7 @@ PAIRS = [
     (RotatedFormat(1, 1024, unbiased=True), RotatedFormat(2, 1024)),
     (RotatedFormat(3, 256), RotatedFormat(3, 256)),
     (RotatedFormat(2, 4096, unbiased=True), RotatedFormat(2, 4096)),
+    (RotatedFormat(4, 1024), RotatedFormat(4, 1024)),
 ]
 
 
@@ -58,7 +59,7 @@ def check_kernels():
 
 def check_poison():
     """A block with a value that is not finite comes back as NaN, and spares the others."""
-    for poison, bits in itertools.product((math.inf, -math.inf, math.nan), (1, 2, 3)):
+    for poison, bits in itertools.product((math.inf, -math.inf, math.nan), (1, 2, 3, 4)):
         form, values = RotatedFormat(bits, 1024), torch.randn(3000, device="cuda")
         values[1500] = poison
         row = torch.zeros(form.row_bytes(3000), dtype=torch.uint8, device="cuda")
