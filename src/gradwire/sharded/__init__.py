@@ -7,7 +7,7 @@ from gradwire.sharded.attach_to_all import attach_to_all
 from gradwire.sharded.attaching import attach
 from gradwire.sharded.blocks import shard_blocks, shard_layout, unit_parameters
 from gradwire.sharded.model import ShardedModel, group_of
-from gradwire.sharded.shard_group import sharing
+from gradwire.sharded.shard_group import sharing, true_on_all
 from gradwire.sharded.shards import (
     ShardLayouts,
     cut_like,
@@ -32,6 +32,7 @@ __all__ = [
     "shard_layout",
     "shard_like",
     "sharing",
+    "true_on_all",
     "unit_parameters",
     "weights_codec",
     "whole_tensor",

@@ -37,7 +37,7 @@ from gradwire.sharded.gathers import Gathers
 from gradwire.sharded.model import ShardedGradients, ShardedModel
 from gradwire.sharded.reduce_scatter import UnitReduceScatter
 from gradwire.sharded.replicas import UnitReplicas
-from gradwire.sharded.shard_group import agreement, plain_mean, sharing
+from gradwire.sharded.shard_group import plain_mean, sharing, true_on_all
 from gradwire.sharded.units import Unit, is_sharded
 from gradwire.sharded.weights import UnitAllGather, weights_codec
 from gradwire.telemetry import Telemetry
@@ -235,7 +235,9 @@ def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
         undo.callback(engine.close)
         share = sharing(sharded) if sharded.has_replicas else None
         backward = Backward(engine, own_world_rank(sharded.shards), sharded.device, share_failure=share)
-        agree = agreement(sharded.shards) if sharded.num_shards > 1 else None
+        agree = None
+        if sharded.num_shards > 1:
+            agree = functools.partial(true_on_all, group=sharded.shards)
         gradients, rank = ShardedGradients(sharded), sharded.recorded_rank
         checks = options.checks(gradients, rank, backward, meter, is_first=sharded.rank == 0, agree=agree)
         backward.checks = checks

@@ -27,16 +27,11 @@ def plain_mean(unit: Unit, group: dist.ProcessGroup) -> Callable[[Tensor], None]
     return average
 
 
-def agreement(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Return a function that combines flags over the ranks of ``group``."""
-
-    def agree(flags: Tensor) -> Tensor:
-        """Return which flags are True on all ranks that hold shards; collective."""
-        numbers = flags.to(torch.int32)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
-        return numbers.bool()
-
-    return agree
+def true_on_all(flags: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return, on their device, which flags are True on all ranks of ``group``; collective."""
+    numbers = flags.to(torch.int32)
+    dist.all_reduce(numbers, dist.ReduceOp.MIN, group)
+    return numbers.bool()
 
 
 def report_sharing(group: dist.ProcessGroup) -> Share:
