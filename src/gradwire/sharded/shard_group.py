@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.averaging import Share
-from gradwire.errors import PeerError, WireError
+from gradwire.errors import PeerError, WireError, encodable
 from gradwire.peers import all_gather_bytes
 from gradwire.sharded.model import ShardedModel
 from gradwire.sharded.units import Unit
@@ -59,8 +59,7 @@ def sharing(sharded: ShardedModel) -> Callable[[WireError | None], WireError | N
         dist.all_reduce(flags, group=sharded.shards)
         if not flags.any():
             return None
-        # Names of files in a text may hold lone surrogates.
-        own = b"" if failure is None else str(failure).encode(errors="backslashreplace")
+        own = b"" if failure is None else encodable(str(failure)).encode()
         texts = all_gather_bytes(own, sharded.shards)
         return failure or PeerError(next(filter(None, texts)).decode())
 
