@@ -36,11 +36,10 @@ _FORWARD_SHARE = 1 / 3
 def recommend(record: Record) -> Row | None:
     """Return the row to use: about the fastest that keeps gradients; None to stay with torch's own."""
     best = _best(record)
-    if record.world_size == 1 or best is None:
+    if record.world_size == 1 or best is None or _beyond_possible(record) is not None:
         return None
-    shown = not _may_be_chance(record.noop, record.allreduce) and not _may_be_chance(best, record.allreduce)
-    shown = shown and _beyond_possible(record) is None
-    return best if shown and record.gain(best) >= _WORTHWHILE_GAIN else None
+    is_shown = not _may_be_chance(record.noop, record.allreduce) and _is_worth_it(record, best)
+    return best if is_shown else None
 
 
 def describe_proposal(record: Record) -> str:
