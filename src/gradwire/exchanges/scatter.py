@@ -67,6 +67,18 @@ class Sum:
         """Return the start and end of every rank's chunk."""
         return bounds_of(self.values.numel(), num_ranks, 1 if self.is_scattered else _ALIGNMENT)
 
+    def row_seed(self, rank: int, chunk: int) -> Seed:
+        """Return the seed of the row in which ``rank`` encodes a chunk."""
+        return NO_SEED if self.seeds is None else self.seeds.of(rank, chunk)
+
+    def chunk_seed(self, chunk: int) -> Seed:
+        """Return the seed of a chunk, from which each rank's own is made."""
+        return NO_SEED if self.seeds is None else self.seeds.of_chunk(chunk)
+
+    def seeded(self, chunk: Chunk, rank: int, number: int) -> Chunk:
+        """Return chunk ``number`` with the seed of the row in which ``rank`` encodes it."""
+        return chunk if self.seeds is None else replace(chunk, seed=self.seeds.of(rank, number))
+
     @property
     def used_codec(self) -> Codec:
         """The codec; `Raw` for exact values."""
@@ -109,7 +121,7 @@ class Scatter:
         self.chunks = chunks_of(sums, self._rows, layouts)
         """The chunks of each sum, with their segments of the rows."""
         self._segments = [
-            _Segment(codec, each.seeds, chunks, place)
+            _Segment(each, codec, chunks, place)
             for each, codec, chunks, place in zip(sums, codecs, self.chunks, layouts[group.rank], strict=True)
         ]
 
@@ -136,7 +148,7 @@ class Scatter:
         segment = self._segments[number]
         begin, end = segment.place
         rows = self._arriving[:, begin : begin + aligned(end - begin)]
-        return rows, NO_SEED if segment.seeds is None else segment.seeds.of_chunk(self._group.rank)
+        return rows, segment.sum.chunk_seed(self._group.rank)
 
 
 def sum_scattered(sums: Sequence[Sum], context: Context) -> None:
@@ -154,8 +166,9 @@ def sum_scattered(sums: Sequence[Sum], context: Context) -> None:
 class _Segment:
     """One sum's part of every row."""
 
+    sum: Sum
     codec: Codec
-    seeds: Seeds | None
+    """The encoding of rows to owners."""
     chunks: Sequence[Chunk]
     place: tuple[int, int]
     """Start and end in the rows that arrive at this rank."""
@@ -163,8 +176,7 @@ class _Segment:
     def encode(self, rank: int, peer: int) -> None:
         chunk = self.chunks[peer]
         if chunk.row.numel():
-            seeded = chunk if self.seeds is None else replace(chunk, seed=self.seeds.of(rank, peer))
-            self.codec.encode(seeded)
+            self.codec.encode(self.sum.seeded(chunk, rank, peer))
 
 
 def chunks_of(sums: Sequence[Sum], rows: Sequence[Tensor], layouts: Layouts) -> list[list[Chunk]]:
