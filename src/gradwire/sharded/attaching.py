@@ -80,7 +80,7 @@ def attach(
         on_nonfinite: what to do when an averaged gradient is infinite or NaN. ``"propagate"`` passes it to
             every rank, as torch does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
             optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
-            ``backward()`` on every rank; on CUDA from the next one.
+            ``backward()`` on every rank; on CUDA from the next one, and `Wire.detach` logs the last.
         verify_every: compare averaged gradients and parameters over the ranks, bit for bit, every so many
             steps; 0, the default, compares never. If they differ, ``backward()`` raises `WireError` on every
             rank, with the step, the ranks and the first parameter; on CUDA the next one. Not done inside
