@@ -121,7 +121,8 @@ def attach(
         )
     sharded = ShardedModel(root, replicas)
     make_options = functools.partial(Options, on_nonfinite, verify_every, grad_scaler, telemetry)
-    attachment = _open(sharded, _agree(sharded, recipe, state, weights, timeout, make_options))
+    agreed = _agree(sharded, recipe, state, weights, timeout, make_options)
+    attachment = _leave_to_torch(sharded, agreed) if is_disabled() else _open(sharded, agreed)
     if sharded.rank == 0 and (left_out := sharded.left_out()):
         log.warning(
             "fully_shard has left out %d trained parameter(s), such as %s: neither torch nor gradwire "
@@ -206,19 +207,23 @@ def _agree(
     return _Agreement(choice, options, limit, call.rendezvous, gathering)
 
 
+def _leave_to_torch(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
+    """Let torch average, over replicas that it does not know as well."""
+    choice = agreed.choice
+    log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
+    backward = Backward(Engine(noop(), None), own_world_rank(sharded.shards), sharded.device)
+    undo = contextlib.ExitStack()
+    if sharded.has_replicas and not sharded.is_native_hsdp:
+        for unit in sharded.units:
+            unit.module.set_all_reduce_hook(plain_mean(unit, sharded.group))
+            undo.callback(_remove_all_reduce_hook, unit)
+    return ShardedAttachment(sharded, backward, choice, agreed.timeout, undo, is_disabled=True)
+
+
 def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
     """Open what averages the model's gradients, and put it in place of torch's; undo all if it fails."""
     choice, options, gathering = agreed.choice, agreed.options, agreed.gathering
     assert choice.recipe is not None
-    if is_disabled():
-        log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
-        backward = Backward(Engine(noop(), None), own_world_rank(sharded.shards), sharded.device)
-        undo = contextlib.ExitStack()
-        if sharded.has_replicas and not sharded.is_native_hsdp:
-            for unit in sharded.units:
-                unit.module.set_all_reduce_hook(plain_mean(unit, sharded.group))
-                undo.callback(_remove_all_reduce_hook, unit)
-        return ShardedAttachment(sharded, backward, choice, agreed.timeout, undo, is_disabled=True)
     meter, is_nccl = options.meter(), uses_nccl(sharded.group, sharded.device)
     with contextlib.ExitStack() as undo:
         engine = open_engine(

@@ -20,7 +20,7 @@ def plain_mean(unit: Unit, group: dist.ProcessGroup) -> Callable[[Tensor], None]
     """Return an all-reduce hook that averages as torch does, for when gradwire is disabled."""
 
     def average(reduced: Tensor) -> None:
-        dist.all_reduce(reduced, group=group)
+        dist.all_reduce(reduced, dist.ReduceOp.SUM, group)  # see Note [Groups by position]
         if not unit.divides_by_factor:
             reduced.div_(group.size())
 
