@@ -179,7 +179,7 @@ class _Segment:
             self.codec.encode(self.sum.seeded(chunk, rank, peer))
 
 
-def chunks_of(sums: Sequence[Sum], rows: Sequence[Tensor], layouts: Layouts) -> list[list[Chunk]]:
+def chunks_of(sums: Sequence[Sum], rows: Sequence[Tensor], layouts: RowLayouts) -> list[list[Chunk]]:
     """Return each sum's chunk for every rank, with its segment of that rank's row."""
     return [
         [
@@ -224,11 +224,11 @@ def bounds_of(numel: int, num_chunks: int, alignment: int = _ALIGNMENT) -> tuple
     return tuple(pairwise([*edges, numel]))
 
 
-Layouts = tuple[tuple[tuple[int, int], ...], ...]
+RowLayouts = tuple[tuple[tuple[int, int], ...], ...]
 """The start and end of every sum's segment, for the row of each rank."""
 
 
-def row_layouts(sums: Sequence[Sum], codecs: Sequence[Codec], num_ranks: int) -> Layouts:
+def row_layouts(sums: Sequence[Sum], codecs: Sequence[Codec], num_ranks: int) -> RowLayouts:
     """Return the layouts of rows in which ``codecs`` encode the chunks of ``sums``."""
     shapes = (
         (codec, each.values.numel(), each.is_scattered) for each, codec in zip(sums, codecs, strict=True)
@@ -236,13 +236,13 @@ def row_layouts(sums: Sequence[Sum], codecs: Sequence[Codec], num_ranks: int) ->
     return _row_layouts(tuple(shapes), num_ranks)
 
 
-def layouts_of(shapes: Sequence[tuple[Codec, int]], num_ranks: int) -> Layouts:
+def layouts_of(shapes: Sequence[tuple[Codec, int]], num_ranks: int) -> RowLayouts:
     """Return the layouts of rows with a segment for each codec and number of values."""
     return _row_layouts(tuple((codec, numel, False) for codec, numel in shapes), num_ranks)
 
 
 @functools.lru_cache(_NUM_KEPT)
-def _row_layouts(shapes: tuple[tuple[Codec, int, bool], ...], num_ranks: int) -> Layouts:
+def _row_layouts(shapes: tuple[tuple[Codec, int, bool], ...], num_ranks: int) -> RowLayouts:
     layouts = []
     for rank in range(num_ranks):
         end, layout = 0, []
@@ -257,7 +257,7 @@ def _row_layouts(shapes: tuple[tuple[Codec, int, bool], ...], num_ranks: int) ->
     return tuple(layouts)
 
 
-def row_sizes(layouts: Layouts) -> list[int]:
+def row_sizes(layouts: RowLayouts) -> list[int]:
     """Return the bytes of the row of each rank."""
     return [layout[-1][1] for layout in layouts]
 
