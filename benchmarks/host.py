@@ -12,7 +12,6 @@ import argparse
 import copy
 import cProfile
 import io
-import os
 import pstats
 import statistics
 import time
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.ddp.bridge import Bridge
 from gradwire.testing import run_ranks
+from groups import open_group
 from steps import CPU, GPU, PEERS, print_table
 
 ROWS = ["DDP", "torch noop", "noop", "int8", "int4", "int2", "sign", "powersgd"]
@@ -102,11 +102,7 @@ def time_row(
 def job(
     rank: int, names: list[str], num_steps: int, device: str, profiles: bool
 ) -> list[tuple[list[str], str]]:
-    group = dist.group.WORLD
-    if device == "cuda":
-        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        group = dist.new_group(backend="nccl")
+    group = open_group(rank, device)
     built = (GPU if device == "cuda" else CPU).build().to(torch.device(device))
     rows = []
     for name in names:

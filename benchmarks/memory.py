@@ -12,11 +12,9 @@ on CPU torch does not count it.
 import argparse
 import copy
 import gc
-import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +22,7 @@ import gradwire
 from gradwire.headroom import Machine, Workload
 from gradwire.testing import run_ranks
 from gradwire.torch_private import tree_map_only
+from groups import open_group
 from steps import CPU, GPU, print_table
 
 # In the first two steps, all parameters are in one bucket.
@@ -54,11 +53,7 @@ def measure(
     rank: int, rows: list[str], workload: Workload, device_type: str, options: dict[str, Any]
 ) -> dict[str, tuple[int, int, int]]:
     """Return each recipe's state, other memory, and peak, in bytes."""
-    device, group = torch.device(device_type), dist.group.WORLD
-    if device_type == "cuda":
-        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        group = dist.new_group(backend="nccl")
+    device, group = torch.device(device_type), open_group(rank, device_type)
     built = workload.build().to(device)
     found: dict[str, tuple[int, int, int]] = {}
     # The first row also holds what libraries keep from then on, such as workspaces of cuBLAS.

@@ -38,6 +38,7 @@ from gradwire.headroom import ALLREDUCE, Machine, Sharding, Workload
 from gradwire.lab import Lab, parse_rate
 from gradwire.planner import Calibration, Cluster, ShardedPlan, calibrate, predict_sharded
 from gradwire.testing import run_ranks
+from groups import open_group
 from plain_sends import PlainSends
 
 BASE, ALONE, ONCE, PLAIN = "torch", "no exchange", ", gathered once", "plain sends, "
@@ -61,17 +62,6 @@ class Row:
     memory_mb: float
     bytes_sent: int | None = None
     """Bytes that a rank sends in a step, gradients and parameters; None if they are not known."""
-
-
-def prepare(rank: int, device: str) -> dist.ProcessGroup:
-    """Return the group of all ranks, for tensors on the device."""
-    group = dist.group.WORLD
-    if device == "cuda":
-        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        group = dist.new_group(backend="nccl")
-    assert group is not None
-    return group
 
 
 def measure(ways: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, Row]:
@@ -121,7 +111,7 @@ def time_scatter(
     rank: int, names: list[str], rounds: int, device: str, dtype: torch.dtype, numel: int
 ) -> dict[str, Row]:
     """Time a reduce-scatter alone."""
-    group = prepare(rank, device)
+    group = open_group(rank, device)
     flat = torch.randn(numel, device=device, dtype=dtype)
     shard = flat.new_empty(numel // group.size())
 
@@ -168,7 +158,7 @@ def time_steps(
     sends_plainly: bool,
 ) -> dict[str, Row]:
     """Time steps of FSDP2 or of HSDP, and of the model alone; with ``sends_plainly``, bytes by Gloo too."""
-    group = prepare(rank, device)
+    group = open_group(rank, device)
     built = workload.build().to(torch.device(device))
     if is_hsdp:
         mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))

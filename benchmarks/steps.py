@@ -50,6 +50,7 @@ from gradwire.errors import Place
 from gradwire.headroom import Machine, Workload
 from gradwire.lab import Lab, parse_rate
 from gradwire.testing import run_ranks
+from groups import open_group
 from limits import BucketClock, HandedOver, limit_ms
 
 STEPS_PER_TURN = 3
@@ -154,12 +155,7 @@ def make_models(
 def time_steps(
     rank: int, names: list[str], rounds: int, device: str, workload: Workload, warm_up: int
 ) -> dict[str, Measured]:
-    group = dist.group.WORLD
-    assert group is not None
-    if device == "cuda":
-        os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        group = dist.new_group(backend="nccl")
+    group = open_group(rank, device)
     built = workload.build().to(torch.device(device))
     models, wires = make_models(names, built.model, group)
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -15,6 +15,12 @@ def small_model(**options):
     return DistributedDataParallel(net, bucket_cap_mb=0.001, **options)
 
 
+def net():
+    """Return three layers, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2))
+
+
 def backward(model, seed=0):
     """Run a backward pass on a batch of this rank's own."""
     model.zero_grad()

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from tests.sharded_runs import same_bits
 
 NUM_SHARDS = 2
 
@@ -49,15 +50,11 @@ def whole(model):
     }
 
 
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def assert_sites_same(model):
     """Compare the parameters of all sites, bit for bit."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, whole(model))
-    assert all(same(everyone[0], other) for other in everyone)
+    assert all(same_bits(everyone[0], other) for other in everyone)
 
 
 def drift(model, site, step):
@@ -104,10 +101,10 @@ def check_bits(rank, recipe, outer, native):
             drift(reference, site, step)
             ended = local.step()
             assert ended == expected.step()
-            assert same(whole(model), whole(reference)), step
+            assert same_bits(whole(model), whole(reference)), step
             num_ended += ended
         assert num_ended == local.num_averages == expected.num_averages > 1
         local.average()
         expected.average()
-        assert same(whole(model), whole(reference))
+        assert same_bits(whole(model), whole(reference))
         assert_sites_same(model)

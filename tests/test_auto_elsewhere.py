@@ -12,6 +12,7 @@ from gradwire.tuning.policy import NUM_SETTLING, NUM_TIMED
 from gradwire.tuning.times import StepTimer, Times
 from gradwire.tuning.trials import WINDOW
 from gradwire.tuning.tuner import Tuner
+from tests.auto_runs import require_same_everywhere
 from tests.sharded_runs import batch as batch_of
 from tests.sharded_runs import loss_of, make, mesh_of, same_bits, shard
 
@@ -38,12 +39,6 @@ def exact(step):
 def error_of(tensors, step):
     flat, want = (torch.cat([t.flatten().double() for t in each.values()]) for each in (tensors, exact(step)))
     return float((flat - want).norm() / want.norm())
-
-
-def require_same_everywhere(value):
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    assert everyone.count(everyone[0]) == len(everyone), everyone
 
 
 def average(averager, rank, steps):

@@ -176,6 +176,8 @@ def check_disabled(rank):
             for weight in (None, 1000 + rank):
                 averager.average_(half := torch.full((3,), 6e4, dtype=torch.float16), weight)
                 assert torch.allclose(half.float(), torch.tensor(6e4), rtol=1e-3), "nothing overflows"
+            with pytest.raises(ValueError, match="the weights of all ranks are 0"):
+                averager.average_(draw(rank), weight=0)
             averager.load_state_dict(averager.state_dict())
             assert averager.stats().bytes_sent is None
     finally:

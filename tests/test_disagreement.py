@@ -17,12 +17,7 @@ from gradwire.peers.gloo import GlooGroup
 from gradwire.peers.groups import PeerUnreachable, gather
 from gradwire.peers.store_connections import limited_store
 from gradwire.recipes import fingerprint
-from tests.models import backward
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2))
+from tests.models import backward, net
 
 
 def model_of(**options):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -11,12 +10,7 @@ import gradwire
 from gradwire.ddp.verification import _hash as hash_of
 from gradwire.ddp.verification import check_interval
 from tests.corrupting import FIRST_WRONG_STEP, corrupting_hook, corrupting_recipe
-from tests.models import backward
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2))
+from tests.models import backward, net
 
 
 def model_of(**options):

@@ -11,7 +11,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -20,25 +19,15 @@ import gradwire
 from gradwire.peers import failure_store, last_words
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks, send_message
+from tests.models import backward, net
 
 LONG_S = 600.0  # longer than `run_ranks` waits: no error comes by this timeout
 SHORT_S = 12.0  # no rank of a busy machine stands still for half as long
 FAULTY_STEP = 3  # DDP has rebuilt its buckets, and every step is exchanged as it arrives
 
 
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 2))
-
-
 def model_of(group=None, **options):
     return DistributedDataParallel(net(), bucket_cap_mb=0.001, process_group=group, **options)
-
-
-def backward(model, step=0):
-    model.zero_grad()
-    torch.manual_seed(100 * dist.get_rank() + step)
-    model(torch.randn(4, 10)).square().mean().backward()
 
 
 def raised_by(act, kind=gradwire.WireError):

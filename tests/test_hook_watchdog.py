@@ -1,5 +1,6 @@
 """A hook's future that nobody completes is given up."""
 
+import threading
 import time
 
 import torch
@@ -33,8 +34,10 @@ def check_a_failure_during_the_call(rank):
 
 def check_the_wait_after_a_peer_has_left(rank):
     watchdog = HookWatchdog(dist.group.WORLD, "left")
+    finished = threading.Event()
+    finished.set()  # the future has no callbacks
     before = time.monotonic()
-    watchdog.watch(Future(), PLACE, lambda: None)
+    watchdog.watch(Future(), PLACE, lambda: None, finished)
     after = time.monotonic()
     dist.barrier()
     if rank == 0:

@@ -3,8 +3,10 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.headroom import read_records
-from gradwire.lab import Lab, format_delay, format_rate, parse_delay, parse_rate
+from gradwire.lab import Lab, format_delay, format_rate, parse_delay, parse_rate, relay
 from gradwire.testing import run_ranks
 from tests.lab_machine import needs_lab
 
@@ -253,3 +255,24 @@ def test_a_host_can_have_several_ranks():
     assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
     assert list(places) == [["0", "2", "0"], ["1", "2", "0"], ["0", "2", "1"], ["1", "2", "1"]]
     assert totals == (6.0,) * 4
+
+
+def test_a_link_with_a_delay_loses_the_frames_for_which_there_is_no_room(monkeypatch):
+    monkeypatch.setattr(relay, "_MAX_WAITING", 2)
+    (near, near_end), (far, far_end) = (socket.socketpair(type=socket.SOCK_SEQPACKET) for _ in range(2))
+    parent, lifeline = os.pipe()
+    with near, near_end, far, far_end:
+        far.settimeout(60)
+        ends = {near_end.fileno(): far_end.fileno(), far_end.fileno(): near_end.fileno()}
+        for end in ends:
+            os.set_blocking(end, False)
+        for frame in (b"first", b"second", b"third"):
+            near.send(frame)
+        thread = threading.Thread(target=relay.relay, args=(ends, 0.01, parent), daemon=True)
+        thread.start()
+        assert [far.recv(16), far.recv(16)] == [b"first", b"second"]
+        near.send(b"fourth")
+        assert far.recv(16) == b"fourth"
+        os.close(lifeline)
+        thread.join()
+    os.close(parent)

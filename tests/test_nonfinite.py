@@ -8,6 +8,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.ddp import StepChecks
+from gradwire.ddp.nonfinite import NonfinitePolicy, _Copied
 from tests.models import small_model
 
 
@@ -15,6 +17,21 @@ def backward(model, step, is_bad):
     model.zero_grad()
     torch.manual_seed(100 * dist.get_rank() + step)
     (model(torch.randn(4, 10)).square().mean() * (float("nan") if is_bad else 1.0)).backward()
+
+
+class NoWait:
+    def synchronize(self):
+        pass
+
+
+def test_the_last_step_on_cuda_is_told_of_when_the_wire_is_detached(caplog):
+    policy = NonfinitePolicy("raise", None)
+    policy._conclude(_Copied(6, ["bias", "weight"], torch.tensor([True, True]), NoWait()))
+    policy._conclude(_Copied(7, ["bias", "weight"], torch.tensor([True, False]), NoWait()))
+    StepChecks(policy).close()
+    StepChecks(policy).close()
+    (said,) = [each.getMessage() for each in caplog.records]
+    assert said.startswith("step 7: the averaged gradient of weight is not finite, on every rank")
 
 
 def check_skipping(rank, attached):

@@ -128,6 +128,14 @@ def test_wrong_arguments_are_explained(arguments, message):
     assert message in result.stderr
 
 
+def test_a_script_may_clear_its_environment(tmp_path):
+    before = dict(os.environ)
+    (tmp_path / "plain.py").write_text("import os, sys; os.environ.clear(); sys.exit(5)")
+    result = CliRunner().invoke(app, ["run", str(tmp_path / "plain.py")])
+    os.environ.update(before)
+    assert result.exit_code == 5, result.output
+
+
 def test_a_script_without_a_model_keeps_its_exit_code(tmp_path):
     (tmp_path / "plain.py").write_text("import sys; sys.exit(5)")
     result = CliRunner().invoke(app, ["run", str(tmp_path / "plain.py")])

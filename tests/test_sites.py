@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from tests.local_runs import saved_bytes
+from tests.sharded_runs import same_bits
 from tests.site_runs import (
     assert_sites_same,
     check_bits,
@@ -19,7 +20,6 @@ from tests.site_runs import (
     make,
     make_whole,
     net,
-    same,
     sharded,
     train,
     whole,
@@ -120,7 +120,7 @@ def check_resumes(rank, native):
             resumed_optimizer.load_state_dict(saved[1])
             local.load_state_dict(saved[2])
             train(resumed, resumed_optimizer, local, rank, range(saved_after, 12))
-            assert same(whole(model), whole(resumed)), saved_after
+            assert same_bits(whole(model), whole(resumed)), saved_after
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -158,7 +158,7 @@ def check_other_numbers(rank, grid):
         local.load_state_dict(state)
         now = local.state_dict(gather=True)
         for kind in ("start", "momentum", "mean"):
-            assert same(state[kind], now[kind]), kind
+            assert same_bits(state[kind], now[kind]), kind
         # In a mean over sites, all together hold back as much as before.
         for name, before in held_back(state).items():
             after = held_back(now)[name]
@@ -194,9 +194,9 @@ def check_members(rank, newcomers):
         everyone = [None] * 4
         dist.all_gather_object(everyone, [now[kind] for kind in ("start", "momentum", "mean")])
         for kinds in everyone:
-            assert all(same(*pair) for pair in zip(kinds, everyone[0], strict=True))
+            assert all(same_bits(*pair) for pair in zip(kinds, everyone[0], strict=True))
         assert all(now[kind] for kind in ("start", "momentum", "mean"))
-        assert same(whole(model), now["start"]) == (rank >= 2)
+        assert same_bits(whole(model), now["start"]) == (rank >= 2)
         assert train(model, optimizer, local, rank, range(8, 12)) == [9, 12]
         if rank in (0, 2):
             with pytest.raises(ValueError, match="no site has a whole one"):
@@ -224,7 +224,7 @@ def check_failures(rank):
     after = local.state_dict()
     assert not after["mean"]
     assert not after["turn"]["under_way"]
-    assert same({n: t.full_tensor() for n, t in after["start"].items()}, before)
+    assert same_bits({n: t.full_tensor() for n, t in after["start"].items()}, before)
     with pytest.raises(gradwire.WireError):
         local.step()
     local.detach()
@@ -287,7 +287,7 @@ def check_skips(rank):
             scaler.scale(loss_of(model, rank, step) * factor).backward()
             scaler.step(optimizer)
             scaler.update()
-            assert same(before, whole(model)) == (rank >= 2 and step in (1, 2, 5))
+            assert same_bits(before, whole(model)) == (rank >= 2 and step in (1, 2, 5))
             assert local.step() == (step + 1 in (3, 5, 7, 9))
         local.average()
         assert_sites_same(model)

@@ -136,6 +136,18 @@ def test_smaller_buckets_are_recommended_where_they_are_best():
     assert said.endswith("Plain DDP with buckets of 8 MB alone makes it 1.25x as fast.")
 
 
+def test_default_buckets_are_recommended_where_they_are_best():
+    rows = [
+        dataclasses.replace(small(name, ms), bucket_mb=None) for name, ms in (("bf16", 60), ("allreduce", 80))
+    ]
+    baselines = (small("allreduce", 100), small("noop", 50))
+    plain = dataclasses.replace(record(allreduce=100, noop=50), bucket_mb=8.0, rows=(*baselines, *rows))
+    said = give_verdict(plain)
+    assert "bf16 with default buckets, the best measured, makes it 1.67x as fast: use it" in said
+    assert "with DistributedDataParallel(..., bucket_cap_mb=None)." in said
+    assert said.endswith("Plain DDP with default buckets alone makes it 1.25x as fast.")
+
+
 def test_the_link_is_part_of_the_verdict():
     slow = dataclasses.replace(record(allreduce=100, bf16=80, noop=50), link="100mbit")
     assert "on 2 ranks with links of 100mbit" in give_verdict(slow)

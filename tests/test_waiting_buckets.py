@@ -120,7 +120,8 @@ def test_an_error_between_the_buckets_of_a_regrouped_step_leaves_none_waiting(na
     state = RunState(timeline=Timeline(num_transient=1))
     state.timeline.load(0, [(0, tuple(("float32", (name,)) for name in names))])
     recipe = gradwire.Recipe("failing", Failing())
-    engine = Engine(recipe, EagerLane(), state, coalescer=Coalescer(100))
+    engine = Engine(recipe, EagerLane(), state)
+    engine.coalescer = Coalescer(100)
     buckets = [Bucket(job.flat, job.layout, job.place.bucket == 2) for job in map(job_at, [0] * 3, range(3))]
     futures = [engine.start(bucket, Place(0, 0, bucket.layout.index, "failing")) for bucket in buckets[:2]]
     with pytest.raises(ArithmeticError, match="no second one"):

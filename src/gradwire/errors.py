@@ -108,6 +108,15 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def encodable(text: str) -> str:
+    r"""Return the text with escapes for lone surrogates, as names of files have them: UTF-8 takes none.
+
+    >>> print(encodable("no file train\udcff.py"))
+    no file train\udcff.py
+    """
+    return text.encode(errors="backslashreplace").decode()
+
+
 def _copy(error: Exception) -> WireError:
     """Return a WireError that is also of the error's type and has its attributes.
 

@@ -15,6 +15,7 @@ from gradwire.averaging.layout_check import LayoutCheck
 from gradwire.averaging.native import NativeMean
 from gradwire.averaging.pending import Pending
 from gradwire.averaging.saved_files import read_saved
+from gradwire.averaging.scaling import require_weight
 from gradwire.averaging.state import RunState
 from gradwire.averaging.timeline import Grouping, Timeline, grouping_of
 from gradwire.averaging.tuned import Share, Tuned
@@ -40,4 +41,5 @@ __all__ = [
     "merge_state_dicts",
     "open_engine",
     "read_saved",
+    "require_weight",
 ]

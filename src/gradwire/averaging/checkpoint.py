@@ -71,8 +71,9 @@ def write(
     rank: int,
     grid: Grid,
     loss_scale: float | None = None,
+    tuning: str | None = None,
 ) -> dict[str, Any]:
-    """Return the state of one rank, in the form of the note above."""
+    """Return the state of one rank, in the form of the note above; `Saved` explains its parts."""
     return {
         "version": VERSION,
         "recipe": recipe,
@@ -85,6 +86,7 @@ def write(
             [state, name, list(tensor.shape)] for state, own in memory.items() for name, tensor in own.items()
         ),
         "memory": {grid.name(rank): {state: dict(tensors) for state, tensors in memory.items()}},
+        **({} if tuning is None else {"tuning": tuning}),
     }
 
 

@@ -48,7 +48,6 @@ class Engine:
         lane: Lane | None,
         state: RunState | None = None,
         *,
-        coalescer: Coalescer | None = None,
         meter: Meter | None = None,
         layout_check: LayoutCheck | None = None,
         may_wait: bool = False,
@@ -60,7 +59,6 @@ class Engine:
             recipe: how buckets are averaged.
             lane: where exchanges run; None for a recipe that does not communicate.
             state: the state of an earlier run; None to begin anew.
-            coalescer: lets buckets share messages; None for the one that suits the lane.
             meter: compares averages with exact ones; None to compare nothing.
             layout_check: compares new layouts with the other ranks'; None if parameters have no names.
             may_wait: True if the caller starts all buckets of a step before it waits for one of them.
@@ -70,7 +68,7 @@ class Engine:
         self.recipe = recipe
         self.stats = StatsCollector()
         self.state = state or RunState()
-        self.coalescer = coalescer or Coalescer()
+        self.coalescer = Coalescer()
         self.native: NativeMean | None = None
         """Takes exact means faster than the lane does, for buckets that `_goes_natively` lets through."""
         self.observer: Observer | None = None
@@ -82,7 +80,7 @@ class Engine:
         self._may_wait = may_wait
         self._may_have_unused = may_have_unused
         if lane is not None:
-            self._use_lane(lane, coalescer)
+            self._use_lane(lane)
 
     @property
     def name(self) -> str:
@@ -171,9 +169,9 @@ class Engine:
         if self._lane is not None:
             self._lane.close()
 
-    def _use_lane(self, lane: Lane, coalescer: Coalescer | None = None) -> None:
+    def _use_lane(self, lane: Lane) -> None:
         self._lane = lane
-        if coalescer is None and self._may_wait:
+        if self._may_wait:
             self.coalescer = Coalescer.for_lane(lane)
 
     def _show(

@@ -54,13 +54,18 @@ class Scaling:
 def _weigh(flat: Tensor, weight: float, weights: Tensor) -> Scale:
     """Multiply by this rank's weight over the largest one, so that nothing overflows; return the factor."""
     largest, total = weights.max(), weights.sum()
-    if not flat.is_cuda and not total:
-        raise ValueError("the weights of all ranks are 0: give at least one rank a positive weight")
+    require_weight(total)
     if weight == 0:
         flat.zero_()  # not a product: the values of a rank without weight may be infinite
     else:
         flat.mul_(weight / largest)
     return largest / total if flat.is_cuda else float(largest / total)
+
+
+def require_weight(total: Tensor) -> None:
+    """Raise ValueError if the weights of all ranks add up to 0; on CUDA do nothing: the host would wait."""
+    if not total.is_cuda and not total:
+        raise ValueError("the weights of all ranks are 0: give at least one rank a positive weight")
 
 
 def _gather_number(own: float, device: torch.device, group: Group) -> Tensor:

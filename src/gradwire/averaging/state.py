@@ -22,18 +22,14 @@ class RunState:
     loss_scale: LossScale | None = None
     """None if the loss is not scaled."""
 
-    def save(self, recipe: str, step: int, rank: int, grid: Grid) -> dict[str, Any]:
-        """Return this rank's state as tensors and numbers."""
+    def save(
+        self, recipe: str, step: int, rank: int, grid: Grid, tuning: str | None = None
+    ) -> dict[str, Any]:
+        """Return this rank's state as tensors and numbers; ``tuning`` is that of recipe ``auto``."""
         held = None if self.loss_scale is None else self.loss_scale.residual_scale
-        return checkpoint.write(
-            recipe,
-            step,
-            self.timeline.save(step),
-            self.memory.state_dict(),
-            rank,
-            grid,
-            None if held is None else float(held),
-        )
+        scale = None if held is None else float(held)
+        timeline, memory = self.timeline.save(step), self.memory.state_dict()
+        return checkpoint.write(recipe, step, timeline, memory, rank, grid, scale, tuning)
 
     def load(self, saved: checkpoint.Saved, device: torch.device) -> None:
         """Load a state that has been checked."""

@@ -110,6 +110,10 @@ class Tuned:
         if decision is not None:
             self._on_decision(decision)
 
+    def save(self) -> str:
+        """Return the tuner's part of a state."""
+        return self.tuner.save()
+
     def read(self, saved: Saved) -> PolicyState | None:
         """Return the tuner's part of a saved state; ValueError if it cannot be read."""
         return read_state(saved.tuning) if saved.tuning else None

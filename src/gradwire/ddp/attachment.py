@@ -175,9 +175,8 @@ class Attachment(abc.ABC):
                 f"rank {self._name}: Wire.state_dict was called inside backward(), where some residuals are "
                 "those of this step and some are older; call it after backward() has returned"
             )
-        state = self.state.save(self.choice.name, self.bridge.num_steps, self.rank, self.grid)
-        if self.tuned is not None:
-            state["tuning"] = self.tuned.tuner.save()
+        tuning = None if self.tuned is None else self.tuned.save()
+        state = self.state.save(self.choice.name, self.bridge.num_steps, self.rank, self.grid, tuning)
         for group in self.state_groups() if gather else ():
             state = gather_states(state, group, self.timeout, "Wire.state_dict")
         return state

@@ -148,4 +148,4 @@ def _keep_group_beyond_reducer(ddp: DistributedDataParallel) -> None:
 
 
 def _let_go(group: dist.ProcessGroup) -> None:
-    """Take a group that nothing holds any more once this returns."""
+    """Do nothing: with this call, Python lets go of the group."""

@@ -60,17 +60,10 @@ class HookWatchdog:
         return self._ring.failure.error
 
     def watch(
-        self,
-        future: Future[Tensor],
-        place: Place,
-        give_up: Callable[[], None],
-        finished: threading.Event | None = None,
+        self, future: Future[Tensor], place: Place, give_up: Callable[[], None], finished: threading.Event
     ) -> None:
-        """Call ``give_up`` if ``future`` is not done when the ring breaks or the time is up.
-
-        ``finished`` is set when all callbacks of the future are done.
-        """
-        self._ring.add(future, place, give_up, finished or _set_event())
+        """Call ``give_up`` if ``future`` is not done when the ring breaks or the time is up."""
+        self._ring.add(future, place, give_up, finished)
 
     def fail(self, error: WireError) -> None:
         """Fail with ``error``, on every rank."""
@@ -261,12 +254,6 @@ class _Ring:
             abandoned, self._pending = self._pending, {}
         for watched in abandoned.values():
             watched.give_up()
-
-
-def _set_event() -> threading.Event:
-    event = threading.Event()
-    event.set()
-    return event
 
 
 def _end(ring: _Ring, threads: list[threading.Thread], watcher: StallWatcher) -> None:

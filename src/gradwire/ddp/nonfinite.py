@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,6 +20,16 @@ def check_mode(mode: str) -> None:
     """Raise ValueError unless ``mode`` is an `OnNonfinite`."""
     if mode not in typing.get_args(OnNonfinite):
         raise ValueError(f"on_nonfinite must be 'propagate', 'skip' or 'raise', not {mode!r}")
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """The flags of a step on their way from the device to the host."""
+
+    step: int
+    names: list[str]
+    is_finite: Tensor
+    arrived: torch.cuda.Event
 
 
 class NonfinitePolicy:
@@ -38,7 +49,7 @@ class NonfinitePolicy:
         self._mode = mode
         self._gradients = gradients
         self._agree = agree
-        self._pending: tuple[int, list[str], Tensor, torch.cuda.Event] | None = None
+        self._copied: _Copied | None = None
 
     def look(self, step: int) -> None:
         """Skip or raise if a gradient is not finite.
@@ -63,12 +74,20 @@ class NonfinitePolicy:
         if not is_finite.is_cuda:
             _raise_unless_finite(step, names, is_finite)
             return
-        before = self._pending
         copied = is_finite.to("cpu", non_blocking=True)
-        self._pending = step, names, copied, torch.cuda.current_stream(is_finite.device).record_event()
+        arrived = torch.cuda.current_stream(is_finite.device).record_event()
+        self._conclude(_Copied(step, names, copied, arrived))
+
+    def conclude(self) -> None:
+        """Raise for the last step that `look` has looked at on CUDA, when no other follows."""
+        self._conclude(None)
+
+    def _conclude(self, following: _Copied | None) -> None:
+        """Raise if a gradient of the step before was not finite; remember the one that follows."""
+        before, self._copied = self._copied, following
         if before is not None:
-            before[-1].synchronize()  # no wait in practice: a whole step lies between
-            _raise_unless_finite(*before[:-1])
+            before.arrived.synchronize()  # no wait in practice: a whole step lies between
+            _raise_unless_finite(before.step, before.names, before.is_finite)
 
     def _finite(self, trained: dict[str, nn.Parameter]) -> tuple[list[str], Tensor]:
         """Return the parameters that have gradients, and which of these are finite."""

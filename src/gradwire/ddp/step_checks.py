@@ -91,11 +91,16 @@ class StepChecks:
             self.recorder.write_failure(step, error)
 
     def close(self) -> None:
-        """Close the recorder's file; log a difference that the last step may have left to find."""
-        try:
-            if self.verification is not None:
-                self.verification.conclude()
-        except WireError as error:
-            log.error("%s", error)
+        """Close the recorder's file; log what the last step on CUDA has left to find."""
+        for check in (self.verification, self.policy):
+            if check is not None:
+                _conclude(check)
         if self.recorder is not None:
             self.recorder.close()
+
+
+def _conclude(check: Verification | NonfinitePolicy) -> None:
+    try:
+        check.conclude()
+    except (FloatingPointError, WireError) as error:
+        log.error("%s", error)

@@ -11,7 +11,7 @@ from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.scatter import Sum, aligned, aligned_rows, layouts_of
 from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, two_shot_bytes
-from gradwire.ops import NO_SEED, Chunk
+from gradwire.ops import Chunk
 from gradwire.peers import gather, gather_matrix
 
 # Bytes that a fast network sends in about the time of one more round.
@@ -52,7 +52,7 @@ def sum_encoded(sums: Sequence[Sum], context: Context) -> None:
     arriving = aligned_rows(context.scratch, "arriving", group.size, num_bytes, sums[0].values.device)
     for each, (begin, end) in zip(sums, places, strict=True):
         codec, row = each.used_codec.to_owner, arriving[group.rank, begin:end]
-        seed = NO_SEED if each.seeds is None else each.seeds.of(group.rank, 0)
+        seed = each.row_seed(group.rank, 0)
         codec.encode(Chunk(each.values, row, each.residual, seed))
         codec.decode(row, each.values, seed)
         if each.sent is not None:
@@ -60,8 +60,7 @@ def sum_encoded(sums: Sequence[Sum], context: Context) -> None:
     gather_matrix(arriving, [num_bytes] * group.size, group)
     for each, (begin, end) in zip(sums, places, strict=True):
         rows = arriving[:, begin : begin + aligned(end - begin)]
-        seed = NO_SEED if each.seeds is None else each.seeds.of_chunk(0)
-        each.used_codec.sum(each.values, rows, group.rank, context.scale, seed)
+        each.used_codec.sum(each.values, rows, group.rank, context.scale, each.chunk_seed(0))
 
 
 def encoded_bytes(shapes: Sequence[tuple[Codec, int]]) -> int:

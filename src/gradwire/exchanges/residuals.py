@@ -28,10 +28,9 @@ def migrate_residuals(
 ) -> Rounds:
     """Add residuals of other dtypes to those of dtype ``kept``; if that is None, add them to ``flat``.
 
-    Velocities follow them; without a ``momentum`` they are forgotten.
-
     So nothing that an earlier recipe has held back is lost. DDP drops the gradient of a parameter that no
-    rank has used in this step. Such a parameter keeps its residual.
+    rank has used in this step. Such a parameter keeps its residual. Velocities move to dtype ``kept`` too;
+    without a ``momentum`` they are forgotten.
     """
     memory, layout = context.memory, context.layout
     migrate_velocities(context, kept if momentum else None, flat.device)

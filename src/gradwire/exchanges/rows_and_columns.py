@@ -10,7 +10,6 @@ from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.scatter import Sum, aligned, bounds_of, sum_scattered
 from gradwire.exchanges.two_phase import TwoPhaseReduce
-from gradwire.ops import NO_SEED
 from gradwire.peers import Group, gather
 
 Places = tuple[tuple[int, int], ...]
@@ -68,5 +67,4 @@ def _decode(part: Sum, message: Tensor, places: Places) -> None:
     for owner, ((begin, _), (start, end)) in enumerate(zip(places, part.bounds(len(places)), strict=True)):
         if start < end:
             row = message[begin : begin + codec.wire_bytes(end - start)]
-            seed = NO_SEED if part.seeds is None else part.seeds.of(owner, owner)
-            codec.decode(row, part.values[start:end], seed)
+            codec.decode(row, part.values[start:end], part.row_seed(owner, owner))

@@ -67,6 +67,18 @@ class Sum:
         """Return the start and end of every rank's chunk."""
         return bounds_of(self.values.numel(), num_ranks, 1 if self.is_scattered else _ALIGNMENT)
 
+    def row_seed(self, rank: int, chunk: int) -> Seed:
+        """Return the seed of the row in which ``rank`` encodes a chunk."""
+        return NO_SEED if self.seeds is None else self.seeds.of(rank, chunk)
+
+    def chunk_seed(self, chunk: int) -> Seed:
+        """Return the seed of a chunk, from which each rank's own is made."""
+        return NO_SEED if self.seeds is None else self.seeds.of_chunk(chunk)
+
+    def seeded(self, chunk: Chunk, rank: int, number: int) -> Chunk:
+        """Return chunk ``number`` with the seed of the row in which ``rank`` encodes it."""
+        return chunk if self.seeds is None else replace(chunk, seed=self.seeds.of(rank, number))
+
     @property
     def used_codec(self) -> Codec:
         """The codec; `Raw` for exact values."""
@@ -109,7 +121,7 @@ class Scatter:
         self.chunks = chunks_of(sums, self._rows, layouts)
         """The chunks of each sum, with their segments of the rows."""
         self._segments = [
-            _Segment(codec, each.seeds, chunks, place)
+            _Segment(each, codec, chunks, place)
             for each, codec, chunks, place in zip(sums, codecs, self.chunks, layouts[group.rank], strict=True)
         ]
 
@@ -136,7 +148,7 @@ class Scatter:
         segment = self._segments[number]
         begin, end = segment.place
         rows = self._arriving[:, begin : begin + aligned(end - begin)]
-        return rows, NO_SEED if segment.seeds is None else segment.seeds.of_chunk(self._group.rank)
+        return rows, segment.sum.chunk_seed(self._group.rank)
 
 
 def sum_scattered(sums: Sequence[Sum], context: Context) -> None:
@@ -154,8 +166,9 @@ def sum_scattered(sums: Sequence[Sum], context: Context) -> None:
 class _Segment:
     """One sum's part of every row."""
 
+    sum: Sum
     codec: Codec
-    seeds: Seeds | None
+    """The encoding of rows to owners."""
     chunks: Sequence[Chunk]
     place: tuple[int, int]
     """Start and end in the rows that arrive at this rank."""
@@ -163,11 +176,10 @@ class _Segment:
     def encode(self, rank: int, peer: int) -> None:
         chunk = self.chunks[peer]
         if chunk.row.numel():
-            seeded = chunk if self.seeds is None else replace(chunk, seed=self.seeds.of(rank, peer))
-            self.codec.encode(seeded)
+            self.codec.encode(self.sum.seeded(chunk, rank, peer))
 
 
-def chunks_of(sums: Sequence[Sum], rows: Sequence[Tensor], layouts: Layouts) -> list[list[Chunk]]:
+def chunks_of(sums: Sequence[Sum], rows: Sequence[Tensor], layouts: RowLayouts) -> list[list[Chunk]]:
     """Return each sum's chunk for every rank, with its segment of that rank's row."""
     return [
         [
@@ -212,11 +224,11 @@ def bounds_of(numel: int, num_chunks: int, alignment: int = _ALIGNMENT) -> tuple
     return tuple(pairwise([*edges, numel]))
 
 
-Layouts = tuple[tuple[tuple[int, int], ...], ...]
+RowLayouts = tuple[tuple[tuple[int, int], ...], ...]
 """The start and end of every sum's segment, for the row of each rank."""
 
 
-def row_layouts(sums: Sequence[Sum], codecs: Sequence[Codec], num_ranks: int) -> Layouts:
+def row_layouts(sums: Sequence[Sum], codecs: Sequence[Codec], num_ranks: int) -> RowLayouts:
     """Return the layouts of rows in which ``codecs`` encode the chunks of ``sums``."""
     shapes = (
         (codec, each.values.numel(), each.is_scattered) for each, codec in zip(sums, codecs, strict=True)
@@ -224,13 +236,13 @@ def row_layouts(sums: Sequence[Sum], codecs: Sequence[Codec], num_ranks: int) ->
     return _row_layouts(tuple(shapes), num_ranks)
 
 
-def layouts_of(shapes: Sequence[tuple[Codec, int]], num_ranks: int) -> Layouts:
+def layouts_of(shapes: Sequence[tuple[Codec, int]], num_ranks: int) -> RowLayouts:
     """Return the layouts of rows with a segment for each codec and number of values."""
     return _row_layouts(tuple((codec, numel, False) for codec, numel in shapes), num_ranks)
 
 
 @functools.lru_cache(_NUM_KEPT)
-def _row_layouts(shapes: tuple[tuple[Codec, int, bool], ...], num_ranks: int) -> Layouts:
+def _row_layouts(shapes: tuple[tuple[Codec, int, bool], ...], num_ranks: int) -> RowLayouts:
     layouts = []
     for rank in range(num_ranks):
         end, layout = 0, []
@@ -245,7 +257,7 @@ def _row_layouts(shapes: tuple[tuple[Codec, int, bool], ...], num_ranks: int) ->
     return tuple(layouts)
 
 
-def row_sizes(layouts: Layouts) -> list[int]:
+def row_sizes(layouts: RowLayouts) -> list[int]:
     """Return the bytes of the row of each rank."""
     return [layout[-1][1] for layout in layouts]
 

@@ -46,13 +46,16 @@ class Schedule:
         return self.at(step).shared_bytes(layout, step)
 
     def repeats_as(self, step: int) -> Hashable | None:
-        start, exchange = next(stage for stage in reversed(self.stages) if stage[0] <= step)
+        start, exchange = self._stage(step)
         key = exchange.repeats_as(step)
         return None if key is None else (start, key)
 
     def at(self, step: int) -> Exchange:
         """Return the exchange of a step."""
-        return next(each for start, each in reversed(self.stages) if start <= step)
+        return self._stage(step)[1]
+
+    def _stage(self, step: int) -> tuple[int, Exchange]:
+        return next(stage for stage in reversed(self.stages) if stage[0] <= step)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         return self.at(step).link_bytes(layout, world_size, step)

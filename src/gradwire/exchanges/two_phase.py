@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from gradwire.exchanges.scatter import (
     row_sizes,
     values_as_rows,
 )
-from gradwire.ops import NO_SEED, Chunk, Scale, Seed
+from gradwire.ops import Chunk, Scale, Seed
 
 
 class TwoPhaseReduce:
@@ -56,7 +56,7 @@ class TwoPhaseReduce:
         is_one_layout = all(codec.to_owner is codec for codec in codecs)
         chunks = self._scatter.chunks if is_one_layout else chunks_of(sums, self._rows, layouts)
         self._shares = [
-            _Share(codec, own, each.seeds) for each, codec, own in zip(sums, codecs, chunks, strict=True)
+            _Share(each, codec, own) for each, codec, own in zip(sums, codecs, chunks, strict=True)
         ]
 
     def run(self) -> None:
@@ -88,24 +88,20 @@ class TwoPhaseReduce:
 class _Share:
     """One of the sums: its chunks, each with its segment of the row that comes from its owner."""
 
+    sum: Sum
     codec: Codec
     chunks: Sequence[Chunk]
-    seeds: Seeds | None
 
     def reduce(self, rows: Tensor, rank: int, scale: Scale, seed: Seed) -> None:
         """Sum this rank's chunk, of which the others' parts have arrived."""
         chunk = self.chunks[rank]
         if chunk.row.numel():
-            seeded = chunk if self.seeds is None else replace(chunk, seed=self._seed(rank))
-            self.codec.reduce(seeded, rows, rank, scale, seed)
+            self.codec.reduce(self.sum.seeded(chunk, rank, rank), rows, rank, scale, seed)
 
     def decode(self, peer: int) -> None:
         chunk = self.chunks[peer]
         if chunk.row.numel():
-            self.codec.decode(chunk.row, chunk.values, self._seed(peer))
-
-    def _seed(self, owner: int) -> Seed:
-        return NO_SEED if self.seeds is None else self.seeds.of(owner, owner)
+            self.codec.decode(chunk.row, chunk.values, self.sum.row_seed(peer, peer))
 
 
 def seeds_of(codec: Codec, seed: int, context: Context) -> Seeds | None:

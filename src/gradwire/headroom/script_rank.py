@@ -31,6 +31,7 @@ from gradwire.headroom.sharding import Sharding
 from gradwire.processes import end_with_parent
 from gradwire.scripts import observe, refuse_launchers, run_script, show_error
 from gradwire.sharded import attach_to_all
+from gradwire.telemetry import Figure, total_of
 from gradwire.training import count_layers
 
 _KeptModel = tuple[nn.Module, Wire]
@@ -128,14 +129,16 @@ def _totals(attachments: Attachments) -> WireTotals:
     models = [_gradients_of(attachment.wire) for attachment in attachments.made]
     kinds = {None if each.sharding is None else each.sharding.kind for each in models}
 
-    def total(figure: str) -> Any:
-        means = []
+    def total(figure: Figure) -> float | None:
+        means = 0.0
         for steps in last_steps:
-            values = [getattr(bucket, figure) for step in steps for bucket in step.buckets]
-            means.append(None if None in values else sum(values) / max(1, len(steps)))
-        return None if None in means else sum(means)
+            of_model = total_of((bucket for step in steps for bucket in step.buckets), figure)
+            if of_model is None:
+                return None
+            means += of_model / max(1, len(steps))
+        return means
 
-    def count(figure: str) -> int | None:
+    def count(figure: Figure) -> int | None:
         return None if (found := total(figure)) is None else int(found)
 
     return WireTotals(

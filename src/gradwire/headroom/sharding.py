@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import gradwire
 from gradwire.recipes import scattered
+from gradwire.sharded import replica_mesh
 
 KINDS = ("fsdp", "hsdp")
 
@@ -51,13 +52,6 @@ class Sharding:
 
     def mesh(self, group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
         """Return the mesh to shard over; collective. Ranks of one replica follow each other."""
-        size = dist.get_world_size()
         if self.kind == "fsdp":
             return DeviceMesh.from_group(group, device.type)
-        ranks = torch.arange(size).view(self.num_replicas(size), self.num_shards)
-        backend, groups = dist.get_backend(group), []
-        for rows in (ranks.t().tolist(), ranks.tolist()):
-            made = [(row, dist.new_group(row, backend=backend)) for row in rows]
-            groups.append(next(own for row, own in made if dist.get_rank() in row))
-        names = "replicate", "shard"
-        return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
+        return replica_mesh(self.num_replicas(dist.get_world_size()), device, dist.get_backend(group))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 import statistics
 import time
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +20,8 @@ from gradwire.headroom.devices import largest_of_ranks, open_group, sum_of_ranks
 from gradwire.headroom.records import Row
 from gradwire.headroom.workloads import BuiltWorkload
 from gradwire.sharded import is_sharded, shard_blocks
+from gradwire.telemetry import total_of
 from gradwire.training import count_layers
-
-_Number = TypeVar("_Number", int, float)
 
 
 class TimedModel:
@@ -88,8 +84,8 @@ class TimedModel:
         if self.wire is not None:
             # DDP makes its final buckets in the first two steps.
             steps = self.wire.stats().steps[2:]
-            wait_ms = _median([_total([bucket.wait_ms for bucket in step.buckets]) for step in steps])
-            work_ms = _median([_total([bucket.work_ms for bucket in step.buckets]) for step in steps])
+            wait_ms = _median([total_of(step.buckets, "wait_ms") for step in steps])
+            work_ms = _median([total_of(step.buckets, "work_ms") for step in steps])
             self.wire.detach()
         return Measurement(
             self.variant,
@@ -104,13 +100,13 @@ class TimedModel:
 
     def _sent_per_step(self) -> tuple[int | None, int | None]:
         """Return the bytes and the messages that this rank sends in a step; None if unknown."""
-        if self.wire is None:
-            return None, None
         # The mean of two steps: a recipe may send one thing in even steps and another in odd ones.
-        last = self.wire.stats().steps[-2:]
+        last = () if self.wire is None else self.wire.stats().steps[-2:]
+        if not last:
+            return None, None
         buckets = [bucket for step in last for bucket in step.buckets]
-        totals = _total([b.bytes_sent for b in buckets]), _total([b.num_messages for b in buckets])
-        num_bytes, num_messages = (None if total is None else total // len(last) for total in totals)
+        totals = total_of(buckets, "bytes_sent"), total_of(buckets, "num_messages")
+        num_bytes, num_messages = (None if total is None else int(total // len(last)) for total in totals)
         return num_bytes, num_messages
 
 
@@ -177,12 +173,6 @@ def _sum_of_squares(gradient: torch.Tensor) -> float:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     values = torch.view_as_real(values) if values.is_complex() else values
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-def _total(figures: list[_Number | None]) -> _Number | None:
-    """Return the sum; None if there are no figures or one of them is unknown."""
-    known = [figure for figure in figures if figure is not None]
-    return functools.reduce(operator.add, known) if known and len(known) == len(figures) else None
 
 
 def _median(figures: list[float | None]) -> float | None:

@@ -36,11 +36,10 @@ _FORWARD_SHARE = 1 / 3
 def recommend(record: Record) -> Row | None:
     """Return the row to use: about the fastest that keeps gradients; None to stay with torch's own."""
     best = _best(record)
-    if record.world_size == 1 or best is None:
+    if record.world_size == 1 or best is None or _beyond_possible(record) is not None:
         return None
-    shown = not _may_be_chance(record.noop, record.allreduce) and not _may_be_chance(best, record.allreduce)
-    shown = shown and _beyond_possible(record) is None
-    return best if shown and record.gain(best) >= _WORTHWHILE_GAIN else None
+    is_shown = not _may_be_chance(record.noop, record.allreduce) and _is_worth_it(record, best)
+    return best if is_shown else None
 
 
 def describe_proposal(record: Record) -> str:
@@ -153,11 +152,13 @@ def _judge(record: Record, best: Row | None) -> str:
     found = f"{what} makes it {gain:.2f}x as fast"
     if may_be_chance:
         return f"{found}, but that may be noise: it {_wins(record, best)}. More steps may tell."
+    cap = None if best.bucket_mb is None else f"{best.bucket_mb:g}"
+    made = f"DistributedDataParallel(..., bucket_cap_mb={cap})"
     if best.recipe == ALLREDUCE:
-        return f"{found}: use that, DistributedDataParallel(..., bucket_cap_mb={best.bucket_mb:g})."
+        return f"{found}: use that, {made}."
     use = f"use it: gradwire.attach(model, {best.recipe!r})"
     if best.bucket_mb != record.bucket_mb:
-        use += f", with DistributedDataParallel(..., bucket_cap_mb={best.bucket_mb:g})"
+        use += f", with {made}"
     return f"{found}: {use}."
 
 
@@ -174,8 +175,8 @@ def _judge_buckets(record: Record, best: Row | None) -> str:
     """Say what smaller buckets gain for plain DDP, unless that is the advice already."""
     for row in record.recipes:
         if row.recipe == ALLREDUCE and row is not best and _is_worth_it(record, row):
-            gain = record.gain(row)
-            return f"Plain DDP with buckets of {row.bucket_mb:g} MB alone makes it {gain:.2f}x as fast."
+            what = _describe(record, row)
+            return f"{what[0].upper()}{what[1:]} alone makes it {record.gain(row):.2f}x as fast."
     return ""
 
 
@@ -286,7 +287,9 @@ def _is_worth_it(record: Record, row: Row) -> bool:
 
 def _describe(record: Record, row: Row) -> str:
     name = record.plain if row.recipe == ALLREDUCE else row.recipe
-    return name if row.bucket_mb == record.bucket_mb else f"{name} with buckets of {row.bucket_mb:g} MB"
+    if row.bucket_mb == record.bucket_mb:
+        return name
+    return f"{name} with {'default buckets' if row.bucket_mb is None else f'buckets of {row.bucket_mb:g} MB'}"
 
 
 def _wins(record: Record, row: Row) -> str:

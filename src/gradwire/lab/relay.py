@@ -24,7 +24,7 @@ _MAX_WAITING = 1 << 16
 def relay(ends: dict[int, int], delay_s: float, parent: int) -> None:
     """Write what each end reads to its other end, ``delay_s`` seconds later, until ``parent`` ends."""
     # All frames wait equally long, so they leave in the order in which they came.
-    waiting: collections.deque[tuple[float, int, bytes]] = collections.deque(maxlen=_MAX_WAITING)
+    waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()
     sources = [parent, *ends]
     while True:
         timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
@@ -35,7 +35,9 @@ def relay(ends: dict[int, int], delay_s: float, parent: int) -> None:
         for source in ready:
             with contextlib.suppress(BlockingIOError):
                 while True:
-                    waiting.append((now + delay_s, ends[source], os.read(source, _MAX_FRAME_BYTES)))
+                    frame = os.read(source, _MAX_FRAME_BYTES)
+                    if len(waiting) < _MAX_WAITING:
+                        waiting.append((now + delay_s, ends[source], frame))
         while waiting and waiting[0][0] <= now:
             _, end, frame = waiting.popleft()
             with contextlib.suppress(OSError):  # a device that is not up yet loses its frames

@@ -253,9 +253,9 @@ class Averager(Uncopied):
         """
         self._wait_for_lane()
         self._decide()
-        run, group = self._engine.state, self._group
-        state = run.save(str(self._recipe), self._num_calls, group.rank(), Grid(group.size()))
-        return state if self._tuned is None else {**state, "tuning": self._tuned.tuner.save()}
+        run, grid = self._engine.state, Grid(self._group.size())
+        tuning = None if self._tuned is None else self._tuned.save()
+        return run.save(str(self._recipe), self._num_calls, self._group.rank(), grid, tuning)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; collective.

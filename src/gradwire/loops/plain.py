@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.averaging import Bucket, RunState
+from gradwire.averaging import Bucket, RunState, require_weight
 from gradwire.buckets import as_real
 from gradwire.errors import Place, WireError
 from gradwire.lanes import CollectiveWork, Lane
@@ -55,6 +55,7 @@ class PlainEngine:
         """Multiply by this rank's weight over that of all ranks; collective."""
         total = torch.full((), weight, dtype=torch.float64, device=flat.device)
         dist.all_reduce(total, dist.ReduceOp.SUM, self._group)
+        require_weight(total)
         if weight == 0:
             flat.zero_()  # not a product alone: the values of a rank without weight may be infinite
         flat.mul_(weight / total)

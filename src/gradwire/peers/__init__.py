@@ -31,6 +31,7 @@ from gradwire.peers.groups import (
 from gradwire.peers.nccl import NcclGroup
 from gradwire.peers.process_groups import (
     all_gather_bytes,
+    all_gather_single,
     backend_name,
     bytes_tensor,
     is_in_world,
@@ -65,6 +66,7 @@ __all__ = [
     "Traffic",
     "agree",
     "all_gather_bytes",
+    "all_gather_single",
     "backend_name",
     "bytes_tensor",
     "close_connections",

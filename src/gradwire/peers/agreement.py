@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from gradwire.errors import encodable
 from gradwire.peers.groups import Group, gather
 from gradwire.peers.process_groups import world_ranks
 from gradwire.peers.rendezvous import WaitLog, claim_key, missing_ranks_error
@@ -71,9 +72,8 @@ def agree(
     store, rank, names = limited_store(group, timeout), group.rank(), world_ranks(group)
     keys = [claim_key(rendezvous, peer) for peer in range(group.size())]
     if isinstance(claim, Exception):
-        # A store takes valid UTF-8 only, and file names in an error's text may hold lone surrogates.
         kind = next((k.__name__ for k in (ValueError, TypeError) if isinstance(claim, k)), "RuntimeError")
-        answer = f"{_ERROR}{kind}: {claim}".encode(errors="backslashreplace").decode()
+        answer = encodable(f"{_ERROR}{kind}: {claim}")  # a store takes valid UTF-8 only
     else:
         # Everyone reads the digest. The fields are read only if digests differ: they can be long.
         store.set(f"{keys[rank]}/fields", json.dumps(claim))

@@ -134,22 +134,12 @@ class Failure:
         store = self.store
         if store is None:
             return ""
-        everyone = range(store.size)
-        asked = everyone if peer is None else [peer]
-        statuses, silent = _follow_waits(store, asked)
-        if not silent and (not timed_out or _follow_waits(store, everyone)[1]):
-            # The peer is there: it has closed, or waits in torch, because of another rank.
-            asked = everyone
-            statuses, silent = _follow_waits(store, asked)
-        deadline = time.monotonic() + _ROLL_CALL_S
-        while len(silent) > 1 and store.is_reachable and time.monotonic() < deadline:
-            time.sleep(0.02)
-            statuses, silent = _follow_waits(store, asked)
+        statuses, silent = _call_roll(store, peer, timed_out=timed_out)
         if not store.is_reachable:
             return STORE_IS_SILENT
         # A rank that gives up after the timeout closes its connections, and others may see only that.
         timed_out = timed_out or any(status.timed_out for status in statuses.values())
-        names = self._names or everyone
+        names = self._names or range(store.size)
         waiting = "".join(
             f"Rank {names[rank]} {status.describe(names)}. " for rank, status in list(statuses.items())[:4]
         )
@@ -179,6 +169,24 @@ def is_unreachable(error: BaseException) -> bool:
     (True, False)
     """
     return isinstance(error, RuntimeError) and _UNREACHABLE.search(str(error)) is not None
+
+
+def _call_roll(
+    store: FailureStore, peer: int | None, *, timed_out: bool
+) -> tuple[dict[int, RankStatus], list[int]]:
+    """Return what `_follow_waits` finds when at most one rank is silent, or the silent had their time."""
+    everyone = range(store.size)
+    asked = everyone if peer is None else [peer]
+    statuses, silent = _follow_waits(store, asked)
+    if not silent and (not timed_out or _follow_waits(store, everyone)[1]):
+        # The peer is there: it has closed, or waits in torch, because of another rank.
+        asked = everyone
+        statuses, silent = _follow_waits(store, asked)
+    deadline = time.monotonic() + _ROLL_CALL_S
+    while len(silent) > 1 and store.is_reachable and time.monotonic() < deadline:
+        time.sleep(0.02)
+        statuses, silent = _follow_waits(store, asked)
+    return statuses, silent
 
 
 def _follow_waits(store: FailureStore, asked: Iterable[int]) -> tuple[dict[int, RankStatus], list[int]]:

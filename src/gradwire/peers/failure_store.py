@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from gradwire.peers.store_connections import begin, begin_connection
-from gradwire.torch_private import PrefixStore, Store, has_tcp_store, store_of
+from gradwire.errors import encodable
+from gradwire.peers.store_connections import begin
+from gradwire.torch_private import PrefixStore, Store, has_tcp_store, own_connection, store_of
 
 T = TypeVar("T")
 
@@ -78,9 +79,8 @@ class FailureStore:
 
     def post_failure(self, text: str) -> None:
         """Post the text of a failure, unless a rank has posted one."""
-        # A store takes valid UTF-8 only, and file names in a text may hold lone surrogates.
-        sendable = text.encode(errors="backslashreplace").decode()
-        self._ask(lambda store: store.compare_set("failure", "", sendable))
+        # A store takes valid UTF-8 only.
+        self._ask(lambda store: store.compare_set("failure", "", encodable(text)))
 
     def failure(self) -> str | None:
         """Return the text of the first failure, or None if there is none."""
@@ -112,7 +112,7 @@ class FailureStore:
         return None if value is None else value.decode(errors="replace")
 
     def _open(self) -> Future[Store]:
-        return begin_connection(self._users_store, self._group_name)
+        return begin(lambda: own_connection(self._users_store, self._group_name))
 
     def _ask(self, request: Callable[[PrefixStore], T]) -> T | None:
         """Return the store's answer; return None if it does not answer in time, and at once from then on."""

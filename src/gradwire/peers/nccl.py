@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
-from gradwire.peers.process_groups import world_ranks
-
-# torch 2.13 has renamed them.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from gradwire.peers.process_groups import all_gather_single, reduce_scatter_single, world_ranks
 
 
 class NcclGroup:
@@ -54,7 +49,7 @@ class NcclGroup:
         """Sum by NCCL's reduce-scatter: not in rank order."""
         self.traffic.bytes_sent += (self.size - 1) * own.numel() * own.element_size()
         self.traffic.num_messages += self.size - 1
-        self.launch(lambda: _reduce_scatter(own, values, group=self._group))
+        self.launch(lambda: reduce_scatter_single(own, values, group=self._group))
 
     def native_gather(self, matrix: Tensor, num_bytes: int) -> None:
         """Gather by NCCL's all-gather, which uses more connections than messages from rank to rank."""
@@ -62,7 +57,7 @@ class NcclGroup:
         # What pads rows to one length, some bytes for each sum in them, is not counted.
         self.traffic.bytes_sent += (self.size - 1) * num_bytes
         self.traffic.num_messages += (self.size - 1) * int(num_bytes > 0)
-        self.launch(lambda: _all_gather(matrix.view(-1), own, group=self._group))
+        self.launch(lambda: all_gather_single(matrix.view(-1), own, group=self._group))
 
     def exchange(self, rows: list[Tensor], outgoing: list[Tensor]) -> None:
         """Send ``outgoing[r]`` to each rank r, and receive its row into ``rows[r]``."""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.torch_private import Store, backend_of, device_types, gloo_group, timeout_of_backend
+
+# torch 2.13 has renamed them.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def make_group(store: Store, rank: int, size: int, timeout: timedelta | None = None) -> dist.ProcessGroup:

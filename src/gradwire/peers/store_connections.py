@@ -99,14 +99,6 @@ def begin(request: Callable[[], T]) -> Future[T]:
     return answer
 
 
-def begin_connection(users_store: Store, group_name: str) -> Future[Store]:
-    """Begin to make a connection of its own to a group's store.
-
-    If the host is gone, that takes longer than the store's timeout, which is five minutes.
-    """
-    return begin(lambda: own_connection(users_store, group_name))
-
-
 def own_store(group: dist.ProcessGroup, timeout: timedelta) -> Store:
     """Return a connection of its own to a group's store, if it has connections; may raise StoreIsSilent."""
     store: Store = store_of(group)

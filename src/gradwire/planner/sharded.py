@@ -95,19 +95,18 @@ def sharded_traffic(recipe: str, model: Model, cluster: Cluster, plan: ShardedPl
         buckets = (replace(each, node_bytes=factor * each.node_bytes) for each in averages.buckets)
         averages = replace(averages, buckets=tuple(buckets))
     left = iter(averages.buckets)
-    found = [
-        UnitTraffic(
-            _gather(unit, plan, replica, by_nodes=is_fsdp),
-            unit.num_gathers,
-            next(left, None) if unit.trained else None,
-            None
-            if is_fsdp or shards == 1 or not unit.trained
-            else ring_traffic(shard_layout(0, unit.trained, shards, shards), replica),
-        )
-        for unit in units
-    ]
+    torch_reduces = not is_fsdp and shards > 1
+
+    def traffic_of(unit: _Unit) -> UnitTraffic:
+        gather, average, within = _gather(unit, plan, replica, by_nodes=is_fsdp), None, None
+        if unit.trained:
+            average = next(left, None)
+        if unit.trained and torch_reduces:
+            within = ring_traffic(shard_layout(0, unit.trained, shards, shards), replica)
+        return UnitTraffic(gather, unit.num_gathers, average, within)
+
     return ShardedTraffic(
-        tuple(found),
+        tuple(map(traffic_of, units)),
         averages.work,
         averages.num_meeting,
         # Whole gradients would take memory while they wait, shards take little.

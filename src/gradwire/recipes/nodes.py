@@ -37,7 +37,7 @@ def with_node_size(whole: Recipe, local_size: int) -> Recipe:
 
 
 def placed(whole: Recipe, local_size: int, world_size: int) -> Recipe:
-    """Return ``whole`` for ``world_size`` ranks in nodes of ``local_size``, each recipe in it as it would be.
+    """Return ``whole`` for ``world_size`` ranks in nodes of ``local_size``; its recipes change one by one.
 
     Many ranks without nodes become a grid: a rank of a grid of n by n exchanges messages with 2 (n - 1)
     others instead of n^2 - 1. That pays from 32 ranks on: see docs/performance.md.

@@ -93,7 +93,9 @@ def reach_children(task: RunTask) -> Iterator[Children]:
     finally:
         if os.getpid() == owner:
             for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+                os.environ.pop(name, None)  # the script may have removed it
+                if value is not None:
+                    os.environ[name] = value
             shutil.rmtree(folder, ignore_errors=True)
 
 

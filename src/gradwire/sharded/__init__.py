@@ -5,9 +5,9 @@ The `Wire` belongs to `ddp`, and the averaging itself to `averaging`.
 
 from gradwire.sharded.attach_to_all import attach_to_all
 from gradwire.sharded.attaching import attach
-from gradwire.sharded.blocks import shard_blocks, shard_layout, unit_parameters
+from gradwire.sharded.blocks import replica_mesh, shard_blocks, shard_layout, unit_parameters
 from gradwire.sharded.model import ShardedModel, group_of
-from gradwire.sharded.shard_group import sharing
+from gradwire.sharded.shard_group import sharing, true_on_all
 from gradwire.sharded.shards import (
     ShardLayouts,
     cut_like,
@@ -27,11 +27,13 @@ __all__ = [
     "group_of",
     "is_sharded",
     "local_values",
+    "replica_mesh",
     "row_bytes",
     "shard_blocks",
     "shard_layout",
     "shard_like",
     "sharing",
+    "true_on_all",
     "unit_parameters",
     "weights_codec",
     "whole_tensor",

@@ -37,7 +37,7 @@ from gradwire.sharded.gathers import Gathers
 from gradwire.sharded.model import ShardedGradients, ShardedModel
 from gradwire.sharded.reduce_scatter import UnitReduceScatter
 from gradwire.sharded.replicas import UnitReplicas
-from gradwire.sharded.shard_group import agreement, plain_mean, sharing
+from gradwire.sharded.shard_group import plain_mean, sharing, true_on_all
 from gradwire.sharded.units import Unit, is_sharded
 from gradwire.sharded.weights import UnitAllGather, weights_codec
 from gradwire.telemetry import Telemetry
@@ -80,7 +80,7 @@ def attach(
         on_nonfinite: what to do when an averaged gradient is infinite or NaN. ``"propagate"`` passes it to
             every rank, as torch does. ``"skip"`` sets every ``.grad`` to None on every rank, so that no
             optimizer moves, and counts the step in `Wire.stats`. ``"raise"`` raises FloatingPointError from
-            ``backward()`` on every rank; on CUDA from the next one.
+            ``backward()`` on every rank; on CUDA from the next one, and `Wire.detach` logs the last.
         verify_every: compare averaged gradients and parameters over the ranks, bit for bit, every so many
             steps; 0, the default, compares never. If they differ, ``backward()`` raises `WireError` on every
             rank, with the step, the ranks and the first parameter; on CUDA the next one. Not done inside
@@ -121,7 +121,8 @@ def attach(
         )
     sharded = ShardedModel(root, replicas)
     make_options = functools.partial(Options, on_nonfinite, verify_every, grad_scaler, telemetry)
-    attachment = _open(sharded, _agree(sharded, recipe, state, weights, timeout, make_options))
+    agreed = _agree(sharded, recipe, state, weights, timeout, make_options)
+    attachment = _leave_to_torch(sharded, agreed) if is_disabled() else _open(sharded, agreed)
     if sharded.rank == 0 and (left_out := sharded.left_out()):
         log.warning(
             "fully_shard has left out %d trained parameter(s), such as %s: neither torch nor gradwire "
@@ -206,19 +207,23 @@ def _agree(
     return _Agreement(choice, options, limit, call.rendezvous, gathering)
 
 
+def _leave_to_torch(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
+    """Let torch average, over replicas that it does not know as well."""
+    choice = agreed.choice
+    log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
+    backward = Backward(Engine(noop(), None), own_world_rank(sharded.shards), sharded.device)
+    undo = contextlib.ExitStack()
+    if sharded.has_replicas and not sharded.is_native_hsdp:
+        for unit in sharded.units:
+            unit.module.set_all_reduce_hook(plain_mean(unit, sharded.group))
+            undo.callback(_remove_all_reduce_hook, unit)
+    return ShardedAttachment(sharded, backward, choice, agreed.timeout, undo, is_disabled=True)
+
+
 def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
     """Open what averages the model's gradients, and put it in place of torch's; undo all if it fails."""
     choice, options, gathering = agreed.choice, agreed.options, agreed.gathering
     assert choice.recipe is not None
-    if is_disabled():
-        log.warning("GRADWIRE_DISABLE is set: %s is not attached, and torch averages as usual", choice.name)
-        backward = Backward(Engine(noop(), None), own_world_rank(sharded.shards), sharded.device)
-        undo = contextlib.ExitStack()
-        if sharded.has_replicas and not sharded.is_native_hsdp:
-            for unit in sharded.units:
-                unit.module.set_all_reduce_hook(plain_mean(unit, sharded.group))
-                undo.callback(_remove_all_reduce_hook, unit)
-        return ShardedAttachment(sharded, backward, choice, agreed.timeout, undo, is_disabled=True)
     meter, is_nccl = options.meter(), uses_nccl(sharded.group, sharded.device)
     with contextlib.ExitStack() as undo:
         engine = open_engine(
@@ -235,7 +240,9 @@ def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
         undo.callback(engine.close)
         share = sharing(sharded) if sharded.has_replicas else None
         backward = Backward(engine, own_world_rank(sharded.shards), sharded.device, share_failure=share)
-        agree = agreement(sharded.shards) if sharded.num_shards > 1 else None
+        agree = None
+        if sharded.num_shards > 1:
+            agree = functools.partial(true_on_all, group=sharded.shards)
         gradients, rank = ShardedGradients(sharded), sharded.recorded_rank
         checks = options.checks(gradients, rank, backward, meter, is_first=sharded.rank == 0, agree=agree)
         backward.checks = checks

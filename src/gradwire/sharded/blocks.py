@@ -1,4 +1,4 @@
-"""Models before they are sharded: which parts to shard by themselves, and what their buckets will be."""
+"""Models before they are sharded: parts to shard by themselves, meshes, and the buckets that will be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.buckets import BucketLayout, Slot, canonical_name, row_by_row, shard_shape
 
@@ -32,6 +34,16 @@ def shard_blocks(model: nn.Module, mesh: Any) -> nn.Module:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def replica_mesh(num_replicas: int, device: torch.device, backend: str) -> DeviceMesh:
+    """Return a mesh of all ranks, in replicas of consecutive ones, over new groups; collective."""
+    ranks = torch.arange(dist.get_world_size()).view(num_replicas, -1)
+    groups = []
+    for rows in (ranks.t().tolist(), ranks.tolist()):
+        made = [(row, dist.new_group(row, backend=backend)) for row in rows]
+        groups.append(next(own for row, own in made if dist.get_rank() in row))
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def unit_parameters(model: nn.Module) -> list[dict[str, nn.Parameter]]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.averaging import Share
-from gradwire.errors import PeerError, WireError
+from gradwire.errors import PeerError, WireError, encodable
 from gradwire.peers import all_gather_bytes
 from gradwire.sharded.model import ShardedModel
 from gradwire.sharded.units import Unit
@@ -20,23 +20,18 @@ def plain_mean(unit: Unit, group: dist.ProcessGroup) -> Callable[[Tensor], None]
     """Return an all-reduce hook that averages as torch does, for when gradwire is disabled."""
 
     def average(reduced: Tensor) -> None:
-        dist.all_reduce(reduced, group=group)
+        dist.all_reduce(reduced, dist.ReduceOp.SUM, group)  # see Note [Groups by position]
         if not unit.divides_by_factor:
             reduced.div_(group.size())
 
     return average
 
 
-def agreement(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Return a function that combines flags over the ranks of ``group``."""
-
-    def agree(flags: Tensor) -> Tensor:
-        """Return which flags are True on all ranks that hold shards; collective."""
-        numbers = flags.to(torch.int32)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
-        return numbers.bool()
-
-    return agree
+def true_on_all(flags: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return, on their device, which flags are True on all ranks of ``group``; collective."""
+    numbers = flags.to(torch.int32)
+    dist.all_reduce(numbers, dist.ReduceOp.MIN, group)
+    return numbers.bool()
 
 
 def report_sharing(group: dist.ProcessGroup) -> Share:
@@ -64,8 +59,7 @@ def sharing(sharded: ShardedModel) -> Callable[[WireError | None], WireError | N
         dist.all_reduce(flags, group=sharded.shards)
         if not flags.any():
             return None
-        # Names of files in a text may hold lone surrogates.
-        own = b"" if failure is None else str(failure).encode(errors="backslashreplace")
+        own = b"" if failure is None else encodable(str(failure)).encode()
         texts = all_gather_bytes(own, sharded.shards)
         return failure or PeerError(next(filter(None, texts)).decode())
 

@@ -16,13 +16,11 @@ from torch import Tensor
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges import Gathered, Scratch, aligned, aligned_rows
 from gradwire.ops import Chunk
-from gradwire.peers import Group, SealedClaim, gather_by_nodes, require_same
+from gradwire.peers import Group, SealedClaim, all_gather_single, gather_by_nodes, require_same
 from gradwire.recipes import Recipe, gathered
 from gradwire.sharded.gathers import Gathers
 from gradwire.sharded.units import Unit
 
-# torch 2.13 has renamed it.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # With fewer bits, weights are too far from those that the optimizer steps.
 _ENCODINGS = ("fp32", "fp16", "bf16", "int8", "fp8", "int4")
 
@@ -101,8 +99,7 @@ class UnitAllGather:
         self._unit = unit
         self._codec = codec
         self._gathers = gathers
-        self._segments: dict[torch.dtype, list[Segment]] = {}
-        self._claims: dict[torch.dtype, SealedClaim] = {}
+        self._ways: dict[torch.dtype, tuple[list[Segment], SealedClaim]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the values that torch hands over, or takes back."""
@@ -116,23 +113,26 @@ class UnitAllGather:
         is_whole = input_tensor.numel() == sum(shape.numel() for shape in shapes)
         # Shards of a smaller mesh are parts of decoded weights already, and bytes are of several dtypes.
         if not (is_whole and input_tensor.is_floating_point()):
-            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        dtype = input_tensor.dtype
-        if dtype not in self._segments:
-            is_exact = goes_as_it_is(self._codec, dtype)
-            self._segments[dtype] = [] if is_exact else segments_of(shapes, dtype, self._codec)
-        segments = self._segments[dtype]
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        segments, claim = self._way(input_tensor.dtype, shapes)
         if self._gathers is not None:
-            claim = self._claims.setdefault(dtype, SealedClaim({"gathered": f"{self._unit.name!r}, {dtype}"}))
             run = functools.partial(_run_on_lane, claim, segments, self._gathers.node_size)
             return self._gathers.start(self._unit, output_tensor, run)
         if not segments:
-            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         stride = aligned(segments[-1].bytes.stop)
         rows = torch.empty(group.size(), stride, dtype=torch.uint8, device=input_tensor.device)
         with _encoded(output_tensor, segments, rows, group.rank()):
-            _all_gather(rows.view(-1), rows[group.rank()], group=group)
+            all_gather_single(rows.view(-1), rows[group.rank()], group=group)
         return None
+
+    def _way(self, dtype: torch.dtype, shapes: Sequence[torch.Size]) -> tuple[list[Segment], SealedClaim]:
+        """Return the segments of a row, none for values that go as they are, and what ranks compare."""
+        if dtype not in self._ways:
+            is_exact = goes_as_it_is(self._codec, dtype)
+            segments = [] if is_exact else segments_of(shapes, dtype, self._codec)
+            self._ways[dtype] = segments, SealedClaim({"gathered": f"{self._unit.name!r}, {dtype}"})
+        return self._ways[dtype]
 
 
 def _run_on_lane(

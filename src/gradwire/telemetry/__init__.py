@@ -5,10 +5,19 @@ Code that changes what is averaged does not belong here.
 
 from gradwire.telemetry.meter import Meter
 from gradwire.telemetry.recorder import HasLayouts, Recorder, Telemetry, combine
-from gradwire.telemetry.stats import BucketStats, ParameterStats, StatsCollector, StepStats, WireStats
+from gradwire.telemetry.stats import (
+    BucketStats,
+    Figure,
+    ParameterStats,
+    StatsCollector,
+    StepStats,
+    WireStats,
+    total_of,
+)
 
 __all__ = [
     "BucketStats",
+    "Figure",
     "HasLayouts",
     "Meter",
     "ParameterStats",
@@ -18,4 +27,5 @@ __all__ = [
     "Telemetry",
     "WireStats",
     "combine",
+    "total_of",
 ]

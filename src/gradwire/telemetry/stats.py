@@ -5,10 +5,15 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from gradwire.errors import Place
 from gradwire.peers import Traffic
+
+Figure = Literal["bytes_sent", "num_messages", "wait_ms", "work_ms"]
+"""A figure of a bucket."""
 
 # Enough to see a trend; the memory is small beside that of the buckets.
 _NUM_STEPS_KEPT = 100
@@ -163,8 +168,8 @@ class StatsCollector:
         with self._lock:
             self._sort()
             buckets = next((buckets for number, buckets in reversed(self._steps) if number == step), [])
-        figures = ("bytes_sent", "num_messages", "wait_ms", "work_ms")
-        return {figure: _total([getattr(bucket, figure) for bucket in buckets]) for figure in figures}
+        figures: tuple[Figure, ...] = get_args(Figure)
+        return {figure: total_of(buckets, figure) for figure in figures}
 
     def read(self, num_steps: int) -> WireStats:
         """Return everything collected so far; ``num_steps`` is the number of steps since `attach`."""
@@ -181,6 +186,12 @@ class StatsCollector:
             )
 
 
-def _total(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+def total_of(buckets: Iterable[BucketStats], figure: Figure) -> float | None:
+    """Return the sum of a figure over buckets; None if it is not known of all of them."""
+    total: float = 0  # bytes and messages stay whole numbers
+    for bucket in buckets:
+        value = getattr(bucket, figure)
+        if value is None:
+            return None
+        total += value
+    return total

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.recipes import Recipe, scattered
 from gradwire.recipes import recipe as parse_recipe
-from gradwire.sharded import attach
+from gradwire.sharded import attach, replica_mesh
 from gradwire.testing.accuracy import Accuracy, Average, Bounds, Gradients, require
 from gradwire.testing.case_runs import Report, changes, require_choice, run_cases
 from gradwire.testing.expectations import expectation_of
@@ -224,10 +224,4 @@ def _checks_group() -> dist.ProcessGroup:
 @functools.cache
 def _mesh(num_replicas: int, device: torch.device) -> DeviceMesh:
     """Return a mesh of replicas and shards, of groups for this device; collective."""
-    backend = "gloo" if device.type == "cpu" else "nccl"
-    ranks = torch.arange(dist.get_world_size()).view(num_replicas, -1)
-    groups = []
-    for columns in (ranks.t(), ranks):
-        made = {tuple(row): dist.new_group(row, backend=backend) for row in columns.tolist()}
-        groups.append(next(group for row, group in made.items() if dist.get_rank() in row))
-    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    return replica_mesh(num_replicas, device, "gloo" if device.type == "cpu" else "nccl")

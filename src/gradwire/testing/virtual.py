@@ -165,14 +165,17 @@ class VirtualRanks:
         It is what `gradwire.merge_state_dicts` makes of the states of as many real ranks, and
         `Wire.load_state_dict` takes it.
         """
-        recipe, timeline = str(self.recipe), self._timeline.save(self.num_steps)
+        grid, timeline = Grid(self.world_size), self._timeline.save(self.num_steps)
         return checkpoint.merge_state_dicts(
-            {
-                **checkpoint.write(
-                    recipe, self.num_steps, timeline, memory.state_dict(), rank, Grid(self.world_size)
-                ),
-                **({"tuning": self._tuners[rank].save()} if self._tuners else {}),
-            }
+            checkpoint.write(
+                str(self.recipe),
+                self.num_steps,
+                timeline,
+                memory.state_dict(),
+                rank,
+                grid,
+                tuning=self._tuners[rank].save() if self._tuners else None,
+            )
             for rank, memory in enumerate(self.memories)
         )
 

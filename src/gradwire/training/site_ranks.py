@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.errors import WireError
+from gradwire.sharded import true_on_all
 
 
 class SiteRanks(Protocol):
@@ -82,6 +83,4 @@ class ShardRanks:
         return self.total(float(flag)) > 0
 
     def all_of(self, flag: Tensor) -> Tensor:
-        shared = flag.to(torch.int32)
-        dist.all_reduce(shared, dist.ReduceOp.MIN, self.group)
-        return shared.bool()
+        return true_on_all(flag, self.group)

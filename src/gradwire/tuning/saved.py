@@ -71,13 +71,13 @@ def read_state(text: str) -> PolicyState:
 
 
 def _choice(found: object) -> EncodingChoice:
-    fields = dict(_fields(found, EncodingChoice))
+    fields = _fields(found, EncodingChoice)
     error = None if fields["error"] is None else _number(fields["error"])
     return EncodingChoice(_encodings(fields["encodings"]), _whole(fields["num_bytes"]), error)
 
 
 def _times(found: object) -> Times:
-    fields = dict(_fields(found, Times))
+    fields = _fields(found, Times)
     return Times(_number(fields["step"]), _number(fields["exposed"]), _number(fields["averaging"]))
 
 
@@ -89,7 +89,7 @@ def _units(found: object) -> tuple[TuningUnit, ...]:
 
 
 def _unit(found: object) -> TuningUnit:
-    fields = dict(_fields(found, TuningUnit))
+    fields = _fields(found, TuningUnit)
     names, sizes = _names(fields["names"]), tuple(map(_whole, _list(fields["sizes"])))
     bucket, begin = _whole(fields["bucket"]), _whole(fields["begin"])
     numel, num_chunks = _whole(fields["numel"], least=1), _whole(fields["num_chunks"], least=1)
@@ -101,14 +101,14 @@ def _unit(found: object) -> TuningUnit:
 
 
 def _table(found: object) -> ErrorTable:
-    fields = dict(_fields(found, ErrorTable))
+    fields = _fields(found, ErrorTable)
     return ErrorTable(
         list(_numbers(fields["norms"])), [list(_numbers(row)) for row in _list(fields["errors"])]
     )
 
 
 def _trial(found: object) -> Trial:
-    fields = dict(_fields(found, Trial))
+    fields = _fields(found, Trial)
     challengers = tuple(map(_candidate, _list(fields["challengers"])))
     trial = Trial(
         _candidate(fields["kept"]), challengers, _numbers(fields["kept_s"]), _numbers(fields["new_s"])
@@ -119,12 +119,12 @@ def _trial(found: object) -> Trial:
 
 
 def _candidate(found: object) -> Candidate:
-    fields = dict(_fields(found, Candidate))
+    fields = _fields(found, Candidate)
     return Candidate(_whole(fields["rung"], least=1), _choice(fields["choice"]), _number(fields["expected"]))
 
 
 def _decision(found: object) -> Decision:
-    fields = dict(_fields(found, Decision))
+    fields = _fields(found, Decision)
     figures = {
         name: None if fields[name] is None else _number(fields[name])
         for name in ("step_ms", "exposed_ms", "bytes_per_s", "error", "expected_ms", "got_ms")
@@ -147,10 +147,10 @@ def _encodings(found: object) -> dict[str, str]:
     return {name: _one_of(encoding, ENCODINGS) for name, encoding in found.items()}
 
 
-def _fields(found: object, kind: type) -> list[tuple[str, Any]]:
+def _fields(found: object, kind: type) -> dict[str, Any]:
     if not isinstance(found, dict) or found.keys() != {field.name for field in dataclasses.fields(kind)}:
         raise ValueError(f"{kind.__name__} has other fields")
-    return list(found.items())
+    return found
 
 
 def _names(found: object) -> tuple[str, ...]:
@@ -179,9 +179,10 @@ def _whole(found: object, least: int = 0) -> int:
 
 
 def _number(found: object) -> float:
-    if _finite(found) < 0:
+    number = _finite(found)
+    if number < 0:
         raise ValueError(f"{found!r:.40} is no number from 0 on")
-    return _finite(found)
+    return number
 
 
 def _numbers(found: object) -> tuple[float, ...]:
