@@ -34,7 +34,10 @@ def pairs(page):
 
 @pytest.mark.parametrize(
     ("page", "headings"),
-    [("performance", ["100 Mbit/s", "1 Gbit/s", "Loopback", "GPU"])],
+    [
+        ("performance", ["100 Mbit/s", "1 Gbit/s", "Loopback", "GPU"]),
+        ("fidelity", ["25 M parameters, AdamW", "25 M parameters, SGD"]),
+    ],
 )
 def test_short_tables_have_the_figures_of_the_full_ones(page, headings):
     found = list(pairs(page))
