@@ -320,9 +320,9 @@ def test_where_fp32_rises_again_the_lowest_loss_is_shown_too(benchmark, folder, 
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("fidelity-*.csv")), ids=lambda path: path.stem)
-def test_the_page_shows_the_table_of_the_runs_beside_it(benchmark, path, capsys):
+def test_the_page_of_details_shows_the_table_of_the_runs_beside_it(benchmark, path, capsys):
     assert benchmark("--table", path) == 0
-    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "fidelity.md").read_text()
+    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "fidelity-details.md").read_text()
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ MAX_COLUMNS = 120
 MAX_CHANGELOG_LINES = 60
 FOLDERS = ("benchmarks", "docs", "examples", "src", "tests")
 # benchmarks/convergence.py writes its tables, one run a row.
-HAS_GENERATED_TABLES = {"fidelity.md"}
+HAS_GENERATED_TABLES = {"fidelity-details.md"}
 COMMANDS = get_command(app).commands
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

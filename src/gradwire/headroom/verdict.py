@@ -27,7 +27,7 @@ _MIN_BYTES = 0.1
 # The verdict names an outer loop if a step with the best recipe takes more than four times as long as one
 # without communication; or if even a coarse one more than twice, so that it waits most of the time.
 _MUCH_WAITING, _MOST_WAITING = 4.0, 2.0
-# Streaming in int4 and in as many fragments is what has been measured (docs/fidelity.md).
+# Streaming in int4 and in as many fragments is what has been measured (docs/fidelity-details.md).
 _OUTER_FRAGMENTS = 4
 # The backward pass, in which buckets are averaged, begins after a third of a step.
 _FORWARD_SHARE = 1 / 3

@@ -184,7 +184,7 @@ def sign(
 
     Each block has one magnitude. Blocks have 1024 values, and 512 with ``rotated=False``, which loses more
     and computes less. With ``feedback``, the rest is sent later; that did not train better: see
-    docs/fidelity.md.
+    docs/fidelity-defaults.md.
 
     >>> sign(rotated=False).name
     'sign:rotated=false'

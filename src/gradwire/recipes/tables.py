@@ -67,7 +67,7 @@ def table_names(module: nn.Module) -> list[str]:
 
     In one step, most rows of a table get almost no gradient, since their tokens are not in the batch, and a
     few get a large one. Neither the mean magnitude of a block nor a few directions keep such a gradient:
-    see docs/fidelity.md.
+    see docs/fidelity-defaults.md.
     """
     kinds = (nn.Embedding, nn.EmbeddingBag)
     # Sparse gradients are not compressed.
