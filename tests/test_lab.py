@@ -228,6 +228,8 @@ def test_wrong_arguments_are_explained():
     with Lab(hosts=2) as lab:
         with pytest.raises(ValueError, match="there is no host 2; the hosts are 0 to 1"):
             lab.bytes_sent(2)
+        with pytest.raises(ValueError, match="there is no host -1"):
+            lab.path(-1)
         with pytest.raises(ValueError, match="3 ranks cannot be spread evenly over the 2 hosts"):
             run_ranks(sum_and_time, 3, lab=lab)
     with pytest.raises(ValueError, match="this lab is closed"):

@@ -83,6 +83,7 @@ class Lab:
 
     def path(self, host: int) -> str:
         """Return the path of the host's namespace, for processes of this user."""
+        self._check(host)
         return self._hosts[host].path
 
     @contextlib.contextmanager

@@ -56,10 +56,15 @@ def wait_for_all(
 def describe_exit(code: int) -> str:
     """Return an exit code in words.
 
-    >>> describe_exit(3), describe_exit(-9)
-    ('exit code 3', 'signal SIGKILL')
+    >>> describe_exit(3), describe_exit(-9), describe_exit(-40)
+    ('exit code 3', 'signal SIGKILL', 'signal 40')
     """
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"signal {-code}"
 
 
 def terminate_all(processes: Iterable[subprocess.Popen[Any]], grace_s: float) -> None:
