@@ -312,6 +312,7 @@ def test_the_command_shows_what_it_predicts(tmp_path):
         (["--compute-ms", "10", "--parameters", "9", "--link", ""], "such as 100mbit"),
         (["--validate", "--nodes", "2,5"], "--validate measures 2, 3, 4, 8, 16 hosts, not 5; for other"),
         (["--validate", "--nodes", "5", "--link", "fast"], "such as 100mbit"),
+        (["--validate", "--nodes", "2,1", "--link", "1gbit"], "--validate measures 2 or more hosts, not 2,1"),
         (["--recipe", "bf61"], "did you mean 'bf16'"),
         (["--recipe", "schedule(0=bf16; 9=int4)"], "is several recipes: plan each of them by itself"),
         (["--compute-ms", "10", "--parameters", "9", "--bucket-mb", "0"], "--bucket-mb must be above 0"),
