@@ -83,7 +83,7 @@ def random_spec(choice, *, feedback=None):
 
     def plain():
         low_rank = {"rank": [1, 2, 3], "start": [0, 1, 4], "feedback": [True, False], "seed": [0, 5]}
-        low_rank["factors"] = ["fp32", "int8", "int4"]
+        low_rank["factors"] = ["fp32", "int8", "int8+int4", "int4"]
         blocks = {"block": [128, 256, 512], "feedback": [True, False], "residual": ["fp32", "bf16"]}
         noise = {"rounding": ["nearest", "stochastic"], "seed": [0, 7]}
         table = {

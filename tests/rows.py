@@ -132,6 +132,7 @@ ROWS = [
     # it is.
     Row("powersgd", 1e-6, own_size, step_tolerance=0.3),
     Row("powersgd:rank=2", 1e-6, own_size, step_tolerance=0.3, world_size=4),
+    Row("powersgd:factors=int8+int4", 1e-6, own_size, step_tolerance=0.3, world_size=None),
     Row("powersgd:rank=4,factors=int2", 1e-6, own_size, step_tolerance=0.5, world_size=None),
     Row("powersgd:rank=1,whole=true", 1e-6, own_size, step_tolerance=3.0, world_size=2),
     # It begins in 16 bits, and these tests are over before it decides.

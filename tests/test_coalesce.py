@@ -23,6 +23,7 @@ from gradwire.testing import run_ranks, run_virtual_ranks
 
 SPECS = [
     "powersgd:rank=2",
+    "powersgd:rank=2,factors=int8+int4",
     "acp:rank=2,factors=int4",
     "powersgd:rank=1,whole=true",
     "bf16",

@@ -15,6 +15,7 @@ from tests.sizes import usually
 COMPOSED = [
     "int2:block=256",
     "powersgd:rank=4,factors=int4",
+    "powersgd:rank=16,factors=int8+int4",
     "acp:rank=4,factors=int2",
     "acp:rank=2,factors=int8,min_compression_rate=0",
     "powersgd:rank=1,start=2",

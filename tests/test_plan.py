@@ -159,6 +159,9 @@ def test_low_rank_is_priced_by_the_shapes_it_is_given():
     # The default has eight times the rank in an eighth of the bits, and a scale for each 128 values.
     usual = sent("powersgd:rank=4", [(1000, 1000)], two)
     assert sent("powersgd", [(1000, 1000)], two) == pytest.approx((1 + 4 / 128) * usual, rel=0.01)
+    # An eighth of the vectors have twice the bits.
+    mixed = sent("powersgd:factors=int8+int4", [(1000, 1000)], two)
+    assert mixed == pytest.approx((9 / 8 + 4 / 128) * usual, rel=0.01)
     assert sent("powersgd:rank=1", [(1000, 1000), (50,)], two) == 4 * (1000 + 51 + 1000)
     # The factors take turns: one in even steps, the other in odd ones.
     assert sent("acp:rank=4", [(1000, 3000)], two) == 4 * (4 * (1000 + 3000) / 2 + 1)

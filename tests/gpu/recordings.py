@@ -28,6 +28,7 @@ SPECS = (
     "int2:bits=1+2",
     "powersgd:rank=1",
     "powersgd:rank=2,factors=int4",
+    "powersgd:rank=8,factors=int8+int4",
     "acp:rank=1",
     "schedule(0=int4; 5=int2; 10=int4)",
     "route(*bias=fp32; *=int4)",

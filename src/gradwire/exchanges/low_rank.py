@@ -14,6 +14,7 @@ from gradwire import ops
 from gradwire.buckets import BucketLayout
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
+from gradwire.exchanges.factors import FactorPart, Which, factor_part, mean_bytes, num_values
 from gradwire.exchanges.links import Links
 from gradwire.exchanges.matrices import MatrixPlan, plan_of
 from gradwire.exchanges.one_shot import encoded_bytes, one_round_pays, sum_bytes
@@ -48,6 +49,11 @@ class LowRank:
     becomes NaN on all ranks. A matrix whose gradient is zero on every rank becomes zero, since DDP drops the
     gradient of a parameter that no rank has used. Both keep the residual and the warm start that they had
     before the step.
+
+    Note [Leading vectors]: each step starts from the factors of the step before, which is a step of
+    orthogonal iteration, and that sorts vectors. So the first ones are the longest: of 32 vectors, the first
+    four have most of the energy. With one encoding for all, the error of the first vector alone is larger
+    than the last vectors are. A few more bits for an eighth of the vectors remove most of the error.
     """
 
     rank: int = 4
@@ -65,13 +71,15 @@ class LowRank:
     num_rounds: Literal[1, 2] = 2
     factors: Codec | None = None
     """The encoding of factors; None to send them as they are. Factors of fp64 buckets are never encoded."""
+    leading: Codec | None = None
+    """The encoding of the first vectors of each factor, see Note [Leading vectors]; None for that of all."""
 
     communicates = True
 
     @property
     def kernels(self) -> frozenset[ops.Family]:
         own: frozenset[ops.Family] = frozenset({"casts", "low_rank"})
-        return own if self.factors is None else own | self.factors.kernels
+        return own.union(*(codec.kernels for codec in (self.factors, self.leading) if codec is not None))
 
     @property
     def sees_parameters(self) -> bool:
@@ -92,8 +100,7 @@ class LowRank:
 
     def plan(self, layout: BucketLayout) -> MatrixPlan:
         """Return which values of a bucket are compressed, in which matrices."""
-        codec = self._codec(layout.dtype)
-        share = 1.0 if codec is None else codec.wire_bytes(1 << 10) / (4 << 10)
+        share = mean_bytes(self._encodings()) / 4 if self._encodes(layout.dtype) else 1.0
         return plan_of(layout, self.rank, self.min_compression_rate * share, self.whole)
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
@@ -122,7 +129,8 @@ class LowRank:
         return sum(codec.wire_bytes(numel) for message in messages for codec, numel in message)
 
     def repeats_as(self, step: int) -> Hashable | None:
-        if not self.warm_start or (self.factors is not None and not repeats_with(self.factors)):
+        codecs = [codec for codec in (self.factors, self.leading) if codec is not None]
+        if not self.warm_start or not all(map(repeats_with, codecs)):
             return None
         return step < self.start, self.num_rounds == 1 and self._side_at(step)
 
@@ -138,11 +146,17 @@ class LowRank:
         messages = self._messages(layout, step)
         return Links(0, sum(_message_rounds(message, world_size) for message in messages))
 
-    def _codec(self, dtype: torch.dtype) -> Codec | None:
-        """Return the encoding of factors for a bucket of this dtype; None to send them as they are."""
-        if self.factors is None or _work_dtype(dtype) != torch.float32:
-            return None
-        return self.factors.resolve(torch.float32)
+    def _encodes(self, dtype: torch.dtype) -> bool:
+        """Return True if factors are encoded for a bucket of this dtype."""
+        return self.factors is not None and _work_dtype(dtype) == torch.float32
+
+    def _encodings(self) -> list[tuple[Codec, Which]]:
+        """Return the encodings of a factor, each with the vectors that it is for."""
+        assert self.factors is not None
+        others = self.factors.resolve(torch.float32)
+        if self.leading is None:
+            return [(others, "all")]
+        return [(self.leading.resolve(torch.float32), "leading"), (others, "others")]
 
     def _is_plain(self, layout: BucketLayout, step: int) -> bool:
         """Return True if nothing of a bucket is compressed in this step."""
@@ -150,15 +164,19 @@ class LowRank:
 
     def _messages(self, layout: BucketLayout, step: int) -> list[list[tuple[Codec, int]]]:
         """Return the sums of each message in a step that compresses: encoding and number of values."""
-        plan, codec = self.plan(layout), self._codec(layout.dtype)
-        exact: Codec = Raw(_work_dtype(layout.dtype))
-        left, right, rest = plan.left.numel, plan.right.numel, plan.num_matrices + plan.num_plain
-        if self.num_rounds == 2:
-            first, *others = left, right
-        else:
-            first, *others = (left if self._side_at(step) == "left" else right,)
-        with_rest = [(exact, first + rest)] if codec is None else [(codec, first), (exact, rest)]
-        return [with_rest, *([(codec or exact, factor)] for factor in others)]
+        plan, exact = self.plan(layout), Raw(_work_dtype(layout.dtype))
+        num_beside = plan.num_matrices + plan.num_plain
+        sides: list[Side] = ["left", "right"] if self.num_rounds == 2 else [self._side_at(step)]
+        messages: list[list[tuple[Codec, int]]] = []
+        for beside, side in zip((num_beside, 0), sides, strict=False):
+            if self._encodes(layout.dtype):
+                of_factors = [
+                    (codec, num_values(plan.batches, side, which)) for codec, which in self._encodings()
+                ]
+                messages.append([*of_factors, (exact, beside)])
+            else:
+                messages.append([(exact, num_values(plan.batches, side, "all") + beside)])
+        return messages
 
     def _side_at(self, step: int) -> Side:
         """Return the factor that this step computes if there is one round."""
@@ -198,7 +216,6 @@ class _LowRankStep:
         self._sums = sums
         self._context = context
         self._kernels = ops.low_rank(flat, sums)
-        self._codec = options._codec(flat.dtype)
 
     def rounds(self) -> Rounds:
         batches = self._plan.batches
@@ -252,7 +269,7 @@ class _LowRankStep:
         yield from migrate_residuals(plain, replace(self._context, layout=plan.plain), None)
         # With two rounds, the first factor is only the basis of the second: its own share is not needed.
         own = None if self._options.num_rounds == 2 else self._scratch("own", factor.numel())
-        yield from self._sum(factor, own, message)
+        yield from self._sum(side, factor, own, message)
         _copy(inside, outside)
         return factor, factor if own is None else own, votes
 
@@ -261,31 +278,55 @@ class _LowRankStep:
         factor = self._scratch("second", self._plan.right.numel)
         self._kernels.project_back(self._plan.batches, self._sums, left, factor)
         own = self._scratch("own", factor.numel())
-        yield from self._sum(factor, own, factor)
+        yield from self._sum("right", factor, own, factor)
         return factor, own
 
-    def _sum(self, factor: Tensor, own: Tensor | None, message: Tensor) -> Rounds:
+    def _sum(self, side: Side, factor: Tensor, own: Tensor | None, message: Tensor) -> Rounds:
         """Sum a message that begins with a factor; ``own`` becomes this rank's share of that factor."""
-        if self._codec is None:
+        if not self._options._encodes(self._flat.dtype):
             if own is not None:
                 own.copy_(factor)
             yield (Sum(message),)
             return
         rest = message[factor.numel() :]
-        seeds = seeds_of(self._codec, self._options.seed, self._context)
         exact = Raw(rest.dtype)  # a codec that changes nothing, so that the rest travels with the factor
-        shapes: list[tuple[Codec, int]] = [(self._codec, factor.numel()), (exact, rest.numel())]
-        if _message_rounds(shapes, self._context.group.size) == 1:
-            in_one_round = Sum(factor, self._codec, seeds=seeds, in_one_round=True, sent=own)
-            yield in_one_round, Sum(rest, exact, in_one_round=True)
-            return
-        left_out = None
-        if own is not None:
-            own.copy_(factor)
-            left_out = self._scratch("left out", factor.numel()).zero_()
-        yield Sum(factor, self._codec, left_out, seeds), Sum(rest, exact)
-        if own is not None and left_out is not None:
-            own.sub_(left_out)
+        parts = self._parts(side, factor, "part")
+        shares = [] if own is None else self._parts(side, own, "own part")
+        shapes = [(part.codec, part.values.numel()) for part in parts]
+        in_one_round = _message_rounds([*shapes, (exact, rest.numel())], self._context.group.size) == 1
+        sums = []
+        for number, part in enumerate(parts):
+            part.take()
+            seeds = seeds_of(part.codec, self._options.seed, self._context)
+            share = shares[number].values if shares else None
+            if in_one_round:
+                sums.append(Sum(part.values, part.codec, seeds=seeds, in_one_round=True, sent=share))
+                continue
+            left_out = None
+            if share is not None:
+                share.copy_(part.values)
+                left_out = self._scratch(f"left out {number}", share.numel()).zero_()
+            sums.append(Sum(part.values, part.codec, left_out, seeds))
+        yield (*sums, Sum(rest, exact, in_one_round=in_one_round))
+        for share, each in zip(shares, sums, strict=bool(shares)):
+            if each.residual is not None:
+                share.values.sub_(each.residual)
+        for part in (*parts, *shares):
+            part.put_back()
+
+    def _parts(self, side: Side, factors: Tensor, name: str) -> list[FactorPart]:
+        """Return the vectors of factors by encoding."""
+        return [
+            factor_part(
+                codec,
+                which,
+                factors,
+                self._plan.batches,
+                side,
+                lambda kind, numel: self._scratch(f"{name} {kind}", numel),
+            )
+            for codec, which in self._options._encodings()
+        ]
 
     def _runs(self, plain: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the uncompressed values: their places in the message, and those in the bucket."""

@@ -15,16 +15,18 @@ from gradwire.recipes.value import Recipe, Reduction, Tables
 
 Residual = Literal["fp32", "bf16"]
 Rounding = Literal["nearest", "stochastic"]
-Factors = Literal["fp32", "int8", "int4", "int2"]
+Factors = Literal["fp32", "int8", "int8+int4", "int4", "int2"]
 Within = Literal["fp32", "same"]
 Bits = Literal["1+2", "2+2"]
 
-# The default rank and the codec of low-rank factors. Each of these ranks sends the bytes of rank 4 in fp32.
-_FACTORS: dict[str, tuple[int, Codec | None]] = {
-    "fp32": (4, None),
-    "int8": (16, Blocks("int8", 128)),
-    "int4": (32, Blocks("int4", 128)),
-    "int2": (64, Rotated(2, 128)),
+# The default rank of low-rank factors, their codec, and that of their leading vectors if it is another. Each
+# of these ranks sends about the bytes of rank 4 in fp32.
+_FACTORS: dict[str, tuple[int, Codec | None, Codec | None]] = {
+    "fp32": (4, None, None),
+    "int8": (16, Blocks("int8", 128), None),
+    "int8+int4": (32, Blocks("int4", 128), Blocks("int8", 128)),
+    "int4": (32, Blocks("int4", 128), None),
+    "int2": (64, Rotated(2, 128), None),
 }
 _RESIDUALS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -233,15 +235,24 @@ def powersgd(
 
     By default factors have rank 32 and travel as int4: many coarse directions lose less than few exact
     ones. With a ``rank``, they travel as fp32. ``factors`` chooses how they travel; its default rank then
-    sends the bytes of rank 4 in fp32. Error feedback sends the rest later. Tables go by recipe ``tables``.
-    ``whole`` takes a bucket for one matrix.
+    sends about the bytes of rank 4 in fp32. With ``factors="int8+int4"`` an eighth of the directions, which
+    hold most of a matrix, travel as int8. Error feedback sends the rest later. Tables go by recipe
+    ``tables``. ``whole`` takes a bucket for one matrix.
 
     >>> powersgd(rank=4, start=1000).name
     'powersgd:rank=4,start=1000'
     """
     text = format_spec(powersgd, locals())
-    size, codec = _rank_and_codec(rank, factors)
-    exchange = LowRank(size, start, min_compression_rate, feedback, warm_start, seed, whole, factors=codec)
+    options = _factor_options(rank, factors)
+    exchange = LowRank(
+        start=start,
+        min_compression_rate=min_compression_rate,
+        feedback=feedback,
+        warm_start=warm_start,
+        seed=seed,
+        whole=whole,
+        **options,
+    )
     return Recipe(text, exchange, reduction, tables=tables)
 
 
@@ -261,19 +272,26 @@ def acp(
     'acp:factors=int8'
     """
     text = format_spec(acp, locals())
-    size, codec = _rank_and_codec(rank, factors)
-    exchange = LowRank(size, start, min_compression_rate, feedback, seed=seed, num_rounds=1, factors=codec)
+    options = _factor_options(rank, factors)
+    exchange = LowRank(
+        start=start,
+        min_compression_rate=min_compression_rate,
+        feedback=feedback,
+        seed=seed,
+        num_rounds=1,
+        **options,
+    )
     return Recipe(text, exchange, reduction, tables=tables)
 
 
-def _rank_and_codec(rank: int | None, name: str | None) -> tuple[int, Codec | None]:
-    """Return the rank of low-rank factors and the codec they travel by; None stands for fp32."""
+def _factor_options(rank: int | None, name: str | None) -> dict[str, Any]:
+    """Return the rank of low-rank factors and the codecs that they travel by."""
     if name is None:
         name = "int4" if rank is None else "fp32"
     if name not in _FACTORS:
         raise ValueError(f"factors must be one of {', '.join(map(repr, _FACTORS))}, not {name!r}")
-    default_rank, codec = _FACTORS[name]
-    return default_rank if rank is None else rank, codec
+    default_rank, codec, leading = _FACTORS[name]
+    return {"rank": default_rank if rank is None else rank, "factors": codec, "leading": leading}
 
 
 def _two_shot(
