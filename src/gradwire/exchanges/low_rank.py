@@ -297,22 +297,25 @@ class _LowRankStep:
         sums = []
         for number, part in enumerate(parts):
             part.take()
-            seeds = seeds_of(part.codec, self._options.seed, self._context)
             share = shares[number].values if shares else None
-            if in_one_round:
-                sums.append(Sum(part.values, part.codec, seeds=seeds, in_one_round=True, sent=share))
-                continue
-            left_out = None
-            if share is not None:
-                share.copy_(part.values)
-                left_out = self._scratch(f"left out {number}", share.numel()).zero_()
-            sums.append(Sum(part.values, part.codec, left_out, seeds))
+            sums.append(self._sum_of(part, share, f"left out {number}", in_one_round=in_one_round))
         yield (*sums, Sum(rest, exact, in_one_round=in_one_round))
-        for share, each in zip(shares, sums, strict=bool(shares)):
+        for kept, each in zip(shares, sums, strict=False):  # nothing is kept if nobody asks for the own share
             if each.residual is not None:
-                share.values.sub_(each.residual)
+                kept.values.sub_(each.residual)
         for part in (*parts, *shares):
             part.put_back()
+
+    def _sum_of(self, part: FactorPart, share: Tensor | None, name: str, *, in_one_round: bool) -> Sum:
+        """Return the sum of a part. This rank's share of it becomes ``share``, less the sum's residual."""
+        seeds = seeds_of(part.codec, self._options.seed, self._context)
+        if in_one_round:
+            return Sum(part.values, part.codec, seeds=seeds, in_one_round=True, sent=share)
+        if share is None:
+            return Sum(part.values, part.codec, seeds=seeds)
+        share.copy_(part.values)
+        left_out = self._scratch(name, share.numel()).zero_()
+        return Sum(part.values, part.codec, left_out, seeds)
 
     def _parts(self, side: Side, factors: Tensor, name: str) -> list[FactorPart]:
         """Return the vectors of factors by encoding."""
