@@ -27,6 +27,7 @@ DEFAULTS = [
     "int4",
     "sign",
     "sign:rotated=false",
+    "sign:tables=same,rotated=false",
     "sign:feedback=true,tables=same,rotated=false",
     "powersgd",
 ]
@@ -92,11 +93,11 @@ def main() -> None:
     torch.set_num_threads(1)
     data = data_of(SETTINGS["small"], torch.device("cpu"))
     titles = "".join(f"{title:>10}" for title in ("length", "cosine", "error", "of values", *KINDS))
-    print(f"{'step ' + str(options.steps):32} {titles}")
+    print(f"{'step ' + str(options.steps):44} {titles}")
     for recipe in options.recipes:
         found = alignment(recipe, options.steps, data)
         figures = (found.length, found.cosine, found.error, found.error_of_values, *found.one_bit.values())
-        print(f"{recipe:32} {''.join(f'{figure:10.3f}' for figure in figures)}")
+        print(f"{recipe:44} {''.join(f'{figure:10.3f}' for figure in figures)}")
 
 
 if __name__ == "__main__":

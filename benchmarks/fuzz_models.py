@@ -168,7 +168,8 @@ def draw_recipe(choice: random.Random, world_size: int) -> str:
     nodes = choice.choice([f"local_size={size}" for size in (1, 1, 2, 3) if world_size % size == 0])
     exact = ("fp32", "bf16", "fp16")
     few_bits = [f"{name}:{blocks},{nodes},feedback=true" for name in ("int8", "fp8", "int4")]
-    few_values = [f"sign:{nodes},feedback=true", f"topk:keep=8,block=256,{nodes}"]
+    one_bit = f"sign:{nodes},feedback=true,rotated={choice.choice(['true', 'false'])}"
+    few_values = [one_bit, f"int4:{nodes},rotated=true", f"topk:keep=8,block=256,{nodes}"]
 
     def plain() -> str:
         return choice.choice([*exact, *few_bits, *few_values, f"powersgd:{low_rank}", f"acp:{low_rank}"])

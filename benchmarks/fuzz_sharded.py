@@ -15,6 +15,7 @@ and a state that is loaded again, or on another grid. After each step:
 
 import copy
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -45,7 +46,9 @@ ERRORS = {
     "int8": 2.1 / 127,
     "fp8": 2.1 / 8,
     "int4": 2.1 / 7,
-    "sign": 2.0,
+    "int4:rotated=true": 1.2,
+    "sign:rotated=false": 2.0,
+    "sign": 9.0,
     "int2": 4.0,
 }
 
@@ -233,7 +236,12 @@ def error_of(run: Trained) -> float:
     """
     leaves = gradwire.recipe(str(run.wire.recipe)).leaves()
     lossy = [each for each in leaves if not (run.has_feedback and keeps_residuals(each))]
-    return max([1e-3, *(ERRORS[each.name.partition(":")[0]] for each in lossy)])
+    return max([1e-3, *(ERRORS[form_of(each)] for each in lossy)])
+
+
+def form_of(recipe: gradwire.Recipe) -> str:
+    """Return the key of ``ERRORS``: the recipe's name, with its option ``rotated`` if that is given."""
+    return re.sub(r"[:,](?!rotated=)[^,]*", "", recipe.name).replace(",", ":")
 
 
 def keeps_residuals(recipe: gradwire.Recipe) -> bool:

@@ -87,13 +87,15 @@ def draw_recipe(choice: random.Random, *, has_replicas: bool, may_route: bool) -
         f"fp8:{blocks}",
         "int4",
         f"int4:{blocks}",
+        "int4:rotated=true",
         "sign:tables=same",
+        "sign:tables=same,rotated=false",
         "int2:tables=same",
     ]
     if has_replicas:
         low_rank = f"rank={choice.choice([1, 2, 4])},start={choice.choice([0, 1, 2])}"
         plain += [f"powersgd:{low_rank}", f"acp:{low_rank}", f"int8:{blocks},feedback=true", "topk"]
-        plain += ["sign:feedback=true", "sign", "int2"]
+        plain += ["sign:feedback=true", "sign:feedback=true,rotated=false", "sign", "int2"]
 
     def one() -> str:
         return choice.choice(plain)

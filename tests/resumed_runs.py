@@ -84,11 +84,11 @@ def random_spec(choice, *, feedback=None):
     def plain():
         low_rank = {"rank": [1, 2, 3], "start": [0, 1, 4], "feedback": [True, False], "seed": [0, 5]}
         low_rank["factors"] = ["fp32", "int8", "int8+int4", "int4"]
-        blocks = {"block": [128, 256, 512], "feedback": [True, False], "residual": ["fp32", "bf16"]}
+        blocks = {"block": [64, 128, 512], "feedback": [True, False], "residual": ["fp32", "bf16"]}
         noise = {"rounding": ["nearest", "stochastic"], "seed": [0, 7]}
         table = {
             **{name: {**blocks, **noise} for name in ("int8", "fp8", "int4")},
-            "sign": {**blocks, "seed": [0, 7], "rotated": [True, False]},
+            "sign": {**blocks, "block": [128, 512], "seed": [0, 7], "rotated": [True, False]},
             "powersgd": {**low_rank, "warm_start": [True, False], "whole": [True, False]},
             "acp": low_rank,
             **{name: {} for name in ("fp32", "fp16", "bf16")},

@@ -118,6 +118,7 @@ ROWS = [
     Row("int2:local_size=2,within=same", 6 * 0.343, rotated(2, 1024), world_size=None),
     Row("int2:bits=1+2", 6 * 0.756, rotated(2, 1024), world_size=None),
     Row("sign", 6 * 0.756, rotated(1, 1024)),
+    Row("sign:local_size=2,within=same", 6 * 0.756, rotated(1, 1024), world_size=None),
     Row("int4:feedback=false,rotated=true", 6 * 0.0975, rotated(4, 1024), world_size=2),
     Row("int4:rotated=true", 6 * 0.0975, rotated(4, 1024), world_size=None),
     # The error of a value is at most its distance from the mean magnitude.

@@ -96,10 +96,13 @@ def job_law(rank, specs):
 def test_inputs_equal_outputs_and_residuals_over_rebuilds_and_with_unused_parameters(world_size):
     specs = [
         *(f"{kind}:feedback=true" for kind in ("int8", "fp8", "int4", "sign")),
+        "sign:feedback=true,rotated=false",
+        "int4:rotated=true",
         "int4:rounding=stochastic",
     ]
     if world_size == 4:
         specs += ["int4:local_size=2", "sign:feedback=true,local_size=2"]
+        specs += [f"sign:feedback=true,local_size=2,{option}" for option in ("within=same", "rotated=false")]
     rounded = "sign:feedback=true,residual=bf16"
     lost = run_ranks(job_law, world_size, timeout=120, args=([*specs, rounded],))[0]
     assert lost.pop(rounded) <= BF16_ROUNDING

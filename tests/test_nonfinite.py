@@ -34,6 +34,17 @@ def test_the_last_step_on_cuda_is_told_of_when_the_wire_is_detached(caplog):
     assert said.startswith("step 7: the averaged gradient of weight is not finite, on every rank")
 
 
+class NoEnd:
+    def synchronize(self):
+        raise AssertionError("a device that waits for a rank that is gone never gets here")
+
+
+def test_after_a_failure_detach_does_not_wait_for_the_device():
+    policy = NonfinitePolicy("raise", None)
+    policy._conclude(_Copied(6, ["weight"], torch.tensor([False]), NoEnd()))
+    StepChecks(policy).close(has_failed=True)
+
+
 def check_skipping(rank, attached):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -28,6 +28,18 @@ def test_a_recipe_is_a_value(row):
     assert gradwire.recipe(recipe) is recipe
 
 
+def test_a_block_of_the_default_size_makes_no_other_recipe():
+    for spec, same in (
+        ("int4", "int4:block=128"),
+        ("int4:rotated=true", "int4:block=1024,rotated=true"),
+        ("sign", "sign:block=1024"),
+        ("sign:rotated=false", "sign:block=512,rotated=false"),
+    ):
+        assert gradwire.recipe(same) == gradwire.recipe(spec)
+        assert str(gradwire.recipe(same)) == spec
+    assert gradwire.recipe("int4:block=1024") != gradwire.recipe("int4")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

@@ -296,6 +296,7 @@ def test_the_matrix_finds_a_broken_hook(hook):
         ("route(ndim<2=int8; *=int4)", Expectation(None, 1.0, True)),
         ("sign:rotated=false", Expectation(5.0, 1.0)),
         ("sign:feedback=true,rotated=false", Expectation(None, 1.0, True, residual_unit=2**-24)),
+        ("sign:feedback=true", Expectation(None, 1.0, True, residual_unit=2**-24, unbiased=True)),
         # Six deviations of each of two ranks, and of their sum, which is as much larger.
         ("sign", Expectation(2 * (1 + 6 * 0.756) * 6 * 0.756 + 6 * 0.756, 1.0, unbiased=True)),
         ("powersgd", Expectation(None, 1.0, True, residual_unit=2**-24)),

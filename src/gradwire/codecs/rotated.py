@@ -52,8 +52,8 @@ class Rotated:
 
         With 1 bit, a scale of the smallest error would make a value smaller by a third, so it is unbiased.
         """
-        same = worker_bits == owner_bits != 1
-        return cls(owner_bits, block, None if same else worker_bits, unbiased=owner_bits == 1)
+        own = None if worker_bits == owner_bits else worker_bits
+        return cls(owner_bits, block, own, unbiased=owner_bits == 1)
 
     def __post_init__(self) -> None:
         # Each raises if the options are not valid.

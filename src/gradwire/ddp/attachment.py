@@ -201,4 +201,4 @@ class Attachment(abc.ABC):
         if not self.is_disabled:
             self.bridge.runner.close()
             self.record_event("detach")
-            self.bridge.checks.close()
+            self.bridge.checks.close(has_failed=self._ended_with is not None)

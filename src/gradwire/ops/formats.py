@@ -133,7 +133,8 @@ class RotatedFormat:
     rotation mixes all of its values.
 
     Up to 3 bits, a block's scale is the one that fits its levels best. With 4 bits it is that of normal
-    values, which saves arithmetic: levels are so fine that no scale fits any block much better.
+    values, which saves arithmetic. Of many values, no scale fits much better. A block with a single value
+    that is not zero is sent 6 % too small, and two of one magnitude 11 %.
 
     A block of m values has ``bits`` planes of m / 8 bytes: signs, then the bits of the level's number, the
     highest first. A plane has one bit for each value, in their order, the first in the lowest bit of the

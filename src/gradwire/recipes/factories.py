@@ -126,6 +126,7 @@ def int4(
     """
     if rotated and rounding == "stochastic":
         raise ValueError("rotated values are rounded to the nearest level: leave rounding or rotated out")
+    block = _unless_default(block, 1024 if rotated else 128)
     if rotated:
         return _two_shot(int4, locals(), Rotated, 4, 1024 if block is None else block)
     return _two_shot(
@@ -185,12 +186,13 @@ def sign(
     """Rotate blocks at random, and send the sign of each value; send tables by recipe ``tables``.
 
     Each block has one magnitude. Blocks have 1024 values, and 512 with ``rotated=False``, which loses more
-    and computes less. With ``feedback``, the rest is sent later; that did not train better: see
-    docs/fidelity-defaults.md.
+    and computes less. With ``feedback``, the rest is sent later; without the rotation
+    that trained worse: see docs/fidelity-defaults.md.
 
     >>> sign(rotated=False).name
     'sign:rotated=false'
     """
+    block = _unless_default(block, 1024 if rotated else 512)
     if rotated:
         return _two_shot(sign, locals(), Rotated.of, 1, 1, 1024 if block is None else block)
     return _two_shot(sign, locals(), Blocks, "sign", 512 if block is None else block)
@@ -292,6 +294,11 @@ def _factor_options(rank: int | None, name: str | None) -> dict[str, Any]:
         raise ValueError(f"factors must be one of {', '.join(map(repr, _FACTORS))}, not {name!r}")
     default_rank, codec, leading = _FACTORS[name]
     return {"rank": default_rank if rank is None else rank, "factors": codec, "leading": leading}
+
+
+def _unless_default(block: int | None, default: int) -> int | None:
+    """Return None for the default, so that a recipe has one name however its block was given."""
+    return None if block == default else block
 
 
 def _two_shot(

@@ -85,7 +85,7 @@ def check_averager(
         case_timeout: seconds after which a case counts as hung.
 
     Raises ValueError for an unknown recipe, and without a tolerance for a recipe whose errors depend on the
-    tensors (low rank, unrotated ``sign`` with feedback).
+    tensors (low rank, ``sign`` with feedback).
 
     Example::
 

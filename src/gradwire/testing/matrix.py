@@ -128,7 +128,7 @@ def check_hook(
         case_timeout: seconds after which a case counts as hung.
 
     Raises ValueError for an unknown recipe or choice, and for a hook that cannot be imported. Also without a
-    tolerance for a recipe whose errors depend on the gradients (low rank, unrotated ``sign`` with feedback).
+    tolerance for a recipe whose errors depend on the gradients (low rank, ``sign`` with feedback).
 
     Example::
 

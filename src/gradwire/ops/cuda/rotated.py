@@ -36,7 +36,7 @@ _RANK_STEP = tl.constexpr(RANK_STEP)
 _TIME_STEP = tl.constexpr(TIME_STEP)
 # Instructions per value of a full block of 1024, as Triton 3.6 compiles them for compute capability 9.0; in
 # brackets, those of the units for integers and comparisons, which take two cycles each:
-#                         int2       int3   int2:bits=1+1
+#                         int2       int3           sign
 #   encode           29.2  (9)  36.9 (12)       25.2  (7)
 #   decode           21.1  (7)  23.4  (9)       20.0  (6)
 #   reduce, 2 rows   73.7 (22)  85.1 (30)       66.9 (19)
