@@ -66,6 +66,10 @@ def kernels(form: BlockFormat, numel: int, device: str) -> Calls:
             lambda: ops.reduce_blocks(form, own_fed, rows, 0, 0.5),
             16 * numel + 2 * num_bytes,
         ),
+        "decode two, add": (
+            lambda: ops.sum_blocks(form, own, rows, ops.NO_RANK, 0.5),
+            4 * numel + 2 * num_bytes,
+        ),
     }
 
 
@@ -88,6 +92,10 @@ def rotated_kernels(form: RotatedFormat, numel: int, device: str) -> Calls:
         "decode, add, encode": (
             lambda: ops.reduce_rotated(form, own_chunk, terms, 0, 0.5),
             8 * numel + 2 * num_bytes,
+        ),
+        "decode two, add": (
+            lambda: ops.sum_rotated(own, terms, ops.NO_RANK, 0.5),
+            4 * numel + 2 * num_bytes,
         ),
     }
 

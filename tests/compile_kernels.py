@@ -85,6 +85,16 @@ def type_of(value):
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
+def train(recipe, dtype, world_size):
+    model = nn.Sequential(nn.Linear(600, 300), nn.Linear(300, 100)).to(dtype)
+    ranks = VirtualRanks(model, recipe, world_size=world_size)
+    for _ in range(3):
+        for rank in range(world_size):
+            with ranks.backward_of(rank):
+                model(torch.randn(2, 600, dtype=dtype)).float().square().mean().backward()
+        ranks.average()
+
+
 def main(capabilities):
     compiler = Compiler(capabilities)
     JITFunction.run = lambda kernel, *args, **kwargs: compiler.run(kernel, *args, **kwargs)
@@ -95,13 +105,8 @@ def main(capabilities):
     ops._casts = lambda *args: casts
     for recipe in RECIPES:
         for dtype in (torch.float32, torch.bfloat16):
-            model = nn.Sequential(nn.Linear(600, 300), nn.Linear(300, 100)).to(dtype)
-            ranks = VirtualRanks(model, recipe, world_size=3)
-            for _ in range(3):
-                for rank in range(3):
-                    with ranks.backward_of(rank):
-                        model(torch.randn(2, 600, dtype=dtype)).float().square().mean().backward()
-                ranks.average()
+            for world_size in (2, 3):
+                train(recipe, dtype, world_size)
     print(f"compiled {len(compiler.compiled)} kernels")
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.codecs import Blocks
-from gradwire.ops import BlockFormat, Chunk, Seed
+from gradwire.ops import NO_RANK, BlockFormat, Chunk, Seed
 from gradwire.ops.cpu import blocks as cpu
 from gradwire.ops.reference import blocks as reference
 
@@ -99,14 +99,16 @@ def compare(form, kernels, values, residual, magnitude, seed, scale_steps=0):
         module.decode(form, row, decoded)
         width = -(-form.row_bytes(n) // 64) * 64
         rows = torch.zeros(3, 64 + width, dtype=torch.uint8)[:, 64:]  # other segments share the message
-        for r in (0, 2):
+        for r in range(3):
             reference.encode(form, Chunk(draw(n, seed + r) * magnitude, rows[r], None, noise))
         own = values.clone()
         module.reduce(form, Chunk(own, own_row, kept, noise), rows, 1, 1 / 3)
         total, message = values.clone(), rows.clone()
         module.sum_rows(form, total, message, 1, 1 / 3)
+        total_of_rows = torch.full_like(values, math.nan)
+        module.sum_rows(form, total_of_rows, message, NO_RANK, 1 / 3)
         assert torch.equal(message, rows)  # sums are not encoded
-        results.append((row, own_row, decoded, own, kept, total))
+        results.append((row, own_row, decoded, own, kept, total, total_of_rows))
     (row_a, own_row_a, *tensors_a), (row_b, own_row_b, *tensors_b) = results
     if scale_steps == 0:
         assert same_rows(form, row_a, row_b, n)

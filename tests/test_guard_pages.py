@@ -85,7 +85,8 @@ def check_blocks(fences, form, n, residual, skip):
         rows[:, : row.numel()] = row
         chunk = Chunk(fences.values(n, skip), fences.take(row.numel(), torch.uint8), kept(), Seed(7, 8))
         ops.reduce_blocks(form, chunk, rows, num_rows - 2, 0.5)
-        ops.sum_blocks(form, fences.values(n, skip), rows, num_rows - 1, 0.5)
+        for own_index in (num_rows - 1, ops.NO_RANK):
+            ops.sum_blocks(form, fences.values(n, skip), rows, own_index, 0.5)
 
 
 def check_rotated(fences, form, worker, n, skip):
@@ -95,7 +96,10 @@ def check_rotated(fences, form, worker, n, skip):
     rows = fences.take(3 * row.numel(), torch.uint8).view(3, -1)
     rows[:] = row
     chunk = Chunk(fences.values(n, skip), fences.take(form.row_bytes(n), torch.uint8), None, Seed(5, 6))
-    ops.reduce_rotated(form, chunk, RotatedRows(worker, rows, Seed(1, 2)), 1, 0.5)
+    terms = RotatedRows(worker, rows, Seed(1, 2))
+    ops.reduce_rotated(form, chunk, terms, 1, 0.5)
+    for own_index in (1, ops.NO_RANK):
+        ops.sum_rotated(fences.values(n, skip), terms, own_index, 0.5)
 
 
 def check_casts(fences, dtype, n, skip):
@@ -111,7 +115,8 @@ def check_casts(fences, dtype, n, skip):
         own, scales = fences.values(n, skip), [0.5] * num_rows
         encoded = own if dtype == torch.float32 else fences.take(n, dtype, skip)
         ops.reduce_rows(Terms(own, 1, rows, scales, header), encoded, 1.0, 1.0)
-        ops.sum_rows(Terms(fences.values(n, skip), 0, rows, scales, header), dtype)
+        for own_index in (0, ops.NO_RANK):
+            ops.sum_rows(Terms(fences.values(n, skip), own_index, rows, scales, header), dtype)
 
 
 def check_low_rank(fences, rows, columns, rank):

@@ -67,22 +67,26 @@ def delays(spec, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    ("spec", "expected"),
+    ("spec", "of_two", "of_three"),
     [
-        ("fp32", 3),
-        ("bf16", 3),
-        ("int8", 3),
-        ("int2", 3),
-        ("acp:factors=int4", 2),
-        ("powersgd:factors=int4", 4),
+        ("fp32", 3, 3),
+        ("bf16", 2, 3),
+        ("int8", 2, 3),
+        ("int2", 2, 3),
+        ("int2:bits=1+2", 3, 3),
+        ("acp:factors=int4", 2, 2),
+        ("powersgd:factors=int4", 4, 4),
     ],
 )
-def test_a_sum_takes_the_time_of_three_messages_and_one_of_few_bytes_that_of_two(spec, expected, world_size):
-    assert delays(spec, world_size) == expected
+def test_a_sum_takes_the_time_of_three_messages_and_one_of_few_bytes_or_two_ranks_that_of_two(
+    spec, of_two, of_three, world_size
+):
+    assert delays(spec, world_size) == {2: of_two, 3: of_three}[world_size]
 
 
 def test_a_sum_in_two_levels_takes_no_longer_for_its_last_phase():
-    assert delays("int8:local_size=2", 4) == 6
+    assert delays("int8:local_size=2", 4) == 5
+    assert delays("int8:local_size=2", 6) == 6
 
 
 def test_an_exact_sum_of_two_ranks_takes_the_time_of_two_messages():

@@ -82,11 +82,8 @@ def test_runs_share_their_messages_and_announce_every_byte(world_size, dtype):
     for rank, messages in enumerate(run_virtual_ranks(job, world_size)):
         announced = MIXED.link_bytes(layout, world_size, 0)[rank]
         assert announced == Links(0, sum(size for _, size in messages))
-        assert (
-            len(messages)
-            == 2 * (world_size - 1)
-            == MIXED.link_rounds(layout, world_size, 0).across * (world_size - 1)
-        )
+        assert len(messages) == MIXED.link_rounds(layout, world_size, 0).across * (world_size - 1)
+        assert MIXED.link_rounds(layout, world_size, 0).across == (1 if world_size == 2 else 2)
 
 
 def test_runs_in_nodes_announce_every_byte_too():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.codecs import Rotated
-from gradwire.ops import Chunk, RotatedFormat, RotatedRows, Seed
+from gradwire.ops import NO_RANK, Chunk, RotatedFormat, RotatedRows, Seed
 from gradwire.ops.cpu import rotated as cpu
 from gradwire.ops.reference import rotated as reference
 
@@ -105,11 +105,11 @@ def test_the_cuda_kernels_make_a_block_that_is_not_finite_nan(poison):
 
 
 def compare(form, worker, kernels, values, magnitude, seed):
-    """Encode, decode and reduce, with the kernels and with the reference."""
+    """Encode, decode, reduce and sum, with the kernels and with the reference."""
     n, first = values.numel(), Seed(seed, 0x9E3779B9)
     width = -(-worker.row_bytes(n) // 64) * 64
     rows = torch.zeros(3, 64 + width, dtype=torch.uint8)[:, 64:]  # other segments share the message
-    for r in (0, 2):
+    for r in range(3):
         term = draw(n, seed + r) * magnitude
         reference.encode(worker, Chunk(term, rows[r], None, first.of_rank(r)))
     results = []
@@ -117,9 +117,13 @@ def compare(form, worker, kernels, values, magnitude, seed):
         row, own_row, decoded = new_row(form, n), new_row(form, n), torch.empty(n)
         module.encode(form, Chunk(values, row, None, SEED))
         module.decode(form, row, decoded, SEED)
-        own = values.clone()
-        module.reduce(form, Chunk(own, own_row, None, SEED), RotatedRows(worker, rows, first), 1, 1 / 3)
-        results.append((row, own_row, decoded, own))
+        own, terms = values.clone(), RotatedRows(worker, rows, first)
+        module.reduce(form, Chunk(own, own_row, None, SEED), terms, 1, 1 / 3)
+        message, total, total_of_rows = rows.clone(), values.clone(), torch.full_like(values, math.nan)
+        module.sum_rows(total, terms, 1, 1 / 3)
+        module.sum_rows(total_of_rows, terms, NO_RANK, 1 / 3)
+        assert torch.equal(message, rows)  # sums are not encoded
+        results.append((row, own_row, decoded, own, total, total_of_rows))
     (row_a, own_row_a, *tensors_a), (row_b, own_row_b, *tensors_b) = results
     assert same_rows(form, row_a, row_b, n)
     assert same_rows(form, own_row_a, own_row_b, n)

@@ -102,5 +102,8 @@ class Codec(Protocol):
         ...
 
     def sum(self, values: Tensor, rows: Tensor, rank: int, scale: Scale, seed: Seed = NO_SEED) -> None:
-        """Sum as `reduce` does, and leave the sum in ``values``, without encoding it."""
+        """Sum as `reduce` does, and leave the sum in ``values``, without encoding it.
+
+        With ``rank=NO_RANK`` rows hold all terms, and ``values`` are only written.
+        """
         ...

@@ -26,7 +26,7 @@ def sum_decoded(
 ) -> None:
     """Replace ``values``, those of ``rank``, by the sum of all ranks' values times ``scale``, in rank order.
 
-    ``decode(r, term)`` decodes the row of rank r to ``term``.
+    ``decode(r, term)`` decodes the row of rank r to ``term``. With ``rank=NO_RANK`` that is done for all.
     """
     term, total = torch.empty_like(values), torch.zeros_like(values)
     for r in range(len(rows)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire import ops
-from gradwire.codecs.decoded import encode_decoded, reduce_decoded, sum_decoded
+from gradwire.codecs.decoded import encode_decoded, reduce_decoded
 from gradwire.ops import Chunk, RotatedFormat, RotatedRows
 
 
@@ -102,7 +102,4 @@ class Rotated:
     def sum(
         self, values: Tensor, rows: Tensor, rank: int, scale: ops.Scale, seed: ops.Seed = ops.NO_SEED
     ) -> None:
-        def decode(r: int, term: Tensor) -> None:
-            self.to_owner.decode(rows[r], term, seed.of_rank(r))
-
-        sum_decoded(values, rows, rank, scale, decode)
+        ops.sum_rotated(values, RotatedRows(self.to_owner.format, rows, seed), rank, scale)

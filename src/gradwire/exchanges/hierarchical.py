@@ -12,6 +12,7 @@ from gradwire.buckets import BucketLayout, as_real
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
+from gradwire.exchanges.one_shot import average_bytes, num_rounds
 from gradwire.exchanges.residuals import migrate_residuals
 from gradwire.exchanges.rounds import Rounds
 from gradwire.exchanges.rows_and_columns import places_in_message, sum_over_grid
@@ -94,15 +95,22 @@ class Hierarchical:
         codec, parts = self.codec.resolve(wide), bounds_of(numel, self.local_size)
         within = two_shot_bytes(Raw(wide), numel, self.local_size)
         if self.encodes_within and num_nodes == 1:
-            within = two_shot_bytes(codec, numel, self.local_size)
+            within = average_bytes([(codec, numel)], self.local_size)
         elif self.encodes_within and not codec.in_place:
             within = _encoded_bytes(codec, [end - start for start, end in parts], num_nodes)
-        across = [two_shot_bytes(codec, end - start, num_nodes) for start, end in parts]
+        if self.encodes_within:
+            across = [two_shot_bytes(codec, end - start, num_nodes) for start, end in parts]
+        else:
+            across = [average_bytes([(codec, end - start)], num_nodes) for start, end in parts]
         ranks = [divmod(rank, self.local_size) for rank in range(world_size)]
         return [Links(within[index], across[index][node]) for node, index in ranks]
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
-        return Links(2, 2 if self._num_nodes(world_size) > 1 else 0)
+        num_nodes = self._num_nodes(world_size)
+        codec = self.codec.resolve(self._node_dtype(layout.real_values[1]))
+        if num_nodes == 1:
+            return Links(num_rounds([codec], self.local_size) if self.encodes_within else 2, 0)
+        return Links(2, 2 if self.encodes_within else num_rounds([codec], num_nodes))
 
     def _average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
         group = context.group

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from gradwire.buckets import BucketLayout, Slot
+from gradwire.codecs import Codec
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.exchange import Exchange, repeats_as_all, shared_bytes_of
 from gradwire.exchanges.links import Links, add_up
+from gradwire.exchanges.one_shot import average_bytes, num_rounds
 from gradwire.exchanges.rounds import Rounds, side_by_side
-from gradwire.exchanges.two_phase import shared_two_shot_bytes
 from gradwire.exchanges.two_shot import TwoShot
 from gradwire.ops import Family, cached_on_owner
 
@@ -78,21 +79,27 @@ class Mixed:
         return repeats_as_all(self.exchanges, step)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
-        runs = self.split(layout)
-        codecs = []
-        for exchange, run, _ in runs:
-            numel, dtype = run.real_values
-            if isinstance(exchange, TwoShot) and numel:
-                codecs.append((exchange.codec.resolve(dtype), numel))
-        together = [Links(0, sent) for sent in shared_two_shot_bytes(codecs, world_size)]
-        apart = [e.link_bytes(r, world_size, step) for e, r, _ in runs if not isinstance(e, TwoShot)]
+        together = [Links(0, sent) for sent in average_bytes(self._together(layout), world_size)]
+        apart = [e.link_bytes(run, world_size, step) for e, run in self._apart(layout)]
         return [add_up(sent) for sent in zip(together, *apart, strict=True)]
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
-        runs = self.split(layout)
-        apart = [e.link_rounds(r, world_size, step) for e, r, _ in runs if not isinstance(e, TwoShot)]
-        together = Links(0, 2 if len(apart) < len(runs) else 0)
-        return add_up([together, *apart])
+        codecs = [codec for codec, _ in self._together(layout)]
+        apart = [e.link_rounds(run, world_size, step) for e, run in self._apart(layout)]
+        return add_up([Links(0, num_rounds(codecs, world_size)), *apart])
+
+    def _together(self, layout: BucketLayout) -> list[tuple[Codec, int]]:
+        """Return the codec and the number of values of each run that takes a single sum."""
+        sums = [
+            (exchange.codec, *run.real_values)
+            for exchange, run, _ in self.split(layout)
+            if isinstance(exchange, TwoShot)
+        ]
+        return [(codec.resolve(dtype), numel) for codec, numel, dtype in sums if numel]
+
+    def _apart(self, layout: BucketLayout) -> list[tuple[Exchange, BucketLayout]]:
+        """Return the runs that take other sums."""
+        return [(e, run) for e, run, _ in self.split(layout) if not isinstance(e, TwoShot)]
 
 
 @cached_on_owner

@@ -1,4 +1,4 @@
-"""One-shot sums of few values: every rank gathers all ranks' values and adds them up itself."""
+"""One-shot sums of few values or few ranks: every rank gathers all ranks' values and adds them up itself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from torch import Tensor
 
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.scatter import Sum, aligned, aligned_rows, layouts_of
-from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, two_shot_bytes
-from gradwire.ops import Chunk
-from gradwire.peers import gather, gather_matrix
+from gradwire.exchanges.scatter import Sum, aligned, aligned_rows, layouts_of, peers_of
+from gradwire.exchanges.two_phase import (
+    TwoPhaseReduce,
+    average_alone,
+    shared_two_shot_bytes,
+    two_shot_bytes,
+)
+from gradwire.ops import NO_RANK, Chunk
+from gradwire.peers import gather
 
 # Bytes that a fast network sends in about the time of one more round.
 _ROUND_BYTES = 16 << 10
+# NCCL's own gathering was the faster one for factors of less than this. For whole buckets messages were.
+_NATIVE_BYTES = 4 << 20
 
 
 def sum_values(values: Tensor, context: Context) -> None:
@@ -50,17 +57,55 @@ def sum_encoded(sums: Sequence[Sum], context: Context) -> None:
     group = context.group
     places, num_bytes = _row_layout([(each.used_codec, each.values.numel()) for each in sums])
     arriving = aligned_rows(context.scratch, "arriving", group.size, num_bytes, sums[0].values.device)
+    own = arriving[group.rank, :num_bytes]
+    native = group.native_gather if num_bytes < _NATIVE_BYTES else None
+    messages = None if native else group.post([row[:num_bytes] for row in arriving])
     for each, (begin, end) in zip(sums, places, strict=True):
-        codec, row = each.used_codec.to_owner, arriving[group.rank, begin:end]
-        seed = each.row_seed(group.rank, 0)
-        codec.encode(Chunk(each.values, row, each.residual, seed))
-        codec.decode(row, each.values, seed)
-        if each.sent is not None:
-            each.sent.copy_(each.values)
-    gather_matrix(arriving, [num_bytes] * group.size, group)
+        if begin < end:
+            codec, row, seed = each.used_codec.to_owner, own[begin:end], each.row_seed(group.rank, 0)
+            codec.encode(Chunk(each.values, row, each.residual, seed))
+            if each.sent is not None:
+                codec.decode(row, each.sent, seed)
+    if native:
+        native(arriving, num_bytes)
+    elif messages:
+        for peer in peers_of(group):
+            messages.send(peer, own)
+        messages.finish()
     for each, (begin, end) in zip(sums, places, strict=True):
-        rows = arriving[:, begin : begin + aligned(end - begin)]
-        each.used_codec.sum(each.values, rows, group.rank, context.scale, each.chunk_seed(0))
+        if begin < end:
+            rows = arriving[:, begin : begin + aligned(end - begin)]
+            each.used_codec.sum(each.values, rows, NO_RANK, context.scale, each.chunk_seed(0))
+
+
+def take_one_round(codecs: Sequence[Codec], num_ranks: int) -> list[bool]:
+    """Return for each of several averages if ranks send each other all of its values.
+
+    Two ranks do if values are encoded: they send as many bytes as in two phases, in half as many rounds, and
+    do not encode the sum. But not if rows to owners are coarser than sums: all rows would be such rows.
+    Values that travel as they are go along with others. By themselves they take two phases, which are less
+    work for the same bits.
+    """
+    may = [num_ranks == 2 and codec.to_owner is codec for codec in codecs]
+    pays = any(each and not codec.in_place for each, codec in zip(may, codecs, strict=True))
+    return [each and pays for each in may]
+
+
+def num_rounds(codecs: Sequence[Codec], num_ranks: int) -> int:
+    """Return the number of rounds of averages that share their messages."""
+    return sum(1 if in_one_round else 2 for in_one_round in {*take_one_round(codecs, num_ranks)})
+
+
+def average_bytes(shapes: Sequence[tuple[Codec, int]], world_size: int) -> list[int]:
+    """Return the exact bytes that each rank sends for averages that share their messages.
+
+    ``shapes`` holds the codec and the number of values of each.
+    """
+    choices = take_one_round([codec for codec, _ in shapes], world_size)
+    in_one = [shape for shape, in_one_round in zip(shapes, choices, strict=True) if in_one_round]
+    in_two = [shape for shape, in_one_round in zip(shapes, choices, strict=True) if not in_one_round]
+    own = encoded_bytes(in_one) if in_one else 0
+    return [(world_size - 1) * own + sent for sent in shared_two_shot_bytes(in_two, world_size)]
 
 
 def encoded_bytes(shapes: Sequence[tuple[Codec, int]]) -> int:

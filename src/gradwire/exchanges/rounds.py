@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.one_shot import sum_encoded, sum_values
+from gradwire.exchanges.one_shot import sum_encoded, sum_values, take_one_round
 from gradwire.exchanges.scatter import Sum
 from gradwire.exchanges.two_phase import TwoPhaseReduce
 from gradwire.torch_private import copy_all_
@@ -30,7 +30,7 @@ def run_rounds(rounds: Iterable[Rounds], context: Context) -> None:
         while running:
             asked = [(each, round_) for each in running if (round_ := next(each, None)) is not None]
             running = [each for each, _ in asked]
-            _sum_round([each for _, round_ in asked for each in round_ if each.values.numel()], context)
+            take_sums([each for _, round_ in asked for each in round_ if each.values.numel()], context)
     finally:
         for each in running:
             each.close()  # runs its finally blocks, which restore residuals
@@ -48,13 +48,15 @@ def side_by_side(rounds: Iterable[Rounds]) -> Rounds:
             each.close()
 
 
-def _sum_round(sums: list[Sum], context: Context) -> None:
+def take_sums(sums: list[Sum], context: Context) -> None:
     """Take sums: encoded ones together with those of as many rounds, exact ones with those of their dtype."""
     encoded = [each for each in sums if each.codec is not None]
-    if in_one_round := [each for each in encoded if each.in_one_round]:
-        sum_encoded(in_one_round, context)
-    if others := [each for each in encoded if not each.in_one_round]:
-        TwoPhaseReduce(others, context).run()
+    choices = take_one_round([each.used_codec for each in encoded], context.group.size)
+    choices = [each.in_one_round or chosen for each, chosen in zip(encoded, choices, strict=True)]
+    if in_one := [each for each, in_one_round in zip(encoded, choices, strict=True) if in_one_round]:
+        sum_encoded(in_one, context)
+    if in_two := [each for each, in_one_round in zip(encoded, choices, strict=True) if not in_one_round]:
+        TwoPhaseReduce(in_two, context).run()
     exact: dict[torch.dtype, list[Tensor]] = {}
     for each in sums:
         if each.codec is None:

@@ -59,7 +59,7 @@ class Sum:
     Chunks are those of `even_bounds`, and the sum is not encoded.
     """
     in_one_round: bool = False
-    """True if every rank sends all its values to every other, and adds up what it gets."""
+    """True if every rank must send all its values to every other, and add up what it gets."""
     sent: Tensor | None = None
     """Memory for this rank's values as others decode them, which only a sum in one round can tell."""
 

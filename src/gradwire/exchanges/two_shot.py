@@ -13,10 +13,11 @@ from gradwire.buckets import BucketLayout, as_real
 from gradwire.codecs import Codec, Raw, Rotated, Top
 from gradwire.exchanges.context import Context
 from gradwire.exchanges.links import Links
+from gradwire.exchanges.one_shot import average_bytes, num_rounds
 from gradwire.exchanges.residuals import migrate_residuals
-from gradwire.exchanges.rounds import Round, Rounds
+from gradwire.exchanges.rounds import Round, Rounds, take_sums
 from gradwire.exchanges.scatter import Sum
-from gradwire.exchanges.two_phase import TwoPhaseReduce, average_alone, seeds_of, two_shot_bytes
+from gradwire.exchanges.two_phase import average_alone, seeds_of
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
 from gradwire.exchanges.velocities import momentum_applied
 from gradwire.ops import Family, cast_scaled
@@ -121,14 +122,14 @@ class TwoShot:
 
     def average(self, values: Tensor, residual: Tensor | None, context: Context) -> None:
         """Average values of a dtype that the codec takes, over a group of any size."""
-        TwoPhaseReduce([self.sum_of(values, residual, context)], context).run()
+        take_sums([self.sum_of(values, residual, context)], context)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         numel, dtype = layout.real_values
-        return [Links(0, sent) for sent in two_shot_bytes(self.codec.resolve(dtype), numel, world_size)]
+        return [Links(0, sent) for sent in average_bytes([(self.codec.resolve(dtype), numel)], world_size)]
 
     def link_rounds(self, layout: BucketLayout, world_size: int, step: int) -> Links:
-        return Links(0, 2)
+        return Links(0, num_rounds([self.codec.resolve(layout.real_values[1])], world_size))
 
     def sum_of(self, values: Tensor, residual: Tensor | None, context: Context) -> Sum:
         """Return the sum over ranks that averages values of a dtype that the codec takes."""

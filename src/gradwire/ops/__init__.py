@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradwire.ops.batches import OTHER, Batch, Batches, Matrix, Side
 from gradwire.ops.formats import BlockFormat, Kind, RotatedFormat, Seed
-from gradwire.ops.operands import NO_SEED, Chunk, RotatedRows, Scale, Terms
+from gradwire.ops.operands import NO_RANK, NO_SEED, Chunk, RotatedRows, Scale, Terms
 from gradwire.ops.owner_cache import cached_on_owner
 from gradwire.ops.reference import blocks as reference_blocks
 from gradwire.ops.reference import casts as reference_casts
@@ -30,6 +30,7 @@ from gradwire.ops.reference import low_rank as reference_low_rank
 from gradwire.ops.reference import rotated as reference_rotated
 
 __all__ = [
+    "NO_RANK",
     "NO_SEED",
     "OTHER",
     "Batch",
@@ -57,6 +58,7 @@ __all__ = [
     "reduce_rotated",
     "reduce_rows",
     "sum_blocks",
+    "sum_rotated",
     "sum_rows",
     "warm_up",
 ]
@@ -88,7 +90,7 @@ def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
 def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
     """Replace ``terms.own`` by the sum of the terms in order; rows hold values of ``dtype``.
 
-    Sums are as in `reduce_rows`, and are not encoded again.
+    Sums are as in `reduce_rows`, and are not encoded again. With ``own_index=NO_RANK`` rows hold all terms.
     """
     _casts(terms.own, dtype).sum_rows(terms, dtype)
 
@@ -135,7 +137,8 @@ def reduce_blocks(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int,
 def sum_blocks(form: BlockFormat, own: Tensor, rows: Tensor, own_index: int, scale: Scale) -> None:
     """Replace ``own`` by the sum of ``values[r] * scale`` over r in order, which is not encoded again.
 
-    ``values[own_index]`` is ``own``. The others are encoded in ``rows``, as for `reduce_blocks`.
+    ``values[own_index]`` is ``own``. The others are encoded in ``rows``, as for `reduce_blocks`; with
+    ``own_index=NO_RANK`` all are.
     """
     _blocks(own).sum_rows(form, own, rows, own_index, scale)
 
@@ -158,6 +161,14 @@ def reduce_rotated(
     ``values[own_index]`` is the chunk's. The others are encoded in ``terms``.
     """
     _rotated(chunk.values).reduce(form, chunk, terms, own_index, scale)
+
+
+def sum_rotated(own: Tensor, terms: RotatedRows, own_index: int, scale: Scale) -> None:
+    """Replace ``own`` by the sum of ``values[r] * scale`` over r in order, which is not encoded again.
+
+    ``values[own_index]`` is ``own``. The others are encoded in ``terms``; with ``own_index=NO_RANK`` all are.
+    """
+    _rotated(own).sum_rows(own, terms, own_index, scale)
 
 
 def low_rank(values: Tensor, work: Tensor) -> ModuleType:

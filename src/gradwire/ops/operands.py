@@ -13,6 +13,9 @@ Scale = float | Tensor
 
 NO_SEED = Seed(0, 0)
 
+NO_RANK = -1
+"""The place of this rank's own values in a sum whose terms are all encoded in rows."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -34,7 +37,7 @@ class Terms:
     own_index: int
     """Place of ``own`` in the order of the sum."""
     rows: Tensor
-    """A matrix of bytes, one row per rank. Row ``own_index`` is not read."""
+    """A matrix of bytes, one row per rank. Row ``own_index`` is not read; `NO_RANK` to read all."""
     scales: Sequence[Scale]
     """A factor for each term."""
     header_bytes: int = 0

@@ -66,6 +66,8 @@ class _OwnBlocks(NamedTuple):
     """True if the values become what the sum decodes to."""
     is_sum: Any
     """True if the values become the sum itself, which is not encoded."""
+    streams: Any
+    """True to write a sum past the caches."""
 
 
 class _Residual(NamedTuple):
@@ -99,7 +101,7 @@ class _Scratch(NamedTuple):
 # The types of their fields.
 _FORMAT = types.Tuple((I8, I8, I8, F4, numba.boolean))
 _ROWS = types.Tuple((U1[::1], U2[::1], I8, I8, I8))
-_OWN = types.Tuple((F4[::1], I8, F4, F4, numba.boolean, numba.boolean))
+_OWN = types.Tuple((F4[::1], I8, F4, F4, numba.boolean, numba.boolean, numba.boolean))
 _RESIDUAL = types.Tuple((F4[::1], U2[::1]))
 _ROW = types.Tuple((U1[::1], U2[::1]))
 _WORDS = types.Tuple((I4, I4))
@@ -178,7 +180,7 @@ def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, 
                     _add(y, y, False, own.scale, x, m, r == 0)
             values = x
         if own.is_sum:
-            copy(x, own_, m)
+            write(x, own_, m, own.streams)
             continue
         if not fits:
             for i in range(m, m + _SPARE):
@@ -197,6 +199,7 @@ def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, 
             copy(spare, own_, m if own.is_written else 0)
         if is_half:
             _narrow(left_out, halves, m)
+    fence()
 
 
 @kernel((_FORMAT, _ROW, F4[::1], numba.boolean, _SCRATCH))
@@ -226,9 +229,8 @@ _ONE = np.float32(1)
 
 def encode(form: BlockFormat, chunk: Chunk) -> None:
     # A sum of one term, which is not written back.
-    _run(
-        form, chunk, _NO_ROWS, _OwnBlocks(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False, is_sum=False)
-    )
+    own = _OwnBlocks(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False, is_sum=False, streams=False)
+    _run(form, chunk, _NO_ROWS, own)
 
 
 def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
@@ -243,7 +245,14 @@ def reduce(
     first_scale = form.scales_offset(chunk.values.numel()) // 2
     terms = _BlockRows(flat.numpy(), _halves(flat), len(rows), rows.stride(0), first_scale)
     scales = np.float32(float(scale)), np.float32(1 / float(scale))
-    own = _OwnBlocks(chunk.values.numpy(), own_index, *scales, is_written=True, is_sum=is_sum)
+    own = _OwnBlocks(
+        chunk.values.numpy(),
+        own_index,
+        *scales,
+        is_written=True,
+        is_sum=is_sum,
+        streams=streams_to(chunk.values),
+    )
     _run(form, chunk, terms, own)
 
 

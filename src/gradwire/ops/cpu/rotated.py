@@ -20,7 +20,7 @@ from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, load, point, store
 from gradwire.ops.cpu.rotated_blocks import encode_block
 from gradwire.ops.cpu.rotation import Signs
 from gradwire.ops.cpu.scalars import bf16_to_f32, f32_to_bf16
-from gradwire.ops.cpu.vectors import copy, fence, span, streams_to
+from gradwire.ops.cpu.vectors import copy, fence, span, streams_to, write
 from gradwire.ops.formats import RANK_STEP, RotatedFormat, Seed
 from gradwire.ops.operands import Chunk, RotatedRows, Scale
 
@@ -64,6 +64,10 @@ class _Own(NamedTuple):
     scale: Any
     is_written: Any
     """True if the values become what the sum decodes to."""
+    is_sum: Any
+    """True if the values become the sum itself, which is not encoded."""
+    streams: Any
+    """True to write a sum past the caches."""
 
 
 class _Row(NamedTuple):
@@ -78,7 +82,7 @@ class _Row(NamedTuple):
 # The types of their fields.
 _FORMAT = types.Tuple((I8, I8, I8, numba.boolean))
 _TERMS = types.Tuple((U1[::1], U2[::1], I8, I8, I8, I8, I4, I4))
-_OWN = types.Tuple((F4[::1], I8, F4, numba.boolean))
+_OWN = types.Tuple((F4[::1], I8, F4, numba.boolean, numba.boolean, numba.boolean))
 _ROW = types.Tuple((U1[::1], U2[::1], I4, I4))
 
 
@@ -131,6 +135,9 @@ def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
                     target = Target(total, False, True, r == 0, own.scale)
                     unpack(terms.bits, codes, size, x)
                     finish(size, scale, signs, x, target)
+            if own.is_sum:
+                write(total, values, m, own.streams)
+                continue
             _pad(total, m, size)
             source = total
         signs, codes = Signs(start, row.low, row.high, words), point(row.codes, start * form.bits // 8)
@@ -143,6 +150,7 @@ def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
             finish(size, bf16_to_f32(row.scales[b]), signs, x, target)
             if m < size:
                 copy(padded, values, m)
+    fence()
 
 
 @helper
@@ -185,7 +193,8 @@ _NO_TERMS = _Terms(np.empty(0, np.uint8), np.empty(0, np.uint16), 1, 0, 0, 1, 0,
 
 def encode(form: RotatedFormat, chunk: Chunk) -> None:
     # A sum of one term, which is not written back.
-    _run(form, chunk, _NO_TERMS, _Own(chunk.values.numpy(), 0, _ONE, is_written=False))
+    own = _Own(chunk.values.numpy(), 0, _ONE, is_written=False, is_sum=False, streams=False)
+    _run(form, chunk, _NO_TERMS, own)
 
 
 def decode(form: RotatedFormat, row: Tensor, values: Tensor, seed: Seed) -> None:
@@ -194,7 +203,15 @@ def decode(form: RotatedFormat, row: Tensor, values: Tensor, seed: Seed) -> None
     _decode(*operands, values.numpy(), streams_to(values), _scratch(form))
 
 
-def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int, scale: Scale) -> None:
+def reduce(
+    form: RotatedFormat,
+    chunk: Chunk,
+    terms: RotatedRows,
+    own_index: int,
+    scale: Scale,
+    *,
+    is_sum: bool = False,
+) -> None:
     flat, (low, high) = span(terms.rows), _words(terms.seed)
     rows = _Terms(
         codes=flat.numpy(),
@@ -206,7 +223,21 @@ def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int
         low=low,
         high=high,
     )
-    _run(form, chunk, rows, _Own(chunk.values.numpy(), own_index, np.float32(float(scale)), is_written=True))
+    own = _Own(
+        chunk.values.numpy(),
+        own_index,
+        np.float32(float(scale)),
+        is_written=True,
+        is_sum=is_sum,
+        streams=streams_to(chunk.values),
+    )
+    _run(form, chunk, rows, own)
+
+
+def sum_rows(own: Tensor, terms: RotatedRows, own_index: int, scale: Scale) -> None:
+    # The row is not written; its size tells the kernel the number of blocks.
+    row = terms.rows[own_index, : terms.form.row_bytes(own.numel())]
+    reduce(terms.form, Chunk(own, row), terms, own_index, scale, is_sum=True)
 
 
 def _run(form: RotatedFormat, chunk: Chunk, terms: _Terms, own: _Own) -> None:

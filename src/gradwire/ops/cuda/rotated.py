@@ -178,7 +178,7 @@ def _decode(
 @triton.jit
 def _reduce_block(
     terms, own, own_index, factor, codes, scales, block, seed, m, size,
-    TERM: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
+    IS_SUM: tl.constexpr, TERM: tl.constexpr, TILE: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     rows, scales_of_row, num_rows, stride, term_low, high_of_row = terms
     pointers, exists = _values_of(own, m, TILE)
@@ -192,18 +192,20 @@ def _reduce_block(
         rows += stride // 4
         scales_of_row += stride // 2
         high_of_row += _RANK_STEP
-    if not FULL:
-        x = tl.where(exists, x, 0.0)
-    words, scale = _write(codes, scales, x, block, seed, size, TILE, FULL)
-    sent = decoded(words, scale, block, seed, size, TILE)
-    _store(pointers, sent.to(own.dtype.element_ty), exists, FULL)
+    if not IS_SUM:
+        if not FULL:
+            x = tl.where(exists, x, 0.0)
+        words, scale = _write(codes, scales, x, block, seed, size, TILE, FULL)
+        x = decoded(words, scale, block, seed, size, TILE)
+    _store(pointers, x.to(own.dtype.element_ty), exists, FULL)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_VALUES)
 def _reduce(
     rows, halves, num_rows, stride, first_scale, term_low, term_high, own, own_index, factors, factor,
     codes, scales, numel, tail_size, low, high, step,
-    FACTOR_ON_DEVICE: tl.constexpr, STEP_ON_DEVICE: tl.constexpr, TERM: tl.constexpr, TILE: tl.constexpr,
+    FACTOR_ON_DEVICE: tl.constexpr, STEP_ON_DEVICE: tl.constexpr,
+    IS_SUM: tl.constexpr, TERM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     if FACTOR_ON_DEVICE:
         factor = tl.load(factors)
@@ -214,12 +216,14 @@ def _reduce(
     terms = rows, halves + first_scale, num_rows, stride, term_low, term_high.to(tl.uint32)
     if m == full:
         _reduce_block(
-            terms, own + start, own_index, factor, codes, scales, block, seed, full, full, TERM, TILE, True
-        )
+            terms, own + start, own_index, factor, codes, scales, block, seed, full, full,
+            IS_SUM, TERM, TILE, True,
+        )  # fmt: skip
     else:
         _reduce_block(
-            terms, own + start, own_index, factor, codes, scales, block, seed, m, tail_size, TERM, TILE, False
-        )
+            terms, own + start, own_index, factor, codes, scales, block, seed, m, tail_size,
+            IS_SUM, TERM, TILE, False,
+        )  # fmt: skip
 
 
 def encode(form: RotatedFormat, chunk: Chunk) -> None:
@@ -232,7 +236,15 @@ def decode(form: RotatedFormat, row: Tensor, values: Tensor, seed: Seed) -> None
     _decode[grid](values=values, **operands)
 
 
-def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int, scale: Scale) -> None:
+def reduce(
+    form: RotatedFormat,
+    chunk: Chunk,
+    terms: RotatedRows,
+    own_index: int,
+    scale: Scale,
+    *,
+    is_sum: bool = False,
+) -> None:
     numel, on_device = chunk.values.numel(), isinstance(scale, Tensor)
     term_low, term_high = _words(terms.seed)
     grid, operands = _operands("reduce", form, chunk.row, numel, chunk.seed)
@@ -249,9 +261,16 @@ def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int
         factors=scale if on_device else chunk.values,
         factor=1.0 if on_device else scale,
         FACTOR_ON_DEVICE=on_device,
+        IS_SUM=is_sum,
         TERM=RotatedTile.of(terms.form),
         **operands,
     )
+
+
+def sum_rows(own: Tensor, terms: RotatedRows, own_index: int, scale: Scale) -> None:
+    # The row is not written.
+    row = terms.rows[own_index, : terms.form.row_bytes(own.numel())]
+    reduce(terms.form, Chunk(own, row), terms, own_index, scale, is_sum=True)
 
 
 def _operands(

@@ -54,7 +54,16 @@ def decode(form: RotatedFormat, row: Tensor, values: Tensor, seed: Seed) -> None
 
 
 def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int, scale: Scale) -> None:
-    own = chunk.values
+    total = _sum(chunk.values, terms, own_index, scale)
+    encode(form, Chunk(total, chunk.row, None, chunk.seed))
+    decode(form, chunk.row, chunk.values, chunk.seed)
+
+
+def sum_rows(own: Tensor, terms: RotatedRows, own_index: int, scale: Scale) -> None:
+    own.copy_(_sum(own, terms, own_index, scale))
+
+
+def _sum(own: Tensor, terms: RotatedRows, own_index: int, scale: Scale) -> Tensor:
     total = own.new_zeros(own.shape, dtype=torch.float32)
     term = torch.empty_like(total)
     for r, row in enumerate(terms.rows):
@@ -63,8 +72,7 @@ def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int
         else:
             decode(terms.form, row, term, terms.seed.of_rank(r))
         total = term * scale if r == 0 else total + term * scale
-    encode(form, Chunk(total, chunk.row, None, chunk.seed))
-    decode(form, chunk.row, own, chunk.seed)
+    return total
 
 
 class _Part:
