@@ -1,5 +1,7 @@
 """Models that ``fully_shard`` has sharded: gradients are reduced by a recipe, whatever torch does around."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import gradwire
-from gradwire.sharded import reduce_scatter
+from gradwire.sharded import reduce_scatter, sharing
 from tests.logs import logged
 from tests.sharded_runs import (
     batch,
@@ -306,6 +308,18 @@ def check_resume(rank):
 
 def test_a_resumed_run_has_the_same_bits(two_ranks):
     two_ranks.run(check_resume)
+
+
+def check_odd_texts(rank):
+    ranks = SimpleNamespace(shards=dist.group.WORLD, num_shards=2, device=torch.device("cpu"))
+    failure = gradwire.WireError("no file train\udcff.py") if rank else None
+    assert sharing(ranks)(None) is None
+    told = sharing(ranks)(failure)
+    assert told is failure if rank else str(told) == "no file train\\udcff.py"
+
+
+def test_shards_are_told_of_a_failure_whose_text_is_no_utf_8(two_ranks):
+    two_ranks.run(check_odd_texts)
 
 
 def spoiled_loss(model, rank):
