@@ -74,7 +74,7 @@ def kernels(form: BlockFormat, numel: int, device: str) -> Calls:
 
 
 def rotated_kernels(form: RotatedFormat, numel: int, device: str) -> Calls:
-    """Return the same for rotated blocks, which keep no residual."""
+    """Return the same for rotated blocks, whose kernels take no residual."""
     values, own = torch.randn(numel, device=device), torch.randn(numel, device=device)
     num_bytes = form.row_bytes(numel)
     row = torch.zeros(num_bytes, dtype=torch.uint8, device=device)

@@ -78,6 +78,12 @@ def end(host, fate):
         time.sleep(0.001)
 
 
+def test_a_text_with_names_that_are_no_utf_8_is_posted_with_escapes():
+    store = FailureStore(Group(HashStore()), "odd")
+    store.post_failure("no file train\udcff.py")
+    assert store.failure() == "no file train\\udcff.py"
+
+
 def test_a_text_is_there_for_whoever_asks():
     with hosted_store() as (_, store):
         ours, theirs = (FailureStore(Group(store), "wire") for _ in range(2))

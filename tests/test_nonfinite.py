@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.ddp import StepChecks
+from gradwire.ddp import StepChecks, attachment_of
 from gradwire.ddp.nonfinite import NonfinitePolicy, _Copied
 from tests.models import small_model
 
@@ -39,10 +39,16 @@ class NoEnd:
         raise AssertionError("a device that waits for a rank that is gone never gets here")
 
 
-def test_after_a_failure_detach_does_not_wait_for_the_device():
-    policy = NonfinitePolicy("raise", None)
-    policy._conclude(_Copied(6, ["weight"], torch.tensor([False]), NoEnd()))
-    StepChecks(policy).close(has_failed=True)
+def check_detach_after_a_failure(rank):
+    wire = gradwire.attach(small_model(), "int4", on_nonfinite="raise")
+    bridge = attachment_of(wire).bridge
+    bridge.checks.policy._conclude(_Copied(6, ["weight"], torch.tensor([False]), NoEnd()))
+    bridge.runner.fail(gradwire.WireError("a rank is gone"))
+    wire.detach()
+
+
+def test_after_a_failure_detach_does_not_wait_for_the_device(two_ranks):
+    two_ranks.run(check_detach_after_a_failure)
 
 
 def check_skipping(rank, attached):

@@ -143,6 +143,7 @@ DAMAGES = {
         {**state, "choice": {**state["choice"], "encodings": {"a": "int5"}}}
     ),
     "a time": lambda state: json.dumps({**state, "recent": [math.nan]}),
+    "a time that no float holds": lambda state: json.dumps({**state, "recent": [10**400]}),
     "a credit": lambda state: json.dumps({**state, "credit": -math.inf}),
     "a table": lambda state: json.dumps({**state, "table": {"norms": [1], "errors": [[-1]]}}),
     "names": lambda state: json.dumps({**state, "apart": [3]}),

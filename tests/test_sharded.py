@@ -1,5 +1,7 @@
 """Models that ``fully_shard`` has sharded: gradients are reduced by a recipe, whatever torch does around."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import gradwire
-from gradwire.sharded import reduce_scatter
+from gradwire.sharded import reduce_scatter, sharing
 from tests.logs import logged
 from tests.sharded_runs import (
     batch,
@@ -308,17 +310,45 @@ def test_a_resumed_run_has_the_same_bits(two_ranks):
     two_ranks.run(check_resume)
 
 
+def check_odd_texts(rank):
+    ranks = SimpleNamespace(shards=dist.group.WORLD, num_shards=2, device=torch.device("cpu"))
+    failure = gradwire.WireError("no file train\udcff.py") if rank else None
+    assert sharing(ranks)(None) is None
+    told = sharing(ranks)(failure)
+    assert told is failure if rank else str(told) == "no file train\\udcff.py"
+
+
+def test_shards_are_told_of_a_failure_whose_text_is_no_utf_8(two_ranks):
+    two_ranks.run(check_odd_texts)
+
+
+def spoiled_loss(model, rank):
+    """Return a loss whose gradient is not finite in the first row of the embedding, which rank 0 holds."""
+    tokens = batch(rank, 0)
+    if rank != 1:
+        return loss_of(model, tokens)
+
+    def spoil(module, args, output):
+        output.register_hook(lambda gradient: gradient * float("inf"))
+
+    with model.embed.register_forward_hook(spoil):
+        return loss_of(model, torch.zeros_like(tokens))
+
+
 def check_nonfinite(rank):
     model = shard(make())
+    with gradwire.attach(model, "int8"):
+        spoiled_loss(model, rank).backward()
+        assert all(p.grad.to_local().isfinite().all() for p in model.parameters()) == (rank == 1)
+        model.zero_grad()
     with gradwire.attach(model, "int8", on_nonfinite="skip") as wire:
-        loss = loss_of(model, batch(rank, 0))
-        (loss * (float("inf") if rank == 1 else 1.0)).backward()
+        spoiled_loss(model, rank).backward()
         assert all(p.grad is None for p in model.parameters())
         assert wire.stats().num_skipped == 1
         loss_of(model, batch(rank, 0)).backward()
         assert all(p.grad is not None for p in model.parameters())
     with gradwire.attach(model, "int8", on_nonfinite="raise"), pytest.raises(FloatingPointError):
-        (loss_of(model, batch(rank, 0)) * float("nan")).backward()
+        spoiled_loss(model, rank).backward()
 
 
 def test_all_ranks_skip_a_step_of_which_one_has_a_bad_shard(two_ranks):

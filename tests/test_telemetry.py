@@ -101,6 +101,18 @@ def test_figures_are_those_of_the_gradients(two_ranks, tmp_path):
     two_ranks.run(check_figures, tmp_path)
 
 
+def check_figures_of_a_hook(rank):
+    model, writer = small_model(), Writer()
+    telemetry = gradwire.Telemetry(every=1, writer=writer, errors=False)
+    with gradwire.attach(model, torch_hooks.allreduce_hook, state=dist.group.WORLD, telemetry=telemetry):
+        backward(model)
+    assert not any("bytes_sent" in tag or "num_messages" in tag for tag, _ in writer.scalars)
+
+
+def test_what_a_hook_sends_is_not_known_rather_than_nothing(two_ranks):
+    two_ranks.run(check_figures_of_a_hook)
+
+
 def check_events(rank, folder):
     model = small_model()
     every_rank = gradwire.Telemetry(every=2, jsonl=f"{folder}/rank{{rank}}.jsonl", errors=False)

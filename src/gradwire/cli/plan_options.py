@@ -228,7 +228,7 @@ class PlanOptions:
             numbers = [number for number in known if number <= most]
         else:
             numbers = _numbers(self.nodes)
-        if min(numbers, default=0) < 2:
+        if min(numbers) < 2:
             raise ValueError(f"--validate measures 2 or more hosts, not {self.nodes}")
         if self.link is not None:
             parse_rate(self.link)

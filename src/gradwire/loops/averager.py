@@ -134,7 +134,8 @@ class Averager(Uncopied):
             tensors: a tensor, a list of tensors, or a dict by name: dense, floating or complex. Every rank
                 gives the same names, shapes and dtypes, in the same order.
             weight: this rank's weight in the mean, for example the size of its batch. A rank may have 0,
-                and then its values do not count. None if all ranks count alike.
+                and then its values do not count. If all have 0, that is a ValueError on CPU, and the mean is
+                NaN on CUDA. None if all ranks count alike.
 
         Raises TypeError for what cannot be averaged. Raises ValueError if ranks give different tensors, if
         a tensor's shape is not that of what the recipe keeps for its name, or if the recipe cannot weigh.

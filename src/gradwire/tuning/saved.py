@@ -64,7 +64,7 @@ def read_state(text: str) -> PolicyState:
             decisions=[_decision(each) for each in _list(found["decisions"])],
             is_scattered=_bool(found["is_scattered"]),
         )
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"this is no state of a wire: its tuning cannot be read ({error}); load an undamaged checkpoint"
         ) from None
