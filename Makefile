@@ -19,7 +19,7 @@ help:
 	@echo "make headroom      set up .venv, measure what communication costs on two local ranks"
 	@echo "make test-full     the tests, with every combination of the invariant matrix"
 	@echo "make test-browser  test the report page in a headless Chromium"
-	@echo "make test-frameworks  test with Lightning, Accelerate, Transformers and Ray, in a .venv of their own"
+	@echo "make test-frameworks  test with Lightning, Accelerate, Transformers, Ray and torchft, in a .venv of their own"
 	@echo "make test-gpu      test on this machine's GPU, with this machine's Python"
 	@echo "make test-torch    test on another torch: make test-torch TORCH=2.6.0 [PYTHON=python3.12]"
 	@echo "make test-wheel    build the wheel, install it elsewhere, and use it; run the notebook"
