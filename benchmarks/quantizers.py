@@ -142,6 +142,7 @@ def ways() -> dict[str, Way]:
         "int3": by_codec(Rotated(3)),
         "int2": by_codec(Rotated(2)),
         "int2, 1 bit of a worker": by_codec(Rotated(1, unbiased=True)),
+        "8 bits, rotated": by_blocks(partial(uniform, 0.0308, 256, "none"), 8),
         "4 bits, rotated": by_blocks(best[4], 4),
         "2 bits, not rotated": by_blocks(best[2], 2, rotated=False),
         "2 bits, blocks of 128": by_blocks(best[2], 2, 128),

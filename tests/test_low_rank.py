@@ -215,6 +215,25 @@ def test_factors_of_one_vector_have_only_a_leading_one():
     assert of_one == of_eight
 
 
+@pytest.mark.parametrize("rank", [1, 4, 32])
+def test_the_least_rate_counts_the_vectors_that_lead(rank):
+    # A vector has 600 + 400 values. The first eighth of the vectors has 8 bits, the others have 4.
+    leading = max(1, rank // 8)
+    rate = 600 * 400 * 4 / (1000 * (leading * 1.02 + (rank - leading) * 0.52))
+    for share, is_compressed in ((0.95, True), (1.05, False)):
+        spec = f"powersgd:rank={rank},factors=int8+int4,min_compression_rate={share * rate}"
+        plan = gradwire.recipe(spec).exchange.plan(layout_of((600, 400)))
+        assert bool(plan.batches) == is_compressed, share
+
+
+def test_the_kernels_of_factors_are_compiled_with_those_of_products():
+    of_fp32, of_both = (
+        gradwire.recipe(f"powersgd:rank=4,factors={factors}").exchange.kernels
+        for factors in ("fp32", "int8+int4")
+    )
+    assert of_both == of_fp32 | {"blocks"}
+
+
 @pytest.mark.parametrize("spec", ["powersgd:rank=4", "acp:rank=4"])
 def test_factors_that_take_two_rounds_are_summed_without_what_is_held_back(spec):
     net = torch.nn.Linear(3000, 40)

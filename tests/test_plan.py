@@ -116,11 +116,14 @@ def test_more_of_anything_never_makes_a_step_shorter():
     assert meeting[1:] == sorted(set(meeting))
 
 
-def test_on_a_far_link_an_average_takes_the_time_of_three_messages_and_a_ring_of_four():
-    for name, num_trips in (("int8", 3), ("fp32", 3), ("allreduce", 4)):
-        traffic = step_traffic(name, [(1000, 1000)], Cluster(2))
-        far, near = (step(traffic=traffic, rate=None, latency_s=latency_s) for latency_s in (0.1, 0.0))
-        assert far - near == pytest.approx(num_trips * 0.1), name
+@pytest.mark.parametrize(
+    ("name", "num_workers", "num_trips"),
+    [("int8", 2, 2), ("int8", 3, 3), ("fp32", 2, 3), ("acp", 2, 2), ("allreduce", 2, 4), ("allreduce", 3, 8)],
+)
+def test_on_a_far_link_an_average_takes_the_time_of_its_messages(name, num_workers, num_trips):
+    traffic = step_traffic(name, [(1000, 1000)], Cluster(num_workers))
+    far, near = (step(traffic=traffic, rate=None, latency_s=latency_s) for latency_s in (0.1, 0.0))
+    assert far - near == pytest.approx(num_trips * 0.1)
 
 
 def sent(recipe, shapes, cluster, **more):

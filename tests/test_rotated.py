@@ -104,6 +104,27 @@ def test_the_cuda_kernels_make_a_block_that_is_not_finite_nan(poison):
     assert same_values(decoded, round_trip(RotatedFormat(2, 1024), values))
 
 
+@pytest.mark.skipif(cuda is None, reason="there is no Triton for this platform")
+def test_the_cuda_kernels_make_seeds_of_a_step_that_is_on_the_device():
+    form, n = RotatedFormat(2, 1024), 1300
+    on_device, known = (Seed(11, 12).of_step(step) for step in (torch.tensor(7), 7))
+    rows = torch.zeros(2, -(-form.row_bytes(n) // 64) * 64, dtype=torch.uint8)
+    for rank in range(2):
+        reference.encode(form, Chunk(draw(n, rank), rows[rank], None, known.of_rank(rank)))
+    results = []
+    for module, seed in ((reference, known), (cuda, on_device)):
+        row, decoded, own, total = new_row(form, n), torch.empty(n), draw(n, 3), torch.empty(n)
+        terms = RotatedRows(form, rows, seed)
+        module.encode(form, Chunk(draw(n, 0), row, None, seed.of_rank(0)))
+        module.decode(form, rows[1, : row.numel()], decoded, seed.of_rank(1))
+        module.reduce(form, Chunk(own, row.clone(), None, seed), terms, 0, 0.5)
+        module.sum_rows(total, terms, NO_RANK, 0.5)
+        results.append((decoded, own, total))
+        assert torch.equal(row, rows[0, : row.numel()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 def compare(form, worker, kernels, values, magnitude, seed):
     """Encode, decode, reduce and sum, with the kernels and with the reference."""
     n, first = values.numel(), Seed(seed, 0x9E3779B9)

@@ -307,7 +307,7 @@ def test_no_unit_has_an_encoding_with_more_error_and_no_fewer_bytes(drawn):
             assert other.num_bytes > choice.num_bytes or errors[finer] >= errors[now], (unit, finer)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize("num_ranks", [3, 8])
 def test_a_tiny_model_does_not_go_by_encodings_with_large_blocks(num_ranks):
     """A rank's part of 100 values is less than a block of 128."""
     tuning = gradwire.recipe("auto:budget=0.9").tuning

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from gradwire.ops import Chunk, RotatedFormat, RotatedRows, Seed
+from gradwire.ops import NO_RANK, Chunk, RotatedFormat, RotatedRows, Seed
 from gradwire.ops.cpu import rotated as cpu_kernels
 from gradwire.ops.cuda import rotated as cuda_kernels
 from gradwire.ops.reference import rotated as reference
@@ -22,14 +22,17 @@ PAIRS = [
 
 
 def results(kernels, device, form, worker, values, rows, scale):
-    """Encode, decode and sum; return the row, what it decodes to, the row of the sum, and the sum."""
+    """Encode, decode and sum; return the row, what it decodes to, the row of the sum, and three sums."""
     values, rows = values.to(device), rows.to(device)
     row = torch.zeros(form.row_bytes(values.numel()), dtype=torch.uint8, device=device)
     own_row, own, decoded = row.clone(), values.clone(), torch.empty_like(values)
     kernels.encode(form, Chunk(values, row, None, SEED))
     kernels.decode(form, row, decoded, SEED)
-    kernels.reduce(form, Chunk(own, own_row, None, SEED), RotatedRows(worker, rows, SEED), 1, scale)
-    return [each.cpu() for each in (row, decoded, own_row, own)]
+    terms, total, total_of_rows = RotatedRows(worker, rows, SEED), values.clone(), torch.empty_like(values)
+    kernels.reduce(form, Chunk(own, own_row, None, SEED), terms, 1, scale)
+    kernels.sum_rows(total, terms, 1, scale)
+    kernels.sum_rows(total_of_rows, terms, NO_RANK, scale)
+    return [each.cpu() for each in (row, decoded, own_row, own, total, total_of_rows)]
 
 
 def check_kernels():
@@ -41,7 +44,7 @@ def check_kernels():
             values = torch.randn(n) * torch.randn(n).exp() * magnitude
             values[n // 3] = 0.0
             rows = torch.zeros(3, -(-worker.row_bytes(n) // 64) * 64, dtype=torch.uint8)
-            for r in (0, 2):
+            for r in range(3):
                 term = Chunk(torch.randn(n) * magnitude, rows[r], None, SEED.of_rank(r))
                 cpu_kernels.encode(worker, term)
             common = form, worker, values, rows

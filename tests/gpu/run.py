@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.ddp_comm_hooks import default_hooks
-from gradwire.ops import BlockFormat, Chunk, Seed, Terms
+from gradwire.ops import NO_RANK, BlockFormat, Chunk, Seed, Terms
 from gradwire.ops.cuda import blocks as cuda_blocks
 from gradwire.ops.cuda import casts as cuda_casts
 from gradwire.ops.reference import blocks as reference_blocks
@@ -194,7 +194,7 @@ def check_kernels():
             values[n // 3] = math.inf if n % 2 else 0.0
             residual = None if kept is None else (torch.randn(n, device="cuda") / 10).to(getattr(torch, kept))
             rows = torch.zeros(3, -(-form.row_bytes(n) // 64) * 64, dtype=torch.uint8, device="cuda")
-            for r in (0, 2):
+            for r in range(3):
                 reference_blocks.encode(form, Chunk(torch.randn(n, device="cuda"), rows[r], None, seed))
             results = []
             for kernels in (reference_blocks, cuda_blocks):
@@ -205,7 +205,9 @@ def check_kernels():
                 kernels.encode(form, Chunk(values, row, held, seed))
                 kernels.decode(form, row, decoded)
                 kernels.reduce(form, Chunk(own, own_row, held, seed), rows, 1, 1 / 3)
-                results.append([t for t in (decoded, own, held) if t is not None])
+                total = torch.empty(n, device="cuda")
+                kernels.sum_rows(form, total, rows, NO_RANK, 1 / 3)
+                results.append([t for t in (decoded, own, held, total) if t is not None])
             for a, b in zip(*results, strict=True):
                 assert torch.equal(a.isnan(), b.isnan()), form
                 difference = (a.double() - b.double()).nan_to_num(0).abs().max()
@@ -231,7 +233,9 @@ def check_cast_kernel():
                 kernels.reduce_rows(Terms(own, 1, rows, scales), encoded, 4.0, 0.25)
                 in_place = values.to(dtype, copy=True)
                 kernels.reduce_rows(Terms(in_place, 1, rows, scales), in_place, 1.0, 1.0)
-                results.append(torch.cat([t.view(torch.uint8) for t in (own, encoded, in_place)]))
+                total = torch.empty_like(values)
+                kernels.sum_rows(Terms(total, NO_RANK, rows, scales), dtype)
+                results.append(torch.cat([t.view(torch.uint8) for t in (own, encoded, in_place, total)]))
             assert torch.equal(*results), (dtype, own_dtype, on_device, n)
 
 

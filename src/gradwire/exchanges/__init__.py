@@ -10,6 +10,7 @@ from gradwire.exchanges.links import Links
 from gradwire.exchanges.low_rank import LowRank
 from gradwire.exchanges.mixed import Mixed
 from gradwire.exchanges.noop import Noop
+from gradwire.exchanges.one_shot import num_rounds
 from gradwire.exchanges.rounds import Rounds, run_rounds
 from gradwire.exchanges.route import Route
 from gradwire.exchanges.scatter import aligned, aligned_rows, even_bounds
@@ -40,5 +41,6 @@ __all__ = [
     "aligned_rows",
     "average",
     "even_bounds",
+    "num_rounds",
     "run_rounds",
 ]

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from gradwire.codecs import Codec
-from gradwire.ops import Batch, Batches, Side
+from gradwire.ops import Batches, Side
 from gradwire.torch_private import copy_all_
 
 Which = Literal["all", "leading", "others"]
@@ -56,24 +56,28 @@ def factor_part(
     """Return some vectors of ``factors``; ``scratch`` gives memory for a name and a number of values."""
     if which == "all":
         return FactorPart(codec, factors, [])
-    places = [batch.factors(side, factors)[:, _range(batch, which)] for batch in batches]
+    places = [batch.factors(side, factors)[:, _range(batch.rank, which)] for batch in batches]
     return FactorPart(codec, scratch(which, sum(place.numel() for place in places)), places)
 
 
 def num_values(batches: Batches, side: Side, which: Which) -> int:
     """Return the number of values in some vectors of all factors."""
     return sum(
-        len(batch.matrices) * len(range(batch.rank)[_range(batch, which)]) * batch.length(side)
-        for batch in batches
+        len(batch.matrices) * _num_vectors(batch.rank, which) * batch.length(side) for batch in batches
     )
 
 
-def mean_bytes(encodings: list[tuple[Codec, Which]]) -> float:
-    """Return about the bytes of a value, over all vectors."""
-    shares = {"all": 1.0, "leading": 1 / _LEADING, "others": 1 - 1 / _LEADING}
-    return sum(shares[which] * codec.wire_bytes(1 << 10) / (1 << 10) for codec, which in encodings)
+def mean_bytes(encodings: list[tuple[Codec, Which]], rank: int) -> float:
+    """Return about the bytes of a value, over all vectors of factors of ``rank`` vectors."""
+    numel = 1 << 10
+    sent = [_num_vectors(rank, which) * codec.wire_bytes(numel) for codec, which in encodings]
+    return sum(sent) / (rank * numel)
 
 
-def _range(batch: Batch, which: Which) -> slice:
-    num_leading = max(1, batch.rank // _LEADING)
+def _num_vectors(rank: int, which: Which) -> int:
+    return len(range(rank)[_range(rank, which)])
+
+
+def _range(rank: int, which: Which) -> slice:
+    num_leading = max(1, rank // _LEADING)
     return {"all": slice(None), "leading": slice(num_leading), "others": slice(num_leading, None)}[which]

@@ -79,7 +79,7 @@ class LowRank:
     @property
     def kernels(self) -> frozenset[ops.Family]:
         own: frozenset[ops.Family] = frozenset({"casts", "low_rank"})
-        return own.union(*(codec.kernels for codec in (self.factors, self.leading) if codec is not None))
+        return own.union(*(codec.kernels for codec in self._codecs()))
 
     @property
     def sees_parameters(self) -> bool:
@@ -100,7 +100,7 @@ class LowRank:
 
     def plan(self, layout: BucketLayout) -> MatrixPlan:
         """Return which values of a bucket are compressed, in which matrices."""
-        share = mean_bytes(self._encodings()) / 4 if self._encodes(layout.dtype) else 1.0
+        share = mean_bytes(self._encodings(), self.rank) / 4 if self._encodes(layout.dtype) else 1.0
         return plan_of(layout, self.rank, self.min_compression_rate * share, self.whole)
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
@@ -129,8 +129,7 @@ class LowRank:
         return sum(codec.wire_bytes(numel) for message in messages for codec, numel in message)
 
     def repeats_as(self, step: int) -> Hashable | None:
-        codecs = [codec for codec in (self.factors, self.leading) if codec is not None]
-        if not self.warm_start or not all(map(repeats_with, codecs)):
+        if not self.warm_start or not all(map(repeats_with, self._codecs())):
             return None
         return step < self.start, self.num_rounds == 1 and self._side_at(step)
 
@@ -149,6 +148,9 @@ class LowRank:
     def _encodes(self, dtype: torch.dtype) -> bool:
         """Return True if factors are encoded for a bucket of this dtype."""
         return self.factors is not None and _work_dtype(dtype) == torch.float32
+
+    def _codecs(self) -> list[Codec]:
+        return [codec for codec in (self.factors, self.leading) if codec is not None]
 
     def _encodings(self) -> list[tuple[Codec, Which]]:
         """Return the encodings of a factor, each with the vectors that it is for."""

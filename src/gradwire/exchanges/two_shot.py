@@ -32,6 +32,9 @@ class TwoShot:
     rank owns them. All ranks, the owner included, end with what the owner's row decodes to, so all have the
     same bits.
 
+    Two ranks take one shot if values are encoded, see `one_shot.take_one_round`: each sums what the rows of
+    both decode to.
+
     Note [Sums of NCCL's own]: uncompressed fp32 and fp64 buckets use NCCL's allreduce, which sums in an order
     of its own. So do 16-bit values of two ranks that travel without a scale: ``bf16``, and buckets that are
     16 bits wide themselves. Each rank's values are scaled and rounded to 16 bits, and their sum is rounded
@@ -43,7 +46,8 @@ class TwoShot:
     that is the error of the rows it sent to their owners. For its own chunk, it is the error of the sums
     that it sent to all ranks, divided by the scale of the mean. That error is missing on every rank, but it
     is kept as if it were missing from this rank's gradients alone. So one tensor per bucket, in units of
-    local gradients, holds both errors. It stays right when DDP rebuilds its buckets and chunks change owners:
+    local gradients, holds both errors. (With one shot there is only the first, for all values.) It stays
+    right when DDP rebuilds its buckets and chunks change owners:
     ``sum over ranks and steps of gradients == sum of results / scale + sum over ranks of residuals``.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 
@@ -11,8 +12,9 @@ from torch import nn
 
 import gradwire
 from gradwire.buckets import BucketLayout, Slot, row_by_row, trainable_parameters
+from gradwire.codecs import Codec
 from gradwire.ddp import DDPBuckets
-from gradwire.exchanges import Exchange, LowRank, Route, Scattered
+from gradwire.exchanges import Exchange, Hierarchical, Route, Scattered, TwoShot, num_rounds
 from gradwire.headroom import ALLREDUCE, NOOP
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import (
@@ -26,6 +28,10 @@ from gradwire.planner.cost import (
 )
 from gradwire.planner.shapes import Shape, ddp_buckets
 from gradwire.recipes import placed, require_fixed, resolve_for_module
+
+# The work of two ranks that take one round, in passes over the values: encoding them, and decoding two rows.
+# It is 1.2 to 1.4 times the work of two phases (benchmarks/kernels.py).
+_ONE_ROUND = 2.5
 
 Model = Sequence[Shape] | nn.Module
 """A model to plan: a module, or the shapes of its fp32 parameters."""
@@ -146,24 +152,35 @@ def _exchange_traffic(
         rounds = exchange.link_rounds(layout, n, step)
         num_messages = rounds.within * (node_size - 1) + rounds.across * (n // node_size - 1)
         node_bytes = across * leaving + within * leaving_row
-        trips = EXCHANGE_TRIPS * sum(rounds)
+        trips = math.ceil(EXCHANGE_TRIPS * sum(rounds))
         figures.append((within + across, node_bytes, sum(rounds), num_messages, trips))
     return BucketTraffic(layout.numel, *(sum(both) / 2 for both in zip(*figures, strict=True)))
 
 
 def _work(recipe: gradwire.Recipe, num_workers: int) -> float:
     """Return the work of each worker, relative to that of each of two."""
-    if isinstance(recipe.exchange, LowRank):
+    exchange = recipe.exchange
+    if isinstance(exchange, Scattered):  # sums are neither encoded nor decoded again
+        return 2 * (num_workers - 1) / num_workers / _passes(exchange.codec, 2)
+    if not isinstance(exchange, (TwoShot, Hierarchical)):
         return 1.0  # every worker does all of it
-    if isinstance(recipe.exchange, Scattered):  # sums are neither encoded nor decoded again
-        return (num_workers - 1) / num_workers
     node_size = recipe.local_size or 1
-    n = num_workers // node_size
-    # A worker encodes (n - 1)/n of the values for others, sums and decodes as many, and encodes 1/n again.
-    work = (3 * n - 2) / (2 * n) / node_size
-    if getattr(recipe.exchange, "encodes_within", False):
-        work += 3 * (node_size - 1) / (2 * node_size)
-    return work
+    num_nodes, of_two = num_workers // node_size, _passes(exchange.codec, 2)
+    if isinstance(exchange, Hierarchical) and exchange.encodes_within:
+        return (_two_phases(num_nodes) + 3 * (node_size - 1)) / node_size / of_two
+    return _passes(exchange.codec, num_nodes) / node_size / of_two
+
+
+def _passes(codec: Codec, num_ranks: int) -> float:
+    """Return how often a rank encodes, decodes or sums each value of an average."""
+    if num_rounds([codec.resolve(torch.float32)], num_ranks) == 1:
+        return _ONE_ROUND
+    return _two_phases(num_ranks)
+
+
+def _two_phases(num_ranks: int) -> float:
+    # A rank encodes (n - 1)/n of the values for others, sums and decodes as many, and encodes 1/n again.
+    return (3 * num_ranks - 2) / num_ranks
 
 
 def _layout(shapes: Sequence[Shape]) -> BucketLayout:

@@ -2,8 +2,8 @@
 
 Ranks encode their pieces, sum what these decode to, and encode the mean, as an exchange does. So errors that
 ranks share are not taken for errors that cancel out. The exact mean of the pieces travels along. All of it
-is two messages of a few percent of a bucket's bytes. A reduce-scatter does not encode the mean, so its error
-is that of the pieces alone.
+is two messages of a few percent of a bucket's bytes. In a reduce-scatter, and between two ranks, the mean is
+not encoded, so its error is that of the pieces alone.
 
 Note [What a budget bounds]: let r be a unit's error over its norm. SGD takes gradients as they are, so a unit
 counts by its share of the squared gradient. Optimizers like AdamW divide each value by its recent size, so
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradwire.buckets import BucketLayout, Slot
 from gradwire.codecs import Cast, Codec
-from gradwire.exchanges import PLAIN, Context, Exchange, Scratch, TwoShot, average
+from gradwire.exchanges import PLAIN, Context, Exchange, Scratch, TwoShot, average, num_rounds
 from gradwire.ops import Chunk, Seed
 from gradwire.peers import Group
 from gradwire.tuning.sampling import Sample
@@ -60,12 +60,13 @@ def measure_errors(
     lossy = [number for number, codec in enumerate(codecs) if not codec.in_place]
     left_out = [_as_sent(exact, sample, codecs[number], group, step) - exact for number in lossy]
     mean = _mean_of([exact], PLAIN, group)[0]
-    seed, encodes_mean = Seed.of(_MEASURING, step), group.size > 1 and not sample.is_scattered
+    seed = Seed.of(_MEASURING, step)
     sums = [mean, *(torch.zeros_like(mean) for _ in codecs)]
     # Errors travel in 16 bits: they need not be exact themselves.
     for number, error in zip(lossy, _mean_of(left_out, _SHORT, group) if lossy else (), strict=True):
-        own = mean + error
-        own = _decoded(own, codecs[number], seed) if encodes_mean else own
+        own, codec = mean + error, codecs[number]
+        if group.size > 1 and not sample.is_scattered and num_rounds([codec], group.size) == 2:
+            own = _decoded(own, codec, seed)
         sums[1 + number] = sample.without_padding(own - mean)
     figures = torch.stack([each.double().square().sum(1) for each in sums], dim=1)
     rows = sample.scale_up(figures)
@@ -82,10 +83,12 @@ def _mean_of(values: Sequence[Tensor], exchange: Exchange, group: Group) -> Tens
 
 
 def _as_sent(exact: Tensor, sample: Sample, codec: Codec, group: Group, step: int) -> Tensor:
-    """Return the pieces as their owners get them: a rank that sums a piece does not encode its own."""
+    """Return the pieces as they are summed: a rank that is the only one to sum a piece does not encode it."""
     if group.size == 1:
         return exact
     decoded = _decoded(exact, codec.to_owner, Seed.of(_MEASURING, step, group.rank))
+    if num_rounds([codec], group.size) == 1 and not sample.is_scattered:
+        return decoded
     is_own = sample.owners(group.size, exact.device) == group.rank
     return torch.where(is_own[:, None], exact, decoded)
 

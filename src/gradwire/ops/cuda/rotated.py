@@ -268,9 +268,9 @@ def reduce(
 
 
 def sum_rows(own: Tensor, terms: RotatedRows, own_index: int, scale: Scale) -> None:
-    # The row is not written.
+    # The row is not written. Its seed tells the kernel where the step is.
     row = terms.rows[own_index, : terms.form.row_bytes(own.numel())]
-    reduce(terms.form, Chunk(own, row), terms, own_index, scale, is_sum=True)
+    reduce(terms.form, Chunk(own, row, None, terms.seed), terms, own_index, scale, is_sum=True)
 
 
 def _operands(
