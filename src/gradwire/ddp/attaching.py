@@ -44,6 +44,7 @@ from gradwire.ddp.models import (
     unwrap,
 )
 from gradwire.ddp.nonfinite import OnNonfinite
+from gradwire.ddp.optimizer_steps import WatchedModel
 from gradwire.ddp.options import Options
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.unaveraged import watch_for_steps
@@ -121,7 +122,7 @@ def attach(
         watch_for_steps(ddp, slot, bridge, layouts)
         watch_for_momentum(ddp, slot, bridge, choice.recipe)
     if choice.recipe is not None:
-        watch_for_scaler(ddp, slot, bridge, options.grad_scaler)
+        watch_for_scaler(WatchedModel(ddp, slot, bridge), options.grad_scaler)
     return Wire(DDPAttachment(slot, bridge, choice, layouts, limit))
 
 

@@ -57,6 +57,10 @@ class WatchedModel:
         runner = None if bridge is None else bridge.runner
         return isinstance(runner, Engine) and runner.state.memory.holds_gradients
 
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer has gradients of the model."""
+        return any(True for _ in self.stepped_groups(optimizer))
+
     def stepped_groups(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """Yield the groups of an optimizer with gradients of the model, each with those gradients."""
         ddp = self._ddp()

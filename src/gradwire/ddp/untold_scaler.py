@@ -5,22 +5,37 @@ from __future__ import annotations
 import logging
 import sys
 from types import FrameType
+from typing import Protocol
 
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from gradwire.ddp.bridge import Bridge
-from gradwire.ddp.hook_slot import HookSlot
-from gradwire.ddp.optimizer_steps import WatchedModel, add_watch
+from gradwire.ddp.optimizer_steps import add_watch
 
 log = logging.getLogger("gradwire")
+
+
+class SteppedModel(Protocol):
+    """A model with a wire, which a watch does not keep alive."""
+
+    rank: int
+
+    @property
+    def is_attached(self) -> bool: ...
+
+    @property
+    def wire_name(self) -> str: ...
+
+    @property
+    def holds_gradients(self) -> bool: ...
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool: ...
 
 
 class _Watch:
     """A wire, until the first optimizer steps its model after it has held something back."""
 
-    def __init__(self, model: WatchedModel, given: GradScaler | None) -> None:
+    def __init__(self, model: SteppedModel, given: GradScaler | None) -> None:
         self._model, self._given = model, given
         self._has_seen = False
 
@@ -31,7 +46,7 @@ class _Watch:
 
     def look(self, optimizer: Optimizer) -> None:
         """Warn if a scaler steps the optimizer, and is not the one given."""
-        if not self._model.holds_gradients or not any(self._model.stepped_groups(optimizer)):
+        if not self._model.holds_gradients or not self._model.is_stepped_by(optimizer):
             return
         self._has_seen = True
         scaler = _stepping_scaler()
@@ -58,8 +73,6 @@ def _stepping_scaler() -> GradScaler | None:
     return None
 
 
-def watch_for_scaler(
-    ddp: DistributedDataParallel, slot: HookSlot, bridge: Bridge, given: GradScaler | None
-) -> None:
+def watch_for_scaler(model: SteppedModel, given: GradScaler | None) -> None:
     """Warn once if a recipe holds gradients back in units of a scaled loss, and does not see its scale."""
-    add_watch(_Watch(WatchedModel(ddp, slot, bridge), given))
+    add_watch(_Watch(model, given))
