@@ -48,6 +48,15 @@ def test_the_command_alone_says_what_to_do_next():
         ),
         (["headroom", "--ranks", "0"], "gradwire headroom: --ranks: "),
         (["headroom", "--ranks", "many"], "gradwire headroom: --ranks: "),
+        (
+            ["headroom", "--json"],
+            "gradwire headroom: option '--json' requires an argument; see gradwire head",
+        ),
+        (
+            ["headroom", "--json", "--quiet"],
+            "--json takes a file, and --quiet is an option: write --json FILE",
+        ),
+        (["doctor", "--json", "--help"], "--json takes a file, and --help is an option"),
         (["recipes", "int8"], "gradwire recipes: it does not take: int8; see gradwire recipes --help"),
     ],
 )

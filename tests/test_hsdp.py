@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradwire
 from tests import site_runs
+from tests.logs import logged
 from tests.sharded_runs import (
     attached,
     batch,
@@ -143,6 +144,28 @@ def check_accumulation(rank, native):
 @pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_only_the_last_micro_batch_is_averaged(native, four_ranks):
     four_ranks.run(check_accumulation, native)
+
+
+def check_scaler(rank, native):
+    with logged() as texts:
+        for given in (False, True):
+            scaler = torch.amp.GradScaler("cpu")
+            model, wire = attached("int4", native, grad_scaler=scaler if given else None)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                scaler.scale(loss_of(model, batch(rank, step))).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            wire.detach()
+            scaler.scale(loss_of(model, batch(rank, 2))).backward()
+            scaler.step(optimizer)
+    assert len(texts) == 1, texts
+    assert texts[0].startswith(f"rank {rank}: a GradScaler scales the loss, and int4 was not given it")
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_scaler_that_a_wire_of_replicas_was_not_given_is_told_once(native, four_ranks):
+    four_ranks.run(check_scaler, native)
 
 
 def check_new_parameters(rank):

@@ -233,6 +233,70 @@ def test_a_momentum_that_is_applied_twice_is_told_once(spec, momentum, is_told, 
     two_ranks.run(check_double_momentum, spec, momentum, is_told)
 
 
+def train_scaled(model, scaler, num_steps=3):
+    """Train with a scaler, or without if it is None, and beside a model that has one of its own."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.nn.Linear(2, 2)
+    other_scaler, other_optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        other_scaler.scale(other(torch.ones(4, 2)).sum()).backward()
+        other_scaler.step(other_optimizer)
+        other_scaler.update()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.ones(4, 10)).sum()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def check_scaler(rank, spec, use, is_told):
+    model, scaler = small_model(), torch.amp.GradScaler("cpu", enabled=use != "disabled")
+    given = {"given": scaler, "another": torch.amp.GradScaler("cpu")}.get(use)
+    with logged() as texts, gradwire.attach(model, spec, grad_scaler=given):
+        train_scaled(model, None if use == "none" else scaler)
+    assert len(texts) == is_told, texts
+    if is_told:
+        assert texts[0].startswith(f"rank {rank}: a GradScaler scales the loss, and {spec} was not given it")
+        assert "Pass it: gradwire.attach(model, recipe, grad_scaler=scaler)" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "use", "is_told"),
+    [
+        ("int4", "forgotten", True),
+        ("topk:momentum=0.9", "forgotten", True),
+        ("schedule(0=fp32; 1=int4)", "forgotten", True),
+        ("int4", "another", True),
+        ("int4", "given", False),
+        ("int4", "disabled", False),
+        ("int4", "none", False),
+        ("int8", "forgotten", False),
+        ("schedule(0=fp32; 9=int4)", "forgotten", False),
+        ("powersgd:feedback=false", "forgotten", False),
+    ],
+)
+def test_a_scaler_that_a_wire_was_not_given_is_told_once(spec, use, is_told, two_ranks):
+    two_ranks.run(check_scaler, spec, use, is_told)
+
+
+def check_scaler_after_swap(rank):
+    model, scaler = small_model(), torch.amp.GradScaler("cpu")
+    with logged() as texts, gradwire.attach(model, "noop") as wire:
+        train_scaled(model, scaler)
+        assert not texts
+        wire.swap("int4")
+        train_scaled(model, scaler)
+    assert [text.partition(":")[0] for text in texts] == [f"rank {rank}"]
+
+
+def test_so_is_one_after_a_swap_to_a_recipe_that_holds_something_back(two_ranks):
+    two_ranks.run(check_scaler_after_swap)
+
+
 def check_local_steps(rank):
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

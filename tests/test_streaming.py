@@ -527,6 +527,8 @@ def check_refusals(rank):
             gradwire.DiLoCo(**wrong)
     with pytest.raises(ValueError, match="keeps_steps takes the whole average"):
         gradwire.DiLoCo(delay=2, alpha=0.5, keeps_steps=True)
+    with pytest.raises(TypeError, match="keeps_steps must be True or False, not 'false'"):
+        gradwire.DiLoCo(keeps_steps="false")
     with pytest.raises(TypeError, match="wrap Sequential in DistributedDataParallel, .* or give sites="):
         gradwire.LocalSGD(net(), optimizer, period=2)
     for wrong in ("*", [], [["*"], []], True, 2.0):

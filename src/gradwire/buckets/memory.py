@@ -75,6 +75,12 @@ class Memory:
                 name in GRADIENT_STATES and state.has(layout) for (name, _), state in self._states.items()
             )
 
+    @property
+    def holds_gradients(self) -> bool:
+        """True if any parameter has, or has had, a residual or a velocity."""
+        with self._lock:
+            return any(name in GRADIENT_STATES for name, _ in self._states)
+
     def drop(self, name: str, layout: BucketLayout, dtype: torch.dtype) -> None:
         """Forget the state ``name`` of a bucket's parameters."""
         with self._lock:

@@ -84,9 +84,11 @@ def recipes_for(given: list[str] | None, kind: str | None) -> list[str]:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Raise ValueError now if ``path`` could not be written later."""
+    """Raise ValueError now if ``path`` could not be written later, or is an option that follows."""
     if path is None:
         return
+    if str(path).startswith("--"):
+        raise ValueError(f"{option} takes a file, and {path} is an option: write {option} FILE {path}")
     reason = None
     if path.is_dir():
         reason = "it is a folder"

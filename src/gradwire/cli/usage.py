@@ -6,6 +6,7 @@ import difflib
 import errno
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -23,18 +24,19 @@ _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE
 class PlainErrors(TyperGroup):
     """A group of commands whose wrong arguments are told in one line, without a box."""
 
-    def main(self, *args: Any, **options: Any) -> Any:
+    def main(self, args: Any = None, *others: Any, **options: Any) -> Any:
         """Run a command; exit with 2 and one line if its words are wrong."""
         raising = {**options, "standalone_mode": False}
         if not options.get("standalone_mode", True):
-            return super().main(*args, **raising)
+            return super().main(args, *others, **raising)
         try:
-            code = super().main(*args, **raising)
+            code = super().main(args, *others, **raising)
             if sys.stdout is not None:  # None if it is closed
                 sys.stdout.flush()
         except UsageError as error:
             context = getattr(error, "ctx", None)
-            command = context.command_path if context is not None else "gradwire"
+            words = sys.argv[1:] if args is None else args
+            command = context.command_path if context is not None else self._command_of(words)
             wrong = self._describe(error)
             text = f"{command}: {wrong}{' See' if wrong.endswith('?') else '; see'} {command} --help"
             open_console(stderr=True).print(text, markup=False, soft_wrap=True)
@@ -51,6 +53,11 @@ class PlainErrors(TyperGroup):
                 open_console(stderr=True).print(reason, markup=False, soft_wrap=True)
             code = FAILED
         sys.exit(code if isinstance(code, int) else 0)
+
+    def _command_of(self, words: Sequence[str]) -> str:
+        """Return the command that was meant; an option without its value does not tell."""
+        name = next((word for word in words if word in self.commands), "")
+        return f"gradwire {name}".rstrip()
 
     def _describe(self, error: Any) -> str:
         """Return what is wrong, and what was probably meant."""

@@ -34,6 +34,7 @@ from gradwire.ddp.replacing import replaced
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.step_checks import StepChecks
 from gradwire.ddp.stepping import SteppingRunner, step_parameters
+from gradwire.ddp.untold_scaler import watch_for_scaler
 from gradwire.ddp.user_hooks import HookRunner, check_result, require_future
 from gradwire.ddp.verification import hash_of_parameters
 from gradwire.ddp.wire import Wire, attachment_of, ddp_attachment_of
@@ -87,5 +88,6 @@ __all__ = [
     "step_parameters",
     "trained_parameters",
     "unwrap",
+    "watch_for_scaler",
     "wrap",
 ]

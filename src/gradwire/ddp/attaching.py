@@ -44,9 +44,11 @@ from gradwire.ddp.models import (
     unwrap,
 )
 from gradwire.ddp.nonfinite import OnNonfinite
+from gradwire.ddp.optimizer_steps import WatchedModel
 from gradwire.ddp.options import Options
 from gradwire.ddp.runner import Runner
 from gradwire.ddp.unaveraged import watch_for_steps
+from gradwire.ddp.untold_scaler import watch_for_scaler
 from gradwire.ddp.user_hooks import HookRunner
 from gradwire.ddp.wire import Wire
 from gradwire.ops import warm_up
@@ -119,6 +121,8 @@ def attach(
             )
         watch_for_steps(ddp, slot, bridge, layouts)
         watch_for_momentum(ddp, slot, bridge, choice.recipe)
+    if choice.recipe is not None:
+        watch_for_scaler(WatchedModel(ddp, slot, bridge), options.grad_scaler)
     return Wire(DDPAttachment(slot, bridge, choice, layouts, limit))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from gradwire.averaging import Engine
 from gradwire.ddp.bridge import Bridge
 from gradwire.ddp.hook_slot import HookSlot
 from gradwire.ddp.models import trained_parameters
@@ -48,6 +49,17 @@ class WatchedModel:
         """The name of the recipe or hook."""
         bridge = self._bridge()
         return "" if bridge is None else bridge.runner.name
+
+    @property
+    def holds_gradients(self) -> bool:
+        """True if a recipe holds gradients back, or has held some back."""
+        bridge = self._bridge()
+        runner = None if bridge is None else bridge.runner
+        return isinstance(runner, Engine) and runner.state.memory.holds_gradients
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Return True if an optimizer has gradients of the model."""
+        return any(True for _ in self.stepped_groups(optimizer))
 
     def stepped_groups(self, optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """Yield the groups of an optimizer with gradients of the model, each with those gradients."""

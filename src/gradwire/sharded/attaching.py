@@ -23,7 +23,7 @@ from gradwire.averaging import (
     open_engine,
 )
 from gradwire.codecs import Codec
-from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire
+from gradwire.ddp import Choice, Hook, OnNonfinite, Options, Wire, watch_for_scaler
 from gradwire.ddp import attach as attach_to_ddp
 from gradwire.lanes import open_lane
 from gradwire.ops import warm_up
@@ -39,6 +39,7 @@ from gradwire.sharded.reduce_scatter import UnitReduceScatter
 from gradwire.sharded.replicas import UnitReplicas
 from gradwire.sharded.shard_group import plain_mean, sharing, true_on_all
 from gradwire.sharded.units import Unit, is_sharded
+from gradwire.sharded.watched import WatchedShards
 from gradwire.sharded.weights import UnitAllGather, weights_codec
 from gradwire.telemetry import Telemetry
 from gradwire.torch_private import fsdp, uncompiled
@@ -253,6 +254,10 @@ def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
             _install(unit, backward, installed, sharded.group.size() if sharded.has_replicas else None)
         if gathering is not None:
             _install_gathers(sharded, backward, gathering, installed)
+        if sharded.has_replicas:
+            watched = WatchedShards(sharded, backward)
+            installed.callback(watched.leave)
+            watch_for_scaler(watched, options.grad_scaler)
         undo.pop_all()
     details = {"recipe": choice.name, "world_size": sharded.world_size, "device": str(sharded.device)}
     checks.record_event("attach", 0, **details)

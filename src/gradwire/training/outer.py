@@ -86,6 +86,8 @@ class DiLoCo:
             raise ValueError(f"order must be 'strided' or 'consecutive', not {self.order!r}")
         if not isinstance(self.delay, int) or isinstance(self.delay, bool) or self.delay < 0:
             raise ValueError(f"delay must be a number of steps, at least 0, not {self.delay!r}")
+        if not isinstance(self.keeps_steps, bool):
+            raise TypeError(f"keeps_steps must be True or False, not {self.keeps_steps!r}")
         if self.keeps_steps and self.alpha is not None:
             raise ValueError("keeps_steps takes the whole average, so that there is no alpha: leave one out")
         if self.alpha is None and not self.keeps_steps:
