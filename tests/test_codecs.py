@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gradwire import ops
 from gradwire.codecs import Affine, Blocks, Cast, Raw, Rotated, Top
 from gradwire.exchanges import TwoShot
-from gradwire.ops import Chunk, Seed, Terms
+from gradwire.ops import NO_RANK, Chunk, Seed, Terms
 from gradwire.ops.cpu import casts as cpu
 from gradwire.ops.cpu.vectors import STREAMED
 from gradwire.ops.reference import casts as reference
@@ -223,11 +223,12 @@ def sums_of(kernels, n, num_rows, own_index, own_dtype, row_dtype, scales):
 @pytest.mark.parametrize("num_rows", [2, 3])
 def test_sums_that_are_not_encoded_equal_the_reference(num_rows, row_dtype):
     for n in (1, 63, 4097):
-        for own_index in range(num_rows):
+        for own_index in (*range(num_rows), NO_RANK):
             args = n, num_rows, own_index, torch.float32, row_dtype, [1 / num_rows] * num_rows
             want = sums_of(reference, *args)
             terms = [draw_values(n, row_dtype, r, 3.0).float() for r in range(num_rows)]
-            terms[own_index] = draw_values(n, torch.float32, own_index, 3.0)
+            if own_index != NO_RANK:
+                terms[own_index] = draw_values(n, torch.float32, own_index, 3.0)
             assert torch.allclose(want, sum(terms) / num_rows, atol=1e-5)
             assert same_bits(want, sums_of(cpu, *args))
             if cuda is None:

@@ -20,7 +20,7 @@ from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.lines import F4, I4, I8, LINE, U1, U2, load, point, store
 from gradwire.ops.cpu.packing import Destination, Noise, Partials, Source, pack
 from gradwire.ops.cpu.scalars import bf16_to_f32, f32_to_bf16
-from gradwire.ops.cpu.unpacking import unpack
+from gradwire.ops.cpu.unpacking import add_unpacked, unpack
 from gradwire.ops.cpu.vectors import copy, fence, span, streams_to, write
 from gradwire.ops.formats import KINDS, LIMITS, BlockFormat, Seed
 from gradwire.ops.operands import Chunk, Scale
@@ -64,10 +64,6 @@ class _OwnBlocks(NamedTuple):
     """``1 / scale``, which brings what is left out back to the size of a residual."""
     is_written: Any
     """True if the values become what the sum decodes to."""
-    is_sum: Any
-    """True if the values become the sum itself, which is not encoded."""
-    streams: Any
-    """True to write a sum past the caches."""
 
 
 class _Residual(NamedTuple):
@@ -101,7 +97,7 @@ class _Scratch(NamedTuple):
 # The types of their fields.
 _FORMAT = types.Tuple((I8, I8, I8, F4, numba.boolean))
 _ROWS = types.Tuple((U1[::1], U2[::1], I8, I8, I8))
-_OWN = types.Tuple((F4[::1], I8, F4, F4, numba.boolean, numba.boolean, numba.boolean))
+_OWN = types.Tuple((F4[::1], I8, F4, F4, numba.boolean))
 _RESIDUAL = types.Tuple((F4[::1], U2[::1]))
 _ROW = types.Tuple((U1[::1], U2[::1]))
 _WORDS = types.Tuple((I4, I4))
@@ -140,13 +136,45 @@ def _add(term: Any, residual: Any, has_residual: Any, scale: Any, total: Any, m:
         store(total, i, values)
 
 
+class _Codes(NamedTuple):
+    """The codes of a block in a row. Pointers, since numba counts the references of arrays in each call."""
+
+    bytes: Any
+    num_bytes: Any
+    num_values: Any
+    fits: Any
+    """True if no line ends behind the block."""
+    spare: Any
+    """Memory for the codes, and for the values that they decode to, if lines do."""
+    spare_values: Any
+
+
+@helper
+def _add_row(
+    kind: Any, codes: Any, scale: Any, factor: Any, total: Any, target: Any, is_first: Any, streams: Any
+) -> None:
+    """Decode a block, and write it times the factor, plus ``total`` unless it is the first, to ``target``."""
+    # Constants in each call, so that the loops have no branches.
+    if codes.fits and is_first:
+        add_unpacked(kind, codes.bytes, codes.num_bytes, scale, factor, total, target, True, False)
+    elif codes.fits and streams:
+        add_unpacked(kind, codes.bytes, codes.num_bytes, scale, factor, total, target, False, True)
+    elif codes.fits:
+        add_unpacked(kind, codes.bytes, codes.num_bytes, scale, factor, total, target, False, False)
+    else:
+        y = codes.spare_values
+        copy(codes.bytes, codes.spare, codes.num_bytes)
+        unpack(kind, codes.spare, codes.num_bytes, scale, y)
+        _add(y, y, False, factor, target, codes.num_values, is_first)
+
+
 @kernel((_FORMAT, _ROWS, _OWN, _RESIDUAL, _ROW, _WORDS, _SCRATCH))
 def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, scratch: Any) -> None:
     form, rows, own, residual = _Format(*form), _BlockRows(*rows), _OwnBlocks(*own), _Residual(*residual)
     row, seed, scratch = _Row(*row), _Words(*seed), _Scratch(*scratch)
     block, shift = form.block, form.shift
     padded, num_partials = block + _SPARE, max(block // 8, LINE)
-    x, y = point(scratch.values, 0), point(scratch.values, padded)
+    x, y, spare_codes = point(scratch.values, 0), point(scratch.values, padded), point(scratch.codes, 0)
     spare, spare_residual = point(scratch.values, 2 * padded), point(scratch.values, 3 * padded)
     partials = point(scratch.values, 4 * padded)
     is_single, is_half = residual.singles.size > 0, residual.halves.size > 0
@@ -175,13 +203,10 @@ def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, 
                     _add(values, left_out, has_residual, own.scale, x, m, r == 0)
                 else:
                     scale = bf16_to_f32(rows.halves[r * (rows.stride // 2) + rows.first_scale + b])
-                    other = _readable(point(rows.codes, r * rows.stride + at), num_bytes, scratch.codes, fits)
-                    unpack(form.kind, other, num_bytes, scale, y)
-                    _add(y, y, False, own.scale, x, m, r == 0)
+                    theirs = point(rows.codes, r * rows.stride + at)
+                    term = _Codes(theirs, num_bytes, m, fits, spare_codes, y)
+                    _add_row(form.kind, term, scale, own.scale, x, x, r == 0, False)
             values = x
-        if own.is_sum:
-            write(x, own_, m, own.streams)
-            continue
         if not fits:
             for i in range(m, m + _SPARE):
                 x[i] = 0
@@ -199,6 +224,35 @@ def _reduce(form: Any, rows: Any, own: Any, residual: Any, row: Any, seed: Any, 
             copy(spare, own_, m if own.is_written else 0)
         if is_half:
             _narrow(left_out, halves, m)
+
+
+@kernel((_FORMAT, _ROWS, F4[::1], I8, F4, numba.boolean, _SCRATCH))
+def _sum(form: Any, rows: Any, own: Any, own_index: Any, factor: Any, streams: Any, scratch: Any) -> None:
+    form, rows, scratch = _Format(*form), _BlockRows(*rows), _Scratch(*scratch)
+    block, shift = form.block, form.shift
+    padded, last = block + _SPARE, rows.num_rows - 1
+    x, y, spare_codes = point(scratch.values, 0), point(scratch.values, padded), point(scratch.codes, 0)
+    spare = point(scratch.values, 2 * padded)
+    for b in range((own.size + block - 1) // block):
+        start, at = b * block, b * (block >> shift)
+        m = min(block, own.size - start)
+        num_bytes = (m + (1 << shift) - 1) >> shift
+        fits = m == block and num_bytes % LINE == 0
+        values = point(own, start)
+        # The last term is written with the sum, unless lines would end behind the block.
+        ends_there = fits and own_index != last
+        for r in range(rows.num_rows):
+            if r == own_index:
+                copy(values, spare, m)
+                _add(spare, spare, False, factor, x, m, r == 0)
+            else:
+                ends = ends_there and r == last
+                scale = bf16_to_f32(rows.halves[r * (rows.stride // 2) + rows.first_scale + b])
+                theirs = point(rows.codes, r * rows.stride + at)
+                term = _Codes(theirs, num_bytes, m, fits, spare_codes, y)
+                _add_row(form.kind, term, scale, factor, x, values if ends else x, r == 0, ends and streams)
+        if not ends_there:
+            write(x, values, m, streams)
     fence()
 
 
@@ -229,8 +283,7 @@ _ONE = np.float32(1)
 
 def encode(form: BlockFormat, chunk: Chunk) -> None:
     # A sum of one term, which is not written back.
-    own = _OwnBlocks(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False, is_sum=False, streams=False)
-    _run(form, chunk, _NO_ROWS, own)
+    _run(form, chunk, _NO_ROWS, _OwnBlocks(chunk.values.numpy(), 0, _ONE, _ONE, is_written=False))
 
 
 def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
@@ -238,28 +291,21 @@ def decode(form: BlockFormat, row: Tensor, values: Tensor) -> None:
     _decode(tuple(_format(form)), encoded, values.numpy(), streams_to(values), scratch)
 
 
-def reduce(
-    form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale, *, is_sum: bool = False
-) -> None:
-    flat = span(rows)
-    first_scale = form.scales_offset(chunk.values.numel()) // 2
-    terms = _BlockRows(flat.numpy(), _halves(flat), len(rows), rows.stride(0), first_scale)
+def reduce(form: BlockFormat, chunk: Chunk, rows: Tensor, own_index: int, scale: Scale) -> None:
     scales = np.float32(float(scale)), np.float32(1 / float(scale))
-    own = _OwnBlocks(
-        chunk.values.numpy(),
-        own_index,
-        *scales,
-        is_written=True,
-        is_sum=is_sum,
-        streams=streams_to(chunk.values),
-    )
-    _run(form, chunk, terms, own)
+    own = _OwnBlocks(chunk.values.numpy(), own_index, *scales, is_written=True)
+    _run(form, chunk, _terms(form, rows, chunk.values.numel()), own)
 
 
 def sum_rows(form: BlockFormat, own: Tensor, rows: Tensor, own_index: int, scale: Scale) -> None:
-    # The row is not written; its size tells the kernel the number of blocks.
-    row = rows[own_index, : form.row_bytes(own.numel())]
-    reduce(form, Chunk(own, row), rows, own_index, scale, is_sum=True)
+    terms, scratch = _terms(form, rows, own.numel()), tuple(_scratch(form))
+    values, factor = own.numpy(), np.float32(float(scale))
+    _sum(tuple(_format(form)), tuple(terms), values, own_index, factor, streams_to(own), scratch)
+
+
+def _terms(form: BlockFormat, rows: Tensor, numel: int) -> _BlockRows:
+    flat, first_scale = span(rows), form.scales_offset(numel) // 2
+    return _BlockRows(flat.numpy(), _halves(flat), len(rows), rows.stride(0), first_scale)
 
 
 def _run(form: BlockFormat, chunk: Chunk, rows: _BlockRows, own: _OwnBlocks) -> None:

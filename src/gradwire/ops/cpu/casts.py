@@ -17,7 +17,7 @@ from gradwire.ops.cpu.compiling import helper, kernel
 from gradwire.ops.cpu.lines import F4, I8, LINE, U2, load, store, stream
 from gradwire.ops.cpu.scalars import f32_to_half, half_to_f32, larger
 from gradwire.ops.cpu.vectors import fence, part, prefetch, span, streams_to, write
-from gradwire.ops.operands import Scale, Terms
+from gradwire.ops.operands import NO_RANK, Scale, Terms
 
 # Values in a tile of partial sums: 8 KiB, which stay in the first-level cache beside the terms.
 _TILE = 2048
@@ -121,6 +121,40 @@ def _add_pair_of_halves(values: Any, scale: Any, own: Any, own_scale: Any, encod
         _add_pair_as(False, values, scale, own, own_scale, encoded)
 
 
+@helper
+def _add_rows_as(
+    is_bf16: Any, first: Any, first_scale: Any, second: Any, second_scale: Any, out: Any, streams: Any
+) -> None:
+    num_whole = out.size // LINE * LINE
+    for i in range(0, num_whole, LINE):
+        prefetch(first, i + _AHEAD)
+        prefetch(second, i + _AHEAD)
+        total = half_to_f32(load(first, i), is_bf16) * first_scale
+        total = total + half_to_f32(load(second, i), is_bf16) * second_scale
+        if streams:
+            stream(out, i, total)
+        else:
+            store(out, i, total)
+    for i in range(num_whole, out.size):
+        total = half_to_f32(first[i], is_bf16) * first_scale
+        out[i] = total + half_to_f32(second[i], is_bf16) * second_scale
+
+
+@kernel((U2[::1], F4, U2[::1], F4, F4[::1], numba.boolean, numba.boolean))
+def _add_rows_of_halves(
+    first: Any, first_scale: Any, second: Any, second_scale: Any, out: Any, is_bf16: Any, streams: Any
+) -> None:
+    if is_bf16 and streams:
+        _add_rows_as(True, first, first_scale, second, second_scale, out, True)
+    elif is_bf16:
+        _add_rows_as(True, first, first_scale, second, second_scale, out, False)
+    elif streams:
+        _add_rows_as(False, first, first_scale, second, second_scale, out, True)
+    else:
+        _add_rows_as(False, first, first_scale, second, second_scale, out, False)
+    fence()
+
+
 @kernel((_ROWS, _OWN, F4[::1], _ENCODED, F4[::1]))
 def _reduce(rows: Any, own: Any, scales: Any, encoded: Any, total: Any) -> None:
     rows, own, encoded = _CastRows(*rows), _OwnCast(*own), _Encoded(*encoded)
@@ -215,6 +249,12 @@ def reduce_rows(terms: Terms, encoded: Tensor, up: Scale, down: Scale) -> None:
 
 def sum_rows(terms: Terms, dtype: torch.dtype) -> None:
     own, scales = terms.own.numpy(), np.array([float(scale) for scale in terms.scales], np.float32)
+    if len(scales) == 2 and terms.own_index == NO_RANK and dtype != torch.float32:
+        begin, end = terms.header_bytes, terms.header_bytes + own.size * dtype.itemsize
+        first, second = (_bits(row[begin:end].view(dtype)) for row in terms.rows)
+        pair = first, scales[0], second, scales[1]
+        _add_rows_of_halves(*pair, own, dtype == torch.bfloat16, streams_to(terms.own))
+        return
     # Without memory for halves, the sum is not encoded.
     out = dtype == torch.float32, dtype == torch.bfloat16, np.empty(0, np.uint16), _ONE, _ONE
     rows = _rows(terms, dtype.itemsize)

@@ -31,14 +31,17 @@ _LARGE = np.float32(_LARGEST / 2**14)
 
 
 class Target(NamedTuple):
-    """Memory for decoded values, which are written past the caches, or times a factor added to a sum."""
+    """Memory for decoded values, or for their sum with other terms."""
 
     values: Any
     streams: Any
+    """True to write past the caches."""
     is_sum: Any
+    """True to write the values times the factor, added to ``total``."""
     is_first: Any
     """True if the sum has no other term yet."""
     factor: Any
+    total: Any
 
 
 @helper
@@ -106,9 +109,8 @@ def _emit(target: Any, i: Any, value: Any) -> None:
     if target.is_sum:
         value = value * target.factor
         if not target.is_first:
-            value = load(target.values, i) + value
-        store(target.values, i, value)
-    elif target.streams:
+            value = load(target.total, i) + value
+    if target.streams:
         stream(target.values, i, value)
     else:
         store(target.values, i, value)

@@ -64,10 +64,6 @@ class _Own(NamedTuple):
     scale: Any
     is_written: Any
     """True if the values become what the sum decodes to."""
-    is_sum: Any
-    """True if the values become the sum itself, which is not encoded."""
-    streams: Any
-    """True to write a sum past the caches."""
 
 
 class _Row(NamedTuple):
@@ -82,7 +78,7 @@ class _Row(NamedTuple):
 # The types of their fields.
 _FORMAT = types.Tuple((I8, I8, I8, numba.boolean))
 _TERMS = types.Tuple((U1[::1], U2[::1], I8, I8, I8, I8, I4, I4))
-_OWN = types.Tuple((F4[::1], I8, F4, numba.boolean, numba.boolean, numba.boolean))
+_OWN = types.Tuple((F4[::1], I8, F4, numba.boolean))
 _ROW = types.Tuple((U1[::1], U2[::1], I4, I4))
 
 
@@ -132,12 +128,9 @@ def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
                     scale = bf16_to_f32(terms.halves[r * (terms.stride // 2) + terms.first_scale + b])
                     codes = point(terms.codes, r * terms.stride + start * terms.bits // 8)
                     signs = Signs(start, terms.low, np.int32(terms.high + r * _RANK_STEP), words)
-                    target = Target(total, False, True, r == 0, own.scale)
+                    target = Target(total, False, True, r == 0, own.scale, total)
                     unpack(terms.bits, codes, size, x)
                     finish(size, scale, signs, x, target)
-            if own.is_sum:
-                write(total, values, m, own.streams)
-                continue
             _pad(total, m, size)
             source = total
         signs, codes = Signs(start, row.low, row.high, words), point(row.codes, start * form.bits // 8)
@@ -145,11 +138,41 @@ def _reduce(form: Any, terms: Any, own: Any, row: Any, scratch: Any) -> None:
         scale = encode_block(form, source, ahead, size, signs, x, squares, codes)
         row.scales[b] = f32_to_bf16(scale)
         if own.is_written:
-            target = Target(padded if m < size else values, False, False, False, _ONE)
+            target = Target(padded if m < size else values, False, False, False, _ONE, total)
             unpack(form.bits, codes, size, x)
             finish(size, bf16_to_f32(row.scales[b]), signs, x, target)
             if m < size:
                 copy(padded, values, m)
+
+
+@kernel((I8, I8, _TERMS, F4[::1], I8, F4, numba.boolean, F4[::1]))
+def _sum(
+    block: Any, tail: Any, terms: Any, own: Any, own_index: Any, factor: Any, streams: Any, scratch: Any
+) -> None:
+    terms = _Terms(*terms)
+    x, total, padded = point(scratch, 0), point(scratch, block), point(scratch, 2 * block)
+    words, last = point(scratch, 3 * block), terms.num_rows - 1
+    for b in range((own.size + block - 1) // block):
+        start = b * block
+        m = min(block, own.size - start)
+        size = block if m == block else tail
+        values = point(own, start)
+        # The last term is written with the sum, unless lines would end behind the block.
+        ends_there = m == size and own_index != last
+        for r in range(terms.num_rows):
+            if r == own_index:
+                copy(values, padded, m)
+                _add(padded, factor, total, size, r == 0)
+            else:
+                ends = ends_there and r == last
+                scale = bf16_to_f32(terms.halves[r * (terms.stride // 2) + terms.first_scale + b])
+                codes = point(terms.codes, r * terms.stride + start * terms.bits // 8)
+                signs = Signs(start, terms.low, np.int32(terms.high + r * _RANK_STEP), words)
+                target = Target(values if ends else total, ends and streams, True, r == 0, factor, total)
+                unpack(terms.bits, codes, size, x)
+                finish(size, scale, signs, x, target)
+        if not ends_there:
+            write(total, values, m, streams)
     fence()
 
 
@@ -162,7 +185,7 @@ def _decode_1024(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -
         if b == 0:
             unpack(form.bits, point(row.codes, 0), 1024, x)
         signs = Signs(b * 1024, row.low, row.high, words)
-        target = Target(point(values, b * 1024), streams, False, False, _ONE)
+        target = Target(point(values, b * 1024), streams, False, False, _ONE, words)
         next_codes = point(row.codes, min(b + 1, num_blocks - 1) * 128 * form.bits)
         finish_and_unpack(form.bits, bf16_to_f32(row.scales[b]), signs, x, target, next_codes, next_x)
     return num_blocks
@@ -180,7 +203,7 @@ def _decode(form: Any, row: Any, values: Any, streams: Any, scratch: Any) -> Non
         size = block if m == block else form.tail
         codes, signs = point(row.codes, start * form.bits // 8), Signs(start, row.low, row.high, words)
         to = point(values, start)
-        target = Target(padded if m < size else to, streams and m == size, False, False, _ONE)
+        target = Target(padded if m < size else to, streams and m == size, False, False, _ONE, padded)
         unpack(form.bits, codes, size, x)
         finish(size, bf16_to_f32(row.scales[b]), signs, x, target)
         if m < size:
@@ -193,8 +216,7 @@ _NO_TERMS = _Terms(np.empty(0, np.uint8), np.empty(0, np.uint16), 1, 0, 0, 1, 0,
 
 def encode(form: RotatedFormat, chunk: Chunk) -> None:
     # A sum of one term, which is not written back.
-    own = _Own(chunk.values.numpy(), 0, _ONE, is_written=False, is_sum=False, streams=False)
-    _run(form, chunk, _NO_TERMS, own)
+    _run(form, chunk, _NO_TERMS, _Own(chunk.values.numpy(), 0, _ONE, is_written=False))
 
 
 def decode(form: RotatedFormat, row: Tensor, values: Tensor, seed: Seed) -> None:
@@ -203,41 +225,30 @@ def decode(form: RotatedFormat, row: Tensor, values: Tensor, seed: Seed) -> None
     _decode(*operands, values.numpy(), streams_to(values), _scratch(form))
 
 
-def reduce(
-    form: RotatedFormat,
-    chunk: Chunk,
-    terms: RotatedRows,
-    own_index: int,
-    scale: Scale,
-    *,
-    is_sum: bool = False,
-) -> None:
+def reduce(form: RotatedFormat, chunk: Chunk, terms: RotatedRows, own_index: int, scale: Scale) -> None:
+    own = _Own(chunk.values.numpy(), own_index, np.float32(float(scale)), is_written=True)
+    _run(form, chunk, _terms(terms, chunk.values.numel()), own)
+
+
+def sum_rows(own: Tensor, terms: RotatedRows, own_index: int, scale: Scale) -> None:
+    numel, form = own.numel(), terms.form
+    values, factor = own.numpy(), np.float32(float(scale))
+    blocks = form.block, form.tail(numel), tuple(_terms(terms, numel))
+    _sum(*blocks, values, own_index, factor, streams_to(own), _scratch(form))
+
+
+def _terms(terms: RotatedRows, numel: int) -> _Terms:
     flat, (low, high) = span(terms.rows), _words(terms.seed)
-    rows = _Terms(
+    return _Terms(
         codes=flat.numpy(),
         halves=flat.view(torch.uint16).numpy(),
         num_rows=len(terms.rows),
         stride=terms.rows.stride(0),
-        first_scale=terms.form.scales_offset(chunk.values.numel()) // 2,
+        first_scale=terms.form.scales_offset(numel) // 2,
         bits=terms.form.bits,
         low=low,
         high=high,
     )
-    own = _Own(
-        chunk.values.numpy(),
-        own_index,
-        np.float32(float(scale)),
-        is_written=True,
-        is_sum=is_sum,
-        streams=streams_to(chunk.values),
-    )
-    _run(form, chunk, rows, own)
-
-
-def sum_rows(own: Tensor, terms: RotatedRows, own_index: int, scale: Scale) -> None:
-    # The row is not written; its size tells the kernel the number of blocks.
-    row = terms.rows[own_index, : terms.form.row_bytes(own.numel())]
-    reduce(terms.form, Chunk(own, row), terms, own_index, scale, is_sum=True)
 
 
 def _run(form: RotatedFormat, chunk: Chunk, terms: _Terms, own: _Own) -> None:
