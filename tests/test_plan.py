@@ -118,7 +118,17 @@ def test_more_of_anything_never_makes_a_step_shorter():
 
 @pytest.mark.parametrize(
     ("name", "num_workers", "num_trips"),
-    [("int8", 2, 2), ("int8", 3, 3), ("fp32", 2, 3), ("acp", 2, 2), ("allreduce", 2, 4), ("allreduce", 3, 8)],
+    [
+        ("int8", 2, 2),
+        ("int8", 3, 3),
+        ("fp32", 2, 3),
+        ("acp", 2, 2),
+        ("powersgd", 2, 4),
+        ("powersgd", 8, 6),
+        ("noop", 2, 0),
+        ("allreduce", 2, 4),
+        ("allreduce", 3, 8),
+    ],
 )
 def test_on_a_far_link_an_average_takes_the_time_of_its_messages(name, num_workers, num_trips):
     traffic = step_traffic(name, [(1000, 1000)], Cluster(num_workers))

@@ -26,8 +26,8 @@ _GOODPUT = 1448 / 1514
 # A backward pass takes about twice as long as a forward pass: two products for each of the forward's one.
 BACKWARD_SHARE = 2 / 3
 # Gloo sends a message when it knows of its receive, and that news takes as long as the message. In a ring,
-# every round waits for both. An exchange posts the receives of two rounds at once; one round waits for both.
-RING_TRIPS, EXCHANGE_TRIPS = 2.0, 1.5
+# every round waits for both.
+RING_TRIPS = 2.0
 # A worker lane averages two buckets at once, and so do the two threads of torch's own Gloo groups.
 NUM_IN_FLIGHT = 2
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 
@@ -14,11 +13,10 @@ import gradwire
 from gradwire.buckets import BucketLayout, Slot, row_by_row, trainable_parameters
 from gradwire.codecs import Codec
 from gradwire.ddp import DDPBuckets
-from gradwire.exchanges import Exchange, Hierarchical, Route, Scattered, TwoShot, num_rounds
+from gradwire.exchanges import Exchange, Hierarchical, LowRank, Route, Scattered, TwoShot, num_rounds
 from gradwire.headroom import ALLREDUCE, NOOP
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import (
-    EXCHANGE_TRIPS,
     RING_TRIPS,
     BucketTraffic,
     Cluster,
@@ -152,9 +150,23 @@ def _exchange_traffic(
         rounds = exchange.link_rounds(layout, n, step)
         num_messages = rounds.within * (node_size - 1) + rounds.across * (n // node_size - 1)
         node_bytes = across * leaving + within * leaving_row
-        trips = math.ceil(EXCHANGE_TRIPS * sum(rounds))
+        trips = _num_trips(exchange, sum(rounds))
         figures.append((within + across, node_bytes, sum(rounds), num_messages, trips))
     return BucketTraffic(layout.numel, *(sum(both) / 2 for both in zip(*figures, strict=True)))
+
+
+def _num_trips(exchange: Exchange, num_rounds: int) -> int:
+    """Return the time of an exchange's messages, in times of one.
+
+    Gloo sends a message when it knows of its receive, and that news takes as long as the message. Receives of
+    all rounds of a sum are posted at once, so each sum waits for that news once.
+    """
+    num_sums = 1
+    if isinstance(exchange, Hierarchical):
+        num_sums = 2
+    elif isinstance(exchange, LowRank):
+        num_sums = exchange.num_rounds
+    return num_rounds + num_sums if num_rounds else 0
 
 
 def _work(recipe: gradwire.Recipe, num_workers: int) -> float:
