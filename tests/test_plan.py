@@ -136,6 +136,21 @@ def test_on_a_far_link_an_average_takes_the_time_of_its_messages(name, num_worke
     assert far - near == pytest.approx(num_trips * 0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "like"),
+    [
+        ("powersgd", (1_000_000,), "fp32"),  # a vector, which has no factors
+        ("int8:local_size=2,within=same", (1000, 1000), "int8"),  # a grid of one row
+        ("fp32:local_size=2", (1000, 1000), "fp32"),  # a single node
+    ],
+)
+def test_an_average_that_is_a_single_sum_is_planned_as_one(name, shape, like):
+    found, expected = (step_traffic(each, [shape], Cluster(2)) for each in (name, like))
+    assert found.buckets[0].num_trips == expected.buckets[0].num_trips
+    if "within" in name:
+        assert found.work == expected.work
+
+
 def sent(recipe, shapes, cluster, **more):
     return sum(b.worker_bytes for b in step_traffic(recipe, shapes, cluster, **more).buckets)
 

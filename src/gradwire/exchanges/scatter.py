@@ -93,9 +93,8 @@ class Scatter:
 
     Note [Two ranks gather]: a rank of two has one row to send, which the other gets. So their exchange of
     chunks is also a gathering of two rows, and NCCL's own takes 0.54 of the time of its reduce-scatter where
-    messages take 0.7. The row to send lies among those that arrive: the own one of these is not read. In an
-    average, whose second phase gathers too, messages were the faster ones with 8 bits on a GPU that two
-    ranks share, so these are used there.
+    messages take 0.7. The row to send lies among those that arrive: the own one of these is not read. An
+    average in two phases, of which the second gathers too, passes its own rows and uses messages.
     """
 
     def __init__(self, sums: Sequence[Sum], context: Context, rows: Sequence[Tensor] | None = None) -> None:

@@ -38,8 +38,8 @@ class TwoShot:
     Note [Sums of NCCL's own]: uncompressed fp32 and fp64 buckets use NCCL's allreduce, which sums in an order
     of its own. So do 16-bit values of two ranks that travel without a scale: ``bf16``, and buckets that are
     16 bits wide themselves. Each rank's values are scaled and rounded to 16 bits, and their sum is rounded
-    once. Without NCCL, an owner adds its own values before they are rounded, so results differ by that
-    rounding. Those of a 16-bit bucket do not differ, but for subnormal numbers, of which half may be rounded.
+    once. Without NCCL, two ranks do not round the sum of ``bf16``, so results differ by that rounding. Those
+    of a 16-bit bucket do not differ, but for subnormal numbers, of which half may be rounded.
 
     Note [One residual for two shots]: with feedback, a rank adds to its gradients what its earlier rows
     have left out (Seide et al., 2014; Karimireddy et al., arXiv:1901.09847). For the chunks of other ranks,

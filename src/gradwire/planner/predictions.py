@@ -13,7 +13,7 @@ import gradwire
 from gradwire.buckets import BucketLayout, Slot, row_by_row, trainable_parameters
 from gradwire.codecs import Codec
 from gradwire.ddp import DDPBuckets
-from gradwire.exchanges import Exchange, Hierarchical, LowRank, Route, Scattered, TwoShot, num_rounds
+from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Route, Scattered, TwoShot, num_rounds
 from gradwire.headroom import ALLREDUCE, NOOP
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import (
@@ -150,23 +150,22 @@ def _exchange_traffic(
         rounds = exchange.link_rounds(layout, n, step)
         num_messages = rounds.within * (node_size - 1) + rounds.across * (n // node_size - 1)
         node_bytes = across * leaving + within * leaving_row
-        trips = _num_trips(exchange, sum(rounds))
+        trips = sum(rounds) + _num_sums(exchange, layout, rounds)
         figures.append((within + across, node_bytes, sum(rounds), num_messages, trips))
     return BucketTraffic(layout.numel, *(sum(both) / 2 for both in zip(*figures, strict=True)))
 
 
-def _num_trips(exchange: Exchange, num_rounds: int) -> int:
-    """Return the time of an exchange's messages, in times of one.
+def _num_sums(exchange: Exchange, layout: BucketLayout, rounds: Links) -> int:
+    """Return the number of sums that follow one another.
 
     Gloo sends a message when it knows of its receive, and that news takes as long as the message. Receives of
     all rounds of a sum are posted at once, so each sum waits for that news once.
     """
-    num_sums = 1
     if isinstance(exchange, Hierarchical):
-        num_sums = 2
-    elif isinstance(exchange, LowRank):
-        num_sums = exchange.num_rounds
-    return num_rounds + num_sums if num_rounds else 0
+        return 2 if rounds.across else 1
+    if isinstance(exchange, LowRank) and exchange.plan(layout).batches:
+        return exchange.num_rounds
+    return 1 if sum(rounds) else 0
 
 
 def _work(recipe: gradwire.Recipe, num_workers: int) -> float:
@@ -179,6 +178,8 @@ def _work(recipe: gradwire.Recipe, num_workers: int) -> float:
     node_size = recipe.local_size or 1
     num_nodes, of_two = num_workers // node_size, _passes(exchange.codec, 2)
     if isinstance(exchange, Hierarchical) and exchange.encodes_within:
+        if num_nodes == 1:
+            return _passes(exchange.codec, node_size) / of_two
         return (_two_phases(num_nodes) + 3 * (node_size - 1)) / node_size / of_two
     return _passes(exchange.codec, num_nodes) / node_size / of_two
 
