@@ -21,7 +21,8 @@ from gradwire.peers import gather
 
 # Bytes that a fast network sends in about the time of one more round.
 _ROUND_BYTES = 16 << 10
-# NCCL's own gathering was the faster one for factors of less than this. For whole buckets messages were.
+# NCCL's own gathering was the faster one for factors of less than this; for buckets in two phases messages
+# were.
 _NATIVE_BYTES = 4 << 20
 
 
@@ -86,7 +87,7 @@ def take_one_round(codecs: Sequence[Codec], num_ranks: int) -> list[bool]:
     Values that travel as they are go along with others. By themselves they take two phases, which are less
     work for the same bits.
     """
-    may = [num_ranks == 2 and codec.to_owner is codec for codec in codecs]
+    may = [num_ranks == 2 and codec.to_owner == codec for codec in codecs]
     pays = any(each and not codec.in_place for each, codec in zip(may, codecs, strict=True))
     return [each and pays for each in may]
 

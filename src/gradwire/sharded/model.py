@@ -57,6 +57,11 @@ class ShardedModel:
         return root
 
     @property
+    def exists(self) -> bool:
+        """True unless the model is gone, which this does not keep alive."""
+        return self._root() is not None
+
+    @property
     def has_replicas(self) -> bool:
         """True if gradients are averaged over replicas, and torch reduces shards."""
         return self._replicas is not None

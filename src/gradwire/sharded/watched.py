@@ -25,7 +25,7 @@ class WatchedShards:
     @property
     def is_attached(self) -> bool:
         """True while the model has its wire."""
-        return not self._is_left and self._backward() is not None
+        return not self._is_left and self._model.exists and self._backward() is not None
 
     @property
     def wire_name(self) -> str:
