@@ -65,8 +65,7 @@ def measure_errors(
     # Errors travel in 16 bits: they need not be exact themselves.
     for number, error in zip(lossy, _mean_of(left_out, _SHORT, group) if lossy else (), strict=True):
         own, codec = mean + error, codecs[number]
-        if group.size > 1 and not sample.is_scattered and num_rounds([codec], group.size) == 2:
-            own = _decoded(own, codec, seed)
+        own = _decoded(own, codec, seed) if _encodes_mean(sample, codec, group) else own
         sums[1 + number] = sample.without_padding(own - mean)
     figures = torch.stack([each.double().square().sum(1) for each in sums], dim=1)
     rows = sample.scale_up(figures)
@@ -82,12 +81,17 @@ def _mean_of(values: Sequence[Tensor], exchange: Exchange, group: Group) -> Tens
     return means
 
 
+def _encodes_mean(sample: Sample, codec: Codec, group: Group) -> bool:
+    """Return True if an exchange encodes the mean once more."""
+    return group.size > 1 and not sample.is_scattered and num_rounds([codec], group.size) == 2
+
+
 def _as_sent(exact: Tensor, sample: Sample, codec: Codec, group: Group, step: int) -> Tensor:
     """Return the pieces as they are summed: a rank that is the only one to sum a piece does not encode it."""
     if group.size == 1:
         return exact
     decoded = _decoded(exact, codec.to_owner, Seed.of(_MEASURING, step, group.rank))
-    if num_rounds([codec], group.size) == 1 and not sample.is_scattered:
+    if not sample.is_scattered and not _encodes_mean(sample, codec, group):
         return decoded
     is_own = sample.owners(group.size, exact.device) == group.rank
     return torch.where(is_own[:, None], exact, decoded)
