@@ -78,7 +78,7 @@ class Fragment:
         self,
         means: Sequence[Tensor],
         lr_of: Callable[[int], float],
-        alpha: float | None,
+        alpha: float,
         plainly: bool,
         applies: Tensor | None,
     ) -> None:

@@ -252,7 +252,7 @@ class OuterLoop:
         self.num_begun, self.num_averages, self.history = turn.num_begun, turn.num_averages, turn.history
         self.turns.restart(turn.num_begun)
 
-    def _end(self, fragments: Sequence[Fragment], alpha: float | None, *, plainly: bool = False) -> None:
+    def _end(self, fragments: Sequence[Fragment], alpha: float, *, plainly: bool = False) -> None:
         """Wait for averagings, and move parameters by all of them, or raise and move none."""
         means = [fragment.wait() for fragment in fragments]
         self._raise_failure(may_ask=bool(fragments))

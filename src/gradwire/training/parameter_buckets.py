@@ -107,15 +107,15 @@ class ParameterBucket:
         self,
         mean: Tensor,
         inner_lr: float,
-        alpha: float | None = 0.0,
+        alpha: float = 0.0,
         *,
         plainly: bool = False,
         applies: Tensor | None = None,
     ) -> None:
         """Move by what the outer optimizer makes of the mean of all ranks; ``plainly``, by the mean itself.
 
-        Parameters keep the share ``alpha`` of what they are; if it is None, their steps since
-        `note_parameters`. If ``applies`` is given, and False on the device, nothing changes.
+        Parameters keep their steps since `note_parameters`, or the share ``alpha`` of what they are. If
+        ``applies`` is given, and False on the device, nothing changes.
         """
         start = self._on_device(self.start)
         if self._outer is None or self.momentum is None or plainly:
@@ -129,11 +129,11 @@ class ParameterBucket:
                 self.momentum.copy_(momentum, non_blocking=True)
         if self.is_offloaded:
             self.start.copy_(start, non_blocking=True)
-        if alpha is None and self.begun is not None:
+        if self.begun is not None:
             self._write_with_steps(start, self.begun, applies)
+            self.begun = None
         else:
-            self._write(start, alpha or 0.0, applies)
-        self.begun = None
+            self._write(start, alpha, applies)
 
     def write_parameters(self) -> None:
         """Set the parameters to their values at the start of the period."""
