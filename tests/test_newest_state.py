@@ -141,6 +141,8 @@ def check_a_warm_up(rank):
         sent = wire.stats().bytes_sent - before
         assert sent == wire.plan(step=3).bytes_sent < wire.plan(step=0).bytes_sent / 2
         assert local.state_dict()["wire"]["step"] == local.num_steps == 4
+        local.resume({**state, "num_steps": 0})
+        assert local.state_dict()["wire"]["step"] == local.num_steps == 0
 
 
 def test_a_warm_up_goes_on_at_its_step(two_ranks):

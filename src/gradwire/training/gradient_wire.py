@@ -36,7 +36,7 @@ class GradientWire:
         A recipe may change by step. Other ranks may have joined, so that residuals would not fit.
         """
         self.use_for(num_steps)
-        if self.wire is not None and 0 < num_steps < self._warmup_steps:
+        if self.wire is not None and num_steps < self._warmup_steps:
             self.wire.load_state_dict(self._blank_state(num_steps))
 
     def save(self, num_steps: int, *, gather: bool) -> dict[str, Any]:
