@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,28 @@ def check_what_had_failed_before(rank):
     watchdog.close()
 
 
+def check_what_a_rank_does_is_still_told(rank):
+    """A rank that stands still says what it does; that stays when the others give it up."""
+    watchdog = HookWatchdog(dist.group.WORLD, "told")
+    store = watchdog._ring.failure.store
+    told = replace(watchdog._ring.look().status, doing="it reads a file")
+    if rank == 1:
+        store.post_status(told)
+    dist.barrier()
+    if rank == 0:
+        watchdog.fail(WireError("rank 1 has not come"))
+    else:
+        deadline = time.monotonic() + 120
+        while watchdog.failure is None:
+            assert time.monotonic() < deadline, "the ring has not noticed"
+            time.sleep(0.01)
+        assert store.status(1) == told
+    dist.barrier()
+    watchdog.close()
+
+
 def job_watchdog(rank):
+    check_what_a_rank_does_is_still_told(rank)
     check_what_had_failed_before(rank)
     check_a_failure_during_the_call(rank)
     check_the_wait_after_a_peer_has_left(rank)

@@ -123,3 +123,27 @@ def check_saved_states(rank):
 
 def test_those_without_the_newest_state_take_it_from_one_that_has_it(four_ranks):
     four_ranks.run(check_saved_states)
+
+
+def check_a_warm_up(rank):
+    """Gradients go on by the stage of the recipe that they had come to."""
+    options = {"period": 2, "warmup_steps": 6, "gradient_recipe": "schedule(0=fp32; 2=int8)"}
+    model, optimizer, local = make_ddp(**options)
+    with local:
+        train(model, optimizer, local, rank, range(3))
+        state = local.state_dict()
+    model, optimizer, local = make_ddp(**options)
+    with local:
+        assert local.resume(state if rank else None) == (rank == 0)
+        before = local._membership.gradients.wire.stats().bytes_sent
+        train(model, optimizer, local, rank, range(3, 4))
+        wire = local._membership.gradients.wire
+        sent = wire.stats().bytes_sent - before
+        assert sent == wire.plan(step=3).bytes_sent < wire.plan(step=0).bytes_sent / 2
+        assert local.state_dict()["wire"]["step"] == local.num_steps == 4
+        local.resume({**state, "num_steps": 0})
+        assert local.state_dict()["wire"]["step"] == local.num_steps == 0
+
+
+def test_a_warm_up_goes_on_at_its_step(two_ranks):
+    two_ranks.run(check_a_warm_up)

@@ -82,6 +82,25 @@ def test_overlapped_steps_equal_the_plain_loop(world_size):
     run_ranks(job_parity, world_size)
 
 
+def job_detach_before_step(rank):
+    """The step that a backward pass has taken is not taken again, and the next one is."""
+    model = model_of()
+    with gradwire.attach(model, "fp32") as wire:
+        optimizer = gradwire.overlap_optimizer(wire, OPTIMIZERS["SGD"])
+        loss_of(model, rank, 0).backward()
+        taken = flat(model)
+    optimizer.step()
+    assert torch.equal(flat(model), taken)
+    optimizer.step()
+    assert not torch.equal(flat(model), taken), "gradients are used again only if the program says so"
+    model.zero_grad()
+    loss_of(model, rank, 1).backward()
+    before = flat(model)
+    optimizer.step()
+    assert not torch.equal(flat(model), before)
+    assert_same_on_all_ranks(model)
+
+
 def job_checkpoint_and_detach(rank):
     """A state saved with overlap goes on without it, and back; a detached wire steps as usual."""
     make = OPTIMIZERS["AdamW"]
@@ -120,6 +139,7 @@ def job_join(rank):
 
 def job_around(rank):
     job_checkpoint_and_detach(rank)
+    job_detach_before_step(rank)
     job_join(rank)
 
 

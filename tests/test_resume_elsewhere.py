@@ -123,6 +123,7 @@ def job_load_any(rank, spec, states):
     model, optimizer, wire = make(spec)
     wire.load_state_dict(gradwire.merge_state_dicts(states))
     (mine,) = wire.state_dict()["memory"].values()
+    assert mine.keys() == states[0]["memory"]["rank0"].keys()
     for key, tensors in mine.items():
         if key.startswith("residual:"):
             saved = [state["memory"][f"rank{r}"][key] for r, state in enumerate(states)]

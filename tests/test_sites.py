@@ -105,15 +105,16 @@ def test_an_evaluation_before_an_average_does_no_harm(four_ranks):
 # --- states ---
 
 
-def check_resumes(rank, native):
+def check_resumes(rank, native, recipe):
+    options = {**ENDLESS, "recipe": recipe}
     for saved_after in (1, 5, 6):  # in the warm-up, in an averaging, after one
-        model, optimizer, local = make(native, **ENDLESS)
+        model, optimizer, local = make(native, **options)
         with local:
             train(model, optimizer, local, rank, range(saved_after))
             saved = saved_bytes(model.state_dict(), optimizer.state_dict(), local.state_dict())
             assert bool(saved[2]["mean"]) == (saved_after == 5)
             train(model, optimizer, local, rank, range(saved_after, 12))
-        resumed, resumed_optimizer, local = make(native, **ENDLESS)
+        resumed, resumed_optimizer, local = make(native, **options)
         with local:
             train(resumed, resumed_optimizer, local, rank, range(5))  # has a delay of its own to forget
             resumed.load_state_dict(saved[0])
@@ -123,9 +124,10 @@ def check_resumes(rank, native):
             assert same_bits(whole(model), whole(resumed)), saved_after
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_sharded_sites_resume_bit_for_bit_in_the_middle_of_a_delay(native, four_ranks):
-    four_ranks.run(check_resumes, native)
+# A rotation mixes values with the padding of a shard, which no state holds.
+@pytest.mark.parametrize(("native", "recipe"), [(False, "int4"), (True, "int4"), (False, "int2")])
+def test_sharded_sites_resume_bit_for_bit_in_the_middle_of_a_delay(native, recipe, four_ranks):
+    four_ranks.run(check_resumes, native, recipe)
 
 
 def held_back(state):

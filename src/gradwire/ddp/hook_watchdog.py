@@ -210,8 +210,10 @@ class _Ring:
         if self._closed:
             return
         # Tell the others that this rank is there, before they look who is not.
-        if self.failure.store is not None:
-            self.failure.store.post_status(self.look().status)
+        if (store := self.failure.store) is not None:
+            status, posted = self.look().status, store.status(store.rank)
+            if posted is None or posted.order != status.order:  # one that stands still has said more
+                store.post_status(status)
         self.group.close()
         error = self.failure.error or self.failure.wait_for_peer_error()
         if error is not None:

@@ -30,11 +30,18 @@ class GradientWire:
             self._in_use = self._recipe_at(num_steps)
             self.wire = self._site.attach(self._in_use, self._timeout)
 
+    def go_on_at(self, num_steps: int) -> None:
+        """Average the step after ``num_steps`` next, with nothing held back so far; collective.
+
+        A recipe may change by step. Other ranks may have joined, so that residuals would not fit.
+        """
+        self.use_for(num_steps)
+        if self.wire is not None and num_steps < self._warmup_steps:
+            self.wire.load_state_dict(self._blank_state(num_steps))
+
     def save(self, num_steps: int, *, gather: bool) -> dict[str, Any]:
         """Return the state of the wire."""
-        if self.wire is not None:
-            return self.wire.state_dict(gather=gather)
-        return checkpoint.write(str(self._in_use), num_steps, (), {}, self._site.rank, self._site.grid)
+        return self._blank_state(num_steps) if self.wire is None else self.wire.state_dict(gather=gather)
 
     def load(self, state: dict[str, Any]) -> None:
         """Load what `save` returned; collective."""
@@ -44,6 +51,10 @@ class GradientWire:
     def detach(self) -> None:
         if self.wire is not None:
             self.wire.detach()
+
+    def _blank_state(self, num_steps: int) -> dict[str, Any]:
+        """Return the state of a wire that has held back nothing."""
+        return checkpoint.write(str(self._in_use), num_steps, (), {}, self._site.rank, self._site.grid)
 
     def _recipe_at(self, num_steps: int) -> Recipe:
         return noop() if num_steps >= self._warmup_steps else self._recipe

@@ -242,7 +242,7 @@ class LocalSGD(Uncopied):
         if found is None or membership.is_disabled:
             return False
         self._wait_for_averagings()
-        membership.gradients.use_for(found.position.num_steps)
+        membership.gradients.go_on_at(found.position.num_steps)
         self._state.memory.load_state_dict(memory, site.device)
         self._go_on(found, loop)
         return not found.is_current

@@ -77,6 +77,8 @@ def join(
     gradients = GradientWire(site, for_gradients, options.warmup_steps, timeout, num_steps)
     with contextlib.ExitStack() as undo:
         undo.callback(gradients.detach)
+        if num_steps:
+            gradients.go_on_at(num_steps)
         if gradients.is_disabled:
             engine = Engine(noop(), None, state)
         else:

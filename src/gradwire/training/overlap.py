@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,8 @@ class OverlappedOptimizer(Optimizer):
         self.optimizer = optimizer
         """The optimizer that takes the steps."""
         self._wire = wire
-        self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        self._used: dict[nn.Parameter, tuple[weakref.ref[Tensor], int]] = {}
+        """The gradients that steps have used, each with the number of writes to it so far."""
         self._awaits_step = False
 
     @property
@@ -62,7 +64,7 @@ class OverlappedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Do nothing, since ``backward()`` has taken the step; RuntimeError for changed gradients."""
-        if not self._wire.attached:
+        if not self._wire.attached and not (closure is None and self._holds_used_gradients()):
             return self.optimizer.step(closure)
         if closure is not None:
             raise ValueError(
@@ -101,8 +103,8 @@ class OverlappedOptimizer(Optimizer):
     def note_gradients(self) -> None:
         """Remember the gradients that the steps have used, and that `step` is due."""
         self._awaits_step = True
-        self._versions = {
-            parameter: (id(parameter.grad), num_writes(parameter.grad))
+        self._used = {
+            parameter: (weakref.ref(parameter.grad), num_writes(parameter.grad))
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
@@ -117,11 +119,16 @@ class OverlappedOptimizer(Optimizer):
                 "inside model.no_sync(). To skip steps, step as usual, without overlap_optimizer"
             )
 
+    def _holds_used_gradients(self) -> bool:
+        """Return True if the step with the present gradients was taken before the wire was detached."""
+        is_due = self._awaits_step and self._wire.failure is None
+        return is_due and any(p.grad is not None and p.grad is used() for p, (used, _) in self._used.items())
+
     def _refuse_changed_gradients(self) -> None:
-        versions, self._versions = self._versions, {}
-        for parameter, version in versions.items():
+        before, self._used = self._used, {}
+        for parameter, (used, number) in before.items():
             grad = parameter.grad
-            if grad is not None and id(grad) == version[0] and num_writes(grad) != version[1]:
+            if grad is not None and grad is used() and num_writes(grad) != number:
                 self._awaits_step = False  # what was missed is told here
                 raise RuntimeError(
                     "gradients were changed after backward(), which had already taken the step with them: "

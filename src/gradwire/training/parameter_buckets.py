@@ -117,6 +117,7 @@ class ParameterBucket:
         Parameters keep their steps since `note_parameters`, or the share ``alpha`` of what they are. If
         ``applies`` is given, and False on the device, nothing changes.
         """
+        self._clear_padding(mean)
         start = self._on_device(self.start)
         if self._outer is None or self.momentum is None or plainly:
             with _only_if(applies, start):
@@ -138,6 +139,14 @@ class ParameterBucket:
     def write_parameters(self) -> None:
         """Set the parameters to their values at the start of the period."""
         self._write(self._on_device(self.start), 0.0)
+
+    def _clear_padding(self, mean: Tensor) -> None:
+        """Set the padding of shards to zero: a state does not hold it, and a rotation leaves errors there."""
+        for slot, parameter in zip(self._layout.slots, self.parameters, strict=True):
+            values, own_shape = slot.view(mean), local_values(parameter).shape
+            for dim, (size, own_size) in enumerate(zip(slot.shape, own_shape, strict=True)):
+                if own_size < size:
+                    values.narrow(dim, own_size, size - own_size).zero_()
 
     def _on_device(self, kept: Tensor) -> Tensor:
         return kept.to(self._device, non_blocking=True) if self.is_offloaded else kept
