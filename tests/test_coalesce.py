@@ -110,7 +110,7 @@ def test_buckets_that_share_messages_have_the_same_bits_and_send_fewer(world_siz
 
 def job_far(rank):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distance, "_round_trip_s", lambda store: 0.2 * rank)
+        patch.setattr(distance, "_try_s", lambda store: 0.2 * rank)
         model = DistributedDataParallel(
             nn.Sequential(*(nn.Linear(30, 30) for _ in range(4))), bucket_cap_mb=0.003
         )

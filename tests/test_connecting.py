@@ -26,6 +26,10 @@ class CountingStore(Store):
     def set(self, key, value):
         self.store.set(key, value)
 
+    def check(self, keys):
+        self.num_requests += 1
+        return self.store.check(keys)
+
     def get(self, key):
         self.num_requests += 1
         return self.store.get(key)
@@ -45,11 +49,10 @@ def check_requests(rank, num_groups):
     store = CountingStore(inner)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gradwire.peers.gloo.limited_store", lambda group, timeout: store)
-        groups, notes = open_gloo_groups(
-            group, [f"group {i}" for i in range(num_groups)], note=f"from {rank}"
-        )
+        patch.setattr(connecting, "round_trip_s", lambda store: 0.1 * rank)
+        groups = open_gloo_groups(group, [f"group {i}" for i in range(num_groups)])
     assert store.num_requests == 2, "one wait for all ranks, and one for all addresses"
-    assert notes == [f"from {peer}" for peer in range(group.size())]
+    assert {each.trip_s for each in groups} == {0.1 * (group.size() - 1)}, "that of the furthest rank"
     for number, each in enumerate(groups):
         rows = [torch.full((3,), 10.0 * number + (peer == rank) * rank) for peer in range(group.size())]
         gather(rows, each)

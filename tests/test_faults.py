@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.peers import failure_store, last_words
+from gradwire.peers import distance, failure_store, last_words
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks, send_message
 from tests.models import backward, net
@@ -72,6 +72,7 @@ def end_me(how):
 KILLED = {
     "in compute": ("kill", 1, "compute", "fp32"),
     "in an exchange, with the store": ("kill", 0, "exchange", "deadly"),
+    "in an exchange, far away": ("kill", 1, "exchange", "far"),
     "with a hook": ("kill", 1, "compute", "hook"),
 }
 KILLED_RARELY = {
@@ -121,8 +122,11 @@ def job_fault(world_rank, names):
     if (how, faulty) == ("stop", 0):
         failure_store._PATIENCE_S = 2.0  # the store never answers
     parents = start_anew(case, rank, SIZE, LONG_S if how == "kill" else SHORT_S)
+    trip_s = {"far": 0.02}.get(what, 0.0)
+    distance._try_s = lambda store: trip_s
     deadly, model = Deadly(), model_of()
-    attached = {"deadly": gradwire.Recipe("deadly", deadly), "hook": torch_hooks.allreduce_hook}
+    recipe = gradwire.Recipe("deadly", deadly)
+    attached = {"deadly": recipe, "far": recipe, "hook": torch_hooks.allreduce_hook}
     gradwire.attach(model, attached.get(what, what))
     for step in range(FAULTY_STEP):
         backward(model, step)

@@ -117,23 +117,29 @@ def test_more_of_anything_never_makes_a_step_shorter():
 
 
 @pytest.mark.parametrize(
-    ("name", "num_workers", "num_trips"),
+    ("name", "num_workers", "of_near_ranks", "of_far_ranks"),
     [
-        ("int8", 2, 2),
-        ("int8", 3, 3),
-        ("fp32", 2, 3),
-        ("acp", 2, 2),
-        ("powersgd", 2, 4),
-        ("powersgd", 8, 6),
-        ("noop", 2, 0),
-        ("allreduce", 2, 4),
-        ("allreduce", 3, 8),
+        ("int8", 2, 2, 1),
+        ("int8", 3, 3, 2),
+        ("fp32", 2, 3, 2),
+        ("acp", 2, 2, 1),
+        ("powersgd", 2, 4, 2),
+        ("powersgd", 8, 6, 4),
+        ("noop", 2, 0, 0),
+        ("allreduce", 2, 4, 4),
+        ("allreduce", 3, 8, 8),
     ],
 )
-def test_on_a_far_link_an_average_takes_the_time_of_its_messages(name, num_workers, num_trips):
-    traffic = step_traffic(name, [(1000, 1000)], Cluster(num_workers))
-    far, near = (step(traffic=traffic, rate=None, latency_s=latency_s) for latency_s in (0.1, 0.0))
-    assert far - near == pytest.approx(num_trips * 0.1)
+def test_an_average_takes_the_time_of_its_messages(name, num_workers, of_near_ranks, of_far_ranks):
+    for num_trips, latency_s in ((of_near_ranks, 0.0005), (of_far_ranks, 0.1)):
+        traffic = step_traffic(name, [(1000, 1000)], Cluster(num_workers, latency_s=latency_s))
+        late, at_once = (step(traffic=traffic, rate=None, latency_s=each) for each in (latency_s, 0.0))
+        assert late - at_once == pytest.approx(num_trips * latency_s)
+
+
+def test_large_messages_wait_until_they_are_awaited_on_far_links_too():
+    traffic = step_traffic("fp32", [(4000, 1000)], Cluster(2, latency_s=0.1))
+    assert traffic.buckets[0].num_trips == 3
 
 
 @pytest.mark.parametrize(

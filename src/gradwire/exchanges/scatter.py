@@ -124,19 +124,23 @@ class Scatter:
             for each, codec, chunks, place in zip(sums, codecs, self.chunks, layouts[group.rank], strict=True)
         ]
 
+    def post(self) -> None:
+        """Begin to receive this rank's chunk of every other rank."""
+        if self._gather is None:
+            own_bytes = self._rows[self._group.rank].numel()
+            self._messages = self._group.post(self._arriving[:, :own_bytes].unbind())
+
     def run(self) -> None:
-        """Send every chunk to its owner, and receive this rank's chunk of every other rank."""
-        group, own_bytes = self._group, self._rows[self._group.rank].numel()
+        """Send every chunk to its owner, and wait for this rank's chunk of every other rank."""
         if self._gather is not None:
-            (peer,) = peers_of(group)
+            (peer,) = peers_of(self._group)
             self._encode(peer)
             self._gather(self._arriving, self._rows[peer].numel())
             return
-        messages = group.post(self._arriving[:, :own_bytes].unbind())
-        for peer in peers_of(group):
+        for peer in peers_of(self._group):
             self._encode(peer)
-            messages.send(peer, self._rows[peer])
-        messages.finish()
+            self._messages.send(peer, self._rows[peer])
+        self._messages.finish()
 
     def _encode(self, peer: int) -> None:
         for segment in self._segments:
@@ -153,6 +157,7 @@ class Scatter:
 def sum_scattered(sums: Sequence[Sum], context: Context) -> None:
     """Leave the sum of every chunk r on rank r, in its chunk r."""
     scatter, rank = Scatter(sums, context), context.group.rank
+    scatter.post()
     scatter.run()
     for number, each in enumerate(sums):
         start, end = each.bounds(context.group.size)[rank]

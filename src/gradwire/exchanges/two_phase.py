@@ -66,6 +66,7 @@ class TwoPhaseReduce:
 
     def scatter_reduce(self) -> None:
         """Leave the sum of every chunk r on rank r: in its chunk r, and encoded in its row r."""
+        self._scatter.post()
         self._gathered = self._group.post(self._rows)
         self._scatter.run()
         for number, share in enumerate(self._shares):

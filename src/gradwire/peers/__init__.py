@@ -5,7 +5,6 @@ The content of messages, and the thread or stream that sends them, do not belong
 
 from gradwire.peers.agreement import Claim, SealedClaim, agree, gather_if_same, require_same
 from gradwire.peers.collective import CollectiveCall, GridCall
-from gradwire.peers.distance import is_far
 from gradwire.peers.failure import Failure, is_unreachable
 from gradwire.peers.failure_store import RankStatus
 from gradwire.peers.gloo import (
@@ -28,6 +27,7 @@ from gradwire.peers.groups import (
     gather_matrix,
     gather_rows,
 )
+from gradwire.peers.mailboxes import looks_ahead
 from gradwire.peers.nccl import NcclGroup
 from gradwire.peers.process_groups import (
     all_gather_bytes,
@@ -75,11 +75,11 @@ __all__ = [
     "gather_if_same",
     "gather_matrix",
     "gather_rows",
-    "is_far",
     "is_in_world",
     "is_unreachable",
     "join_rendezvous",
     "limited_store",
+    "looks_ahead",
     "make_group",
     "make_late_gloo",
     "next_rendezvous",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from gradwire.peers.distance import round_trip_s
 from gradwire.peers.store_connections import LimitedStore
 from gradwire.torch_private import HashStore, PrefixStore, ProcessGroupGloo, Store
 
@@ -22,9 +23,10 @@ def connect_all(
     rank: int,
     names: Sequence[int],
     timeout: timedelta,
-    note: str = "",
-) -> tuple[list[Connections], list[str]]:
-    """Make the connections of a group for each prefix, and return them with every rank's note; collective.
+) -> tuple[list[Connections], float]:
+    """Make the connections of a group for each prefix; collective.
+
+    Return them with the longest round trip, in seconds, from any rank to the store.
 
     The two process groups of a prefix share one Gloo device, and so one thread. ``names`` has the ranks that
     errors name, in rank order. Raises RuntimeError if a rank cannot be reached.
@@ -48,7 +50,7 @@ def connect_all(
             thread = threading.Thread(target=connect, args=args, name="gradwire-connect", daemon=True)
             thread.start()
             threads.append(thread)
-        notes = _trade(book, note, store, f"{prefixes[0]}/addresses", rank, names, timeout)
+        trip_s = _trade(book, store, f"{prefixes[0]}/addresses", rank, names, timeout)
     except BaseException as error:  # also KeyboardInterrupt: no thread may wait for ever
         book.fail(error)
     for thread in threads:
@@ -64,7 +66,7 @@ def connect_all(
         made.clear()
         raise book.error
     pairs = zip(ways[::2], ways[1::2], strict=True)
-    return [(made[down], made[up]) for down, up in pairs], notes
+    return [(made[down], made[up]) for down, up in pairs], trip_s
 
 
 class _AddressBook(Store):
@@ -133,30 +135,30 @@ class _AddressBook(Store):
 
 def _trade(
     book: _AddressBook,
-    note: str,
     store: LimitedStore,
     prefix: str,
     rank: int,
     names: Sequence[int],
     timeout: timedelta,
-) -> list[str]:
-    """Exchange the addresses of all ranks' groups over ``store``; return every rank's note.
+) -> float:
+    """Exchange the addresses of all ranks' groups over ``store``; return its longest round trip.
 
     Raises RuntimeError if a rank has none: the others must not try to reach it.
     """
     own = {key: base64.b64encode(value).decode() for key, value in book.own_entries().items()}
     keys = [f"{prefix}/{peer}" for peer in range(len(names))]
     error = None if book.error is None else str(book.error)
-    store.set(keys[rank], json.dumps([note, own, error]))
+    store.set(keys[rank], json.dumps([round_trip_s(store), own, error]))
     if book.error is not None:
         raise book.error
     store.wait(keys, timeout)
-    notes, entries, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
+    trips_s, entries, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
     for name, text in zip(names, errors, strict=True):
         if text is not None:
             raise RuntimeError(f"rank {name}: {text}")
     book.complete({key: base64.b64decode(value) for each in entries for key, value in each.items()})
-    return list(notes)
+    longest: float = max(trips_s)
+    return longest
 
 
 def _options(timeout: timedelta) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradwire.peers.connecting import Connections, connect_all
 from gradwire.peers.groups import Messages, PeerUnreachable, Traffic
+from gradwire.peers.mailboxes import Mailboxes, Receive, looks_ahead, post_receive, tag_of
 from gradwire.peers.process_groups import own_world_rank, timeout_of, world_ranks
 from gradwire.peers.store_connections import LimitedStore, limited_store, own_store
 from gradwire.torch_private import (
@@ -27,31 +28,28 @@ from gradwire.torch_private import (
 # Two tags that no message carries: see `GlooGroup.close` and `GlooGroup.watch`.
 _CLOSING_TAG = 0
 _WATCHING_TAG = 1
-_NUM_ROUNDS = 1 << 15
 # In the errors of Gloo and the store for a timeout; those for a closed connection do not have it.
 TIMED_OUT = re.compile("timed ?out", re.IGNORECASE)
 
 
 def open_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
     """Make a Gloo group with the ranks and the timeout of ``group``; collective."""
-    (opened,), _ = open_gloo_groups(group, [prefix])
+    (opened,) = open_gloo_groups(group, [prefix])
     return opened
 
 
-def open_gloo_groups(
-    group: dist.ProcessGroup, prefixes: Sequence[str], note: str = ""
-) -> tuple[list[GlooGroup], list[str]]:
-    """Make several groups at once, as `open_gloo` makes one; return them and every rank's note."""
+def open_gloo_groups(group: dist.ProcessGroup, prefixes: Sequence[str]) -> list[GlooGroup]:
+    """Make several groups at once, as `open_gloo` makes one."""
     rank, timeout, names = group.rank(), timeout_of(group), world_ranks(group)
     store = limited_store(group, timeout)
     try:
-        connections, notes = connect_all(store, prefixes, rank, names, timeout, note)
+        connections, trip_s = connect_all(store, prefixes, rank, names, timeout)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {names[rank]}: gradwire could not connect to the other ranks of the group: {error}"
         ) from error
     places = zip(prefixes, connections, strict=True)
-    return [GlooGroup(store, prefix, rank, names, timeout, made) for prefix, made in places], notes
+    return [GlooGroup(store, prefix, rank, names, timeout, made, trip_s) for prefix, made in places]
 
 
 def make_late_gloo(group: dist.ProcessGroup, prefix: str) -> GlooGroup:
@@ -85,6 +83,7 @@ class GlooGroup:
         names: Sequence[int],
         timeout: timedelta,
         connections: Connections | None = None,
+        trip_s: float = 0.0,
     ) -> None:
         """Use ``connections`` or, if there are none so far, leave it to `open` to make them.
 
@@ -97,7 +96,11 @@ class GlooGroup:
         self.traffic = Traffic()
         self.waits_for: int | None = None
         """The rank whose message this one is waiting for, or None if it is not waiting."""
+        self.trip_s = trip_s
+        """The longest round trip to the store, from any rank; 0 while the group is not connected."""
         self._round = 0
+        self._mailboxes = Mailboxes()
+        self._last_sent: dict[int, int] = {}
         self._connections: Connections | None = connections
         self._is_late = connections is None
         self._is_closed, self._closing = False, threading.Lock()
@@ -111,7 +114,7 @@ class GlooGroup:
         if self._is_late:
             try:
                 self._wait_for_all()
-                (connections,), _ = connect_all(
+                (connections,), self.trip_s = connect_all(
                     self._store, [self._prefix], self.rank, self.names, self._timeout
                 )
             except RuntimeError as error:
@@ -158,8 +161,25 @@ class GlooGroup:
         return self._connections[sender < receiver]
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
-        self._round = self._round % (_NUM_ROUNDS - 1) + 1
+        self._round += 1
         return _GlooMessages(self, self._round, rows)
+
+    def receive(self, peer: int, row: Tensor) -> Receive:
+        """Begin to receive a message from ``peer``."""
+        connection = self.connection(peer, self.rank)
+        if looks_ahead(self.trip_s, row.numel() * row.element_size()):
+            return self._mailboxes.receive(connection, peer, row)
+        return post_receive(connection, peer, row)
+
+    def send(self, peer: int, row: Tensor, number: int) -> dist.Work:
+        """Begin to send the message of round ``number`` to ``peer``."""
+        # Messages of one size go to receives in the order of rounds.
+        assert number > self._last_sent.get(peer, 0), "a later round has already been sent"
+        self._last_sent[peer] = number
+        work: dist.Work = self.connection(self.rank, peer).send([row], peer, tag_of(row))
+        self.traffic.bytes_sent += row.numel() * row.element_size()
+        self.traffic.num_messages += 1
+        return work
 
     def watch(self, peer: int) -> None:
         """Block until ``peer`` closes the group or dies, then raise PeerUnreachable."""
@@ -173,6 +193,7 @@ class GlooGroup:
             connections, self._connections, self._is_closed = self._connections, None, True
         for connection in connections or ():
             _close(connection, self.rank, self.size)
+        self._mailboxes.clear()
 
 
 class _GlooMessages:
@@ -181,35 +202,30 @@ class _GlooMessages:
     def __init__(self, owner: GlooGroup, number: int, rows: Sequence[Tensor]) -> None:
         self._owner = owner
         self._number = number
-        self._receives: dict[int, dist.Work] = {}
+        self._receives: dict[int, Receive] = {}
         self._sends: dict[int, dist.Work] = {}
         for peer, row in enumerate(rows):
             if peer != owner.rank and row.numel():
                 with _name_peer(owner, peer):
-                    connection = owner.connection(peer, owner.rank)
-                    self._receives[peer] = connection.recv([row], peer, _tag(number, row))
+                    self._receives[peer] = owner.receive(peer, row)
 
     def send(self, peer: int, row: Tensor) -> None:
         if row.numel() == 0:
             return
         with _name_peer(self._owner, peer):
-            connection = self._owner.connection(self._owner.rank, peer)
-            self._sends[peer] = connection.send([row], peer, _tag(self._number, row))
-        self._owner.traffic.bytes_sent += row.numel() * row.element_size()
-        self._owner.traffic.num_messages += 1
+            self._sends[peer] = self._owner.send(peer, row, self._number)
 
     def wait(self, peer: int) -> None:
-        self._wait(self._receives, peer)
+        if (receive := self._receives.pop(peer, None)) is not None:
+            self._wait(receive, peer)
 
     def finish(self) -> None:
-        for works in (self._receives, self._sends):
-            for peer in list(works):
-                self._wait(works, peer)
+        for peer in list(self._receives):
+            self.wait(peer)
+        for peer in list(self._sends):
+            self._wait(self._sends.pop(peer), peer)
 
-    def _wait(self, works: dict[int, dist.Work], peer: int) -> None:
-        work = works.pop(peer, None)
-        if work is None:
-            return
+    def _wait(self, work: Receive | dist.Work, peer: int) -> None:
         begin, self._owner.waits_for = time.perf_counter(), peer
         with _name_peer(self._owner, peer):
             work.wait()
@@ -260,12 +276,3 @@ def _reason(error: RuntimeError) -> str:
     """
     first_line = str(error).partition("\n")[0]
     return re.sub(r"^\[\S+:\d+\] ", "", first_line).partition(". This is typically")[0]
-
-
-def _tag(number: int, row: Tensor) -> int:
-    """Return the tag of a message: the number of its round, and its size.
-
-    Gloo ends the process when a message meets a receive of another size. With the size in the tag they do
-    not meet, and the receive times out instead.
-    """
-    return number << 16 | row.numel() * row.element_size() % 65521

@@ -81,7 +81,10 @@ class Group(Protocol):
         ...
 
     def post(self, rows: Sequence[Tensor]) -> Messages:
-        """Begin a round that receives the row of rank r into ``rows[r]``; empty rows are not sent."""
+        """Begin a round that receives the row of rank r into ``rows[r]``; empty rows are not sent.
+
+        To each rank, send the messages of rounds in the order in which the rounds began.
+        """
         ...
 
     def close(self) -> None:

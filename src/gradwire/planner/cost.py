@@ -8,7 +8,8 @@ while the backward pass goes on. The step ends when the last bucket is averaged.
     link      the bytes that leave its node over the link's rate, less the share of headers; or all of its
               bytes over the speed of sockets, if that takes longer
     latency   for each round the time to wake up for a message, and one or two latencies of the link; the
-              messages of one round travel together
+              messages of one round travel together. Small messages on far links take one: their receives
+              are posted ahead of time
 
 Only one bucket at a time uses the CPU, and only one the link. While one uses the link, another can use the
 CPU.

@@ -15,6 +15,7 @@ from gradwire.codecs import Codec
 from gradwire.ddp import DDPBuckets
 from gradwire.exchanges import Exchange, Hierarchical, Links, LowRank, Route, Scattered, TwoShot, num_rounds
 from gradwire.headroom import ALLREDUCE, NOOP
+from gradwire.peers import looks_ahead
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import (
     RING_TRIPS,
@@ -150,7 +151,9 @@ def _exchange_traffic(
         rounds = exchange.link_rounds(layout, n, step)
         num_messages = rounds.within * (node_size - 1) + rounds.across * (n // node_size - 1)
         node_bytes = across * leaving + within * leaving_row
-        trips = sum(rounds) + _num_sums(exchange, layout, rounds)
+        trips = sum(rounds)
+        if not looks_ahead(2 * cluster.latency_s, (within + across) / max(1, num_messages)):
+            trips += _num_sums(exchange, layout, rounds)
         figures.append((within + across, node_bytes, sum(rounds), num_messages, trips))
     return BucketTraffic(layout.numel, *(sum(both) / 2 for both in zip(*figures, strict=True)))
 
@@ -159,7 +162,8 @@ def _num_sums(exchange: Exchange, layout: BucketLayout, rounds: Links) -> int:
     """Return the number of sums that follow one another.
 
     Gloo sends a message when it knows of its receive, and that news takes as long as the message. Receives of
-    all rounds of a sum are posted at once, so each sum waits for that news once.
+    all rounds of a sum are posted at once, so each sum waits for that news once; not on far links, where
+    receives are posted ahead of time.
     """
     if isinstance(exchange, Hierarchical):
         return 2 if rounds.across else 1

@@ -12,6 +12,7 @@ from torch import nn
 import gradwire
 from gradwire.buckets import BucketLayout, shard_shape, trainable_parameters
 from gradwire.headroom import ALLREDUCE, Sharding
+from gradwire.peers import looks_ahead
 from gradwire.planner.calibration import Calibration
 from gradwire.planner.cost import RING_TRIPS, BucketTraffic, Cluster, Prediction, StepTraffic
 from gradwire.planner.predictions import Model, layout_traffic, ring_traffic
@@ -167,6 +168,7 @@ def _gather(unit: _Unit, plan: ShardedPlan, replica: Cluster, *, by_nodes: bool)
         leaving = num_local * (num_nodes - 1) * (1 if by_nodes else num_local) * row
         if by_nodes and num_nodes > 1 and num_local > 1:
             num_rounds += num_nodes
-    # Receives are posted with each round, as in a ring.
-    trips = RING_TRIPS * num_rounds
+    # Receives are posted with each round, as in a ring, unless gradwire posts them ahead of time.
+    is_ahead = plan.weights is not None and looks_ahead(2 * replica.latency_s, row)
+    trips = num_rounds if is_ahead else RING_TRIPS * num_rounds
     return BucketTraffic(unit.numel, num_peers * row, leaving, num_rounds, num_messages, trips)

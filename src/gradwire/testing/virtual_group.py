@@ -80,6 +80,8 @@ class VirtualGroup:
         self.size = shared.size
         self.names = range(shared.size)
         self.traffic = Traffic()
+        self.last_sent: dict[int, int] = {}
+        """The number of the last round that was sent to each rank."""
         self._shared = shared
         self._round = 0
 
@@ -105,6 +107,8 @@ class _VirtualMessages:
     def send(self, peer: int, row: Tensor) -> None:
         if row.numel() == 0:
             return
+        assert self._number > self._owner.last_sent.get(peer, 0), "a later round has already been sent"
+        self._owner.last_sent[peer] = self._number
         key = (self._owner.rank, peer, self._number)
         self._sends.add(key)
         self._shared.send(key, row)
