@@ -13,7 +13,14 @@ from unittest.mock import Mock
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from gradwire.peers import GlooGroup, failure_store, join_rendezvous, next_rendezvous, store_connections
+from gradwire.peers import (
+    GlooGroup,
+    RankStatus,
+    failure_store,
+    join_rendezvous,
+    next_rendezvous,
+    store_connections,
+)
 from gradwire.peers.agreement import agree
 from gradwire.peers.connecting import connect_all
 from gradwire.peers.failure_store import FailureStore
@@ -91,6 +98,23 @@ def test_a_text_is_there_for_whoever_asks():
         theirs.post_failure("rank 1: broken")
         assert ours.failure() == "rank 1: broken"
         assert ours.is_reachable
+
+
+def test_a_status_that_is_withdrawn_while_it_is_read_is_none(monkeypatch):
+    shared = HashStore()
+    ours, theirs = (FailureStore(Group(shared), "wire") for _ in range(2))
+    theirs.post_status(RankStatus(3, 1))
+    assert ours.status(0) == RankStatus(3, 1)
+
+    class Racing(PrefixStore):
+        def check(self, keys):
+            is_there = super().check(keys)
+            theirs.withdraw_status()
+            return is_there
+
+    monkeypatch.setattr(failure_store, "PrefixStore", Racing)
+    assert ours.status(0) is None
+    assert ours.is_reachable, "a key that is gone is no host that is gone"
 
 
 def test_a_store_has_a_host_with_and_without_prefixes():

@@ -100,7 +100,8 @@ class FailureStore:
 
     def withdraw_status(self) -> None:
         """Remove this rank's status."""
-        self._ask(lambda store: store.delete_key(f"status/{self.rank}"))
+        # The key stays: a rank that has found it would wait for one that is gone.
+        self._ask(lambda store: store.set(f"status/{self.rank}", ""))
 
     def status(self, rank: int) -> RankStatus | None:
         """Return the status that ``rank`` has posted, or None if there is none."""
@@ -109,7 +110,7 @@ class FailureStore:
 
     def _read(self, key: str) -> str | None:
         value = self._ask(lambda store: store.get(key) if store.check([key]) else None)
-        return None if value is None else value.decode(errors="replace")
+        return value.decode(errors="replace") if value else None
 
     def _open(self) -> Future[Store]:
         return begin(lambda: own_connection(self._users_store, self._group_name))
