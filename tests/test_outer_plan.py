@@ -93,6 +93,15 @@ def test_a_delay_fits_its_period_and_hides_a_large_fragment():
     assert (uneven.period, uneven.delay, uneven.step_s) == (100, 40, pytest.approx(0.1))
 
 
+def test_the_code_of_a_short_delay_keeps_the_steps_of_it():
+    def call(delay):
+        return predict_outer_loop(8.0, 2e6, 0.1, period=100, fragments=4, delay=delay).call()
+
+    assert "DiLoCo(fragments=4, delay=5, keeps_steps=True)" in call(5)
+    assert "DiLoCo(fragments=4, delay=6)" in call(6)
+    assert "DiLoCo(fragments=4, delay=0)" in call(0)
+
+
 def waiting(**step_ms):
     """Return a record of 4 M parameters."""
     found, sent = record(**step_ms), {"allreduce": 16_000_000, "int4": 2_000_000, "acp": 200_000}

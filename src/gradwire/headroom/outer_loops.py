@@ -9,6 +9,9 @@ from dataclasses import dataclass
 OUTER_RECIPE = "int4"
 # Part of the time that a link may be busy, for others use it too, and its rate changes.
 _MOST_BUSY = 0.8
+# Part of a period. With a delay of 2 in 40 steps, ranks that kept their steps lost nothing to averages with
+# none; with 8 in 40 they lost more than by taking the whole average (docs/fidelity-details.md).
+_SHORT_DELAY = 1 / 20
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class OuterPrediction:
     def call(self, recipe: str = OUTER_RECIPE) -> str:
         """Return the code that trains so, for a ``model`` and its ``optimizer``."""
         named = "" if recipe == OUTER_RECIPE else f", recipe={recipe!r}"
-        outer = f"gradwire.DiLoCo(fragments={self.fragments}, delay={self.delay})"
+        keeps = ", keeps_steps=True" if 0 < self.delay <= _SHORT_DELAY * self.period else ""
+        outer = f"gradwire.DiLoCo(fragments={self.fragments}, delay={self.delay}{keeps})"
         return f"gradwire.LocalSGD(model, optimizer, period={self.period}{named}, outer={outer})"
 
 
