@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 from torch import Tensor
@@ -92,8 +93,10 @@ class DiLoCo:
             raise ValueError("keeps_steps takes the whole average, so that there is no alpha: leave one out")
         if self.alpha is None and not self.keeps_steps:
             object.__setattr__(self, "alpha", 0.5 if self.delay else 0.0)
-        if self.alpha is not None and not 0 <= self.alpha < 1:
-            raise ValueError(f"alpha must be at least 0 and less than 1, not {self.alpha}")
+        if self.alpha is not None:
+            _check_number("alpha", self.alpha)
+            if not 0 <= self.alpha < 1:
+                raise ValueError(f"alpha must be at least 0 and less than 1, not {self.alpha}")
 
     @property
     def streams(self) -> bool:
@@ -128,7 +131,14 @@ def _patterns(fragments: object) -> tuple[tuple[str, ...], ...]:
 
 
 def _check_hyperparameters(momentum: float, lr: float) -> None:
+    _check_number("momentum", momentum)
+    _check_number("lr", lr)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and less than 1, not {momentum}")
     if not lr > 0:
         raise ValueError(f"lr must be more than 0, not {lr}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, not {value!r}")
