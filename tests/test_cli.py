@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.cli.consoles import open_console
+from gradwire.cli.outputs import RecordOutput
 from gradwire.headroom import step_table
 from gradwire.planner import Cluster, step_traffic
 from tests.records import record
@@ -63,6 +64,19 @@ def test_figures_are_whole_however_narrow_the_terminal(columns, monkeypatch, cap
     shown = capsys.readouterr().out
     assert "51.5" in shown
     assert "…" not in shown
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+@pytest.mark.parametrize(
+    ("option", "files"), [("--json", ("/dev/full", None)), ("--html", (None, Path("/dev/full")))]
+)
+def test_a_record_that_cannot_be_written_is_no_failed_measurement(option, files, capsys):
+    output = RecordOutput(*files, quiet=True)
+    with pytest.raises(typer.Exit) as ended:
+        output.write([record(allreduce=100, bf16=60, noop=40)])
+    assert ended.value.exit_code == 1
+    said = f"gradwire headroom: {option}: cannot write /dev/full: No space left on device\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")

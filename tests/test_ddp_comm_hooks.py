@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire.ddp_comm_hooks as our_package
 from gradwire.ddp_comm_hooks import (
     DDPCommHookType,
+    default_hooks,
     register_ddp_comm_hook,
 )
 
@@ -87,6 +88,28 @@ def test_the_package_has_all_of_torchs_modules_names_and_members():
     ours = {m.name for m in pkgutil.iter_modules(our_package.__path__)} | set(DDPCommHookType.__members__)
     theirs = THEIRS | set(torch_package.DDPCommHookType.__members__)
     assert theirs <= ours
+
+
+def test_the_package_has_torchs_short_names_of_modules():
+    theirs = {name for name, value in vars(torch_package).items() if inspect.ismodule(value)}
+    short = {
+        name for name in theirs if getattr(torch_package, name).__name__.startswith(torch_package.__name__)
+    }
+    assert short >= {"default", "powerSGD"}
+    assert {name for name in short if not inspect.ismodule(getattr(our_package, name, None))} == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (torch_package.DDPCommHookType.FP16_COMPRESS, "import the name from gradwire.ddp_comm_hooks"),
+        (default_hooks.fp16_compress_hook, "not a hook: give that to model.register_comm_hook"),
+        ("FP16_COMPRESS", "such as DDPCommHookType.FP16_COMPRESS, not 'FP16_COMPRESS'"),
+    ],
+)
+def test_what_is_no_type_of_hook_is_refused_with_what_to_do(kind, text):
+    with pytest.raises(TypeError, match=text):
+        register_ddp_comm_hook(kind, torch.nn.Linear(2, 2))
 
 
 def test_members_are_torchs_first_and_in_its_order_and_callable():

@@ -224,5 +224,11 @@ def job_refusals(rank):
         assert torch.equal(before, flat(model)), "a failed averaging leaves parameters as they were"
 
 
+@pytest.mark.parametrize("name", ["momentum", "lr", "alpha"])
+def test_an_outer_optimizer_takes_numbers(name):
+    with pytest.raises(TypeError, match=f"{name} must be a number, not '0.9'"):
+        gradwire.DiLoCo(**{name: "0.9"})
+
+
 def test_what_does_not_fit_is_refused_and_a_failed_averaging_raises():
     run_ranks(job_refusals, 2)

@@ -67,6 +67,21 @@ def test_a_group_over_a_store_needs_no_world():
         gradwire.Averager("int8")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((None, 0, 1), TypeError, "store is a torch.distributed.Store, such as a TCPStore, not NoneType"),
+        ((dist.HashStore(), "0", 1), TypeError, "rank is a whole number, not '0'"),
+        ((dist.HashStore(), 2, 2), ValueError, "a group of 2 ranks has ranks from 0 to 1, and no rank 2"),
+        ((dist.HashStore(), -1, 1), ValueError, "and no rank -1"),
+        ((dist.HashStore(), 0, 1, 5), TypeError, "timeout is a datetime.timedelta, not 5"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        gradwire.make_group(*arguments)
+
+
 def test_groups_of_the_past_are_freed():
     groups = [gradwire.make_group(dist.HashStore(), 0, 1) for _ in range(3)]
     past = [weakref.ref(group) for group in groups[:2]]

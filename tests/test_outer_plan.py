@@ -85,6 +85,20 @@ def test_without_a_period_the_command_plans_the_shortest_that_the_link_allows(tm
     assert "give its --period or --fragments" in " ".join(wrong.stderr.split())
 
 
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_headings_and_figures_are_whole_in_a_narrow_terminal(columns, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    path = tmp_path / "speeds.json"
+    long = "int8:block=128,rounding=stochastic"
+    path.write_text(Calibration("a machine", "2.13", {long: Costs(0, 0, 0, 0, 0)}, num_cores=2).to_json())
+    outer = ["--fragments", "8", "--period", "2000", "--link", "100mbit", "--recipe", long]
+    options = ["--parameters", "1e10", "--compute-ms", "400", "--calibration", str(path)]
+    shown = plan(*options, *outer, "--nodes", "2,1024", "--workers", "8").stdout
+    assert "…" not in shown
+    assert set(shown.split()) >= {"workers", "recipe", "efficiency", "delay", "least", "period", "8192"}
+    assert max(map(len, shown.splitlines()[:-1])) <= 80
+
+
 def test_a_delay_fits_its_period_and_hides_a_large_fragment():
     assert predict_outer_loop(8.0, 1e6, 0.1, period=1).delay == 0  # LocalSGD takes no other
     with pytest.raises(ValueError, match="a delay of 5 steps is not less than the period of 5"):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.cli import app
+from gradwire.cli import app, calibrations
 from gradwire.cli.plan_options import PlanOptions
 from gradwire.lanes import lane as execution
 from gradwire.planner import (
@@ -332,10 +332,12 @@ def test_the_command_shows_what_it_predicts(tmp_path):
     [
         (["--parameters", "1e6"], "--compute-ms must be given"),
         (["--compute-ms", "10"], "give --parameters or --model"),
-        (["--compute-ms", "nan", "--parameters", "9"], "--compute-ms must be given, above 0"),
+        (["--compute-ms", "nan", "--parameters", "9"], "--compute-ms must be above 0 and finite, not nan"),
+        (["--compute-ms", "-4", "--parameters", "9"], "--compute-ms must be above 0 and finite, not -4"),
         (["--compute-ms", "10", "--parameters", "0"], "must be from 1 to 1e+13, not 0"),
         (["--compute-ms", "10", "--parameters", "inf"], "must be from 1 to 1e+13, not inf"),
         (["--model", "torch.nn:ReLU", "--compute-ms", "10"], "loss function, not ReLU"),
+        (["--model", "torch.nn:Linear", "--compute-ms", "10"], "torch.nn:Linear raises TypeError: "),
         (
             ["--calibration", "/no/folder/a.json"],
             "cannot write /no/folder/a.json: there is no folder /no/folder",
@@ -360,6 +362,33 @@ def test_wrong_arguments_are_explained(arguments, message):
     result = plan(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sharding", "fsdp", "--recipe", "powersgd"], "whole matrices"),
+        (["--sharding", "fsdp", "--weights", "int2"], "weights='int2' cannot encode parameters"),
+        (["--period", "3", "--fragments", "8"], "a period of 3 steps is too short for 8 fragments"),
+        (["--period", "3", "--delay", "8"], "a delay of 8 steps is not less than the period of 3"),
+        (["--period", "3", "--recipe", "topk:momentum=0.9"], "leave momentum= out"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_before_the_machine_is_measured(arguments, message, monkeypatch):
+    monkeypatch.setattr(calibrations, "calibrate", lambda *_: pytest.fail("the machine is measured"))
+    result = plan("--compute-ms", "10", "--parameters", "1e6", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_file_without_the_speeds_of_a_recipe_is_named_with_what_to_do(tmp_path):
+    path = tmp_path / "speeds.json"
+    path.write_text(SPEEDS.to_json())
+    options = ["--compute-ms", "10", "--parameters", "1e6", "--calibration", str(path)]
+    result = plan(*options, "--recipe", "int8:block=64", "--recipe", "bf16")
+    assert result.exit_code == 2
+    assert f"{path} has no speeds of int8:block=64, only of " in result.stderr
+    assert "Remove it, or name a new file" in result.stderr
 
 
 def test_nothing_is_measured_for_a_recipe_that_is_not_calibrated():

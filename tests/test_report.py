@@ -178,6 +178,23 @@ def test_saved_runs_are_shown_and_compared(tmp_path):
     assert [trace["name"] for trace in traces] == ["before.json", "after.json"]
 
 
+@pytest.mark.parametrize(
+    ("page", "code", "why"),
+    [
+        ("no-such-folder/page.html", 2, "there is no folder no-such-folder"),
+        ("/dev/full", 1, "No space left on device"),
+    ],
+)
+def test_a_page_that_cannot_be_written_is_told_with_the_reason(page, code, why, tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(write_records([measured()]))
+    result = CliRunner().invoke(app, ["report", str(path), "--html", page])
+    assert (result.exit_code, result.stderr) == (
+        code,
+        f"gradwire report: --html: cannot write {page}: {why}\n",
+    )
+
+
 def test_files_of_one_name_are_told_apart(tmp_path):
     paths = [tmp_path / folder / "run.json" for folder in ("before", "after")]
     for path in paths:

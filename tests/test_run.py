@@ -74,6 +74,24 @@ def test_an_unmodified_script_averages_by_the_recipe_and_is_summed_up(tmp_path):
     assert done.stderr.count(expected) == 1
 
 
+def run_turned_off(rank, path):
+    os.environ["GRADWIRE_DISABLE"] = "1"
+    try:
+        return run_alone(rank, path, ("plain",))
+    finally:
+        del os.environ["GRADWIRE_DISABLE"]
+
+
+def test_a_run_that_is_turned_off_says_so_and_blames_nobody(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    (results,) = run_ranks(run_turned_off, 1, args=(str(path),))
+    code, _, said = results["plain"]
+    assert code == 0
+    assert "gradwire bf16: 1 model left to torch, because GRADWIRE_DISABLE is set" in said
+    assert "averaged 0 steps" not in said
+
+
 def test_a_recipe_that_averages_nothing_is_not_praised_for_what_it_saves(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     (results,) = run_ranks(run_alone, 1, args=(str(tmp_path / "train.py"), ("train",), "noop"))

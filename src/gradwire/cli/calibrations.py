@@ -14,10 +14,17 @@ from gradwire.planner import Calibration, calibrate
 def load_calibration(path: Path | None, recipes: Sequence[str], console: Console) -> Calibration:
     """Read the calibration at ``path``, or measure one and write it there.
 
-    Warns on ``console`` if the machine was busy. Raises ValueError if the file is no calibration.
+    Warns on ``console`` if the machine was busy. Raises ValueError if the file is no calibration, or one
+    without some of the recipes.
     """
     if path is not None and path.exists():
         found = _read(path)
+        if missing := [recipe for recipe in recipes if recipe not in found.costs]:
+            raise ValueError(
+                f"--calibration: {path} has no speeds of {', '.join(missing)}, only of "
+                f"{', '.join(found.costs)}. Remove it, or name a new file: then all recipes that you plan "
+                "are measured"
+            )
     else:
         with show_progress(console, "measuring the speed of the recipes") as on_progress:
             found = calibrate(recipes, on_progress)

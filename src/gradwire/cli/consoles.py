@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 # Tables need it. In a narrower terminal lines wrap; rich would cut off figures, and print nothing at width 0.
-_LEAST_WIDTH = 72
+_LEAST_WIDTH = 80
 
 
 def open_console(*, stderr: bool = False) -> Console:

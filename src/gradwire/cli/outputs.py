@@ -8,6 +8,7 @@ from pathlib import Path
 import typer
 
 from gradwire.cli.consoles import open_console
+from gradwire.cli.ending import FAILED, stop
 from gradwire.cli.options import check_writable
 from gradwire.headroom import (
     Record,
@@ -54,11 +55,15 @@ class RecordOutput:
                 self._console.print(line, markup=False)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Write all records to the files that were asked for."""
+        """Write all records to the files that were asked for; exit with 1 if one cannot be written."""
         if self.json_to_stdout:
             typer.echo(write_records(records), nl=False)
-        for path, content in ((self._json_path, write_records), (self._html_path, render_page)):
+        files = (("--json", self._json_path, write_records), ("--html", self._html_path, render_page))
+        for option, path, content in files:
             if path is not None:
-                path.write_text(content(records), encoding="utf-8")
+                try:
+                    path.write_text(content(records), encoding="utf-8")
+                except OSError as error:
+                    stop("headroom", f"{option}: cannot write {path}: {error.strerror}", FAILED)
                 if not self._quiet:
                     self.errors.print(f"written: {path}", markup=False)

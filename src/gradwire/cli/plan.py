@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple, NoReturn
 
@@ -35,7 +36,9 @@ from gradwire.headroom import ALLREDUCE, OuterPrediction, format_count
 from gradwire.lab import LabUnavailable
 from gradwire.links import format_rate
 from gradwire.planner import (
+    Calibration,
     Cluster,
+    Costs,
     Prediction,
     predict,
     predict_outer,
@@ -126,13 +129,10 @@ def _predict(options: PlanOptions) -> _Predicted:
     recipes = options.recipes()
     options.check()
     compute_s, subject, clusters = options.compute_s(), options.subject(), options.clusters()
-    for cluster in clusters:  # before the machine is measured
-        if (plan := options.sharded_plan(cluster)) is not None:
-            plan.sharding.num_replicas(cluster.num_workers)
-    gathered = [] if options.weights is None else [options.weights]
-    speeds = load_calibration(options.calibration, [*recipes, *gathered], open_console(stderr=True))
+    measured = [*recipes, *([] if options.weights is None else [options.weights])]
+    names = recipes if options.is_outer_loop else [ALLREDUCE, *recipes]
 
-    def predicted(name: str, cluster: Cluster) -> Prediction | OuterPrediction:
+    def predicted(speeds: Calibration, name: str, cluster: Cluster) -> Prediction | OuterPrediction:
         plan = options.sharded_plan(cluster)
         if plan is not None:
             return predict_sharded(name, subject, compute_s, cluster, speeds, plan)
@@ -146,11 +146,16 @@ def _predict(options: PlanOptions) -> _Predicted:
             speeds,
             period=options.period,
             fragments=options.fragments or 1,
-            delay=options.delay,
+            # Without a period, the speeds decide which delays fit.
+            delay=None if speeds is free and options.period is None else options.delay,
         )
 
-    names = recipes if options.is_outer_loop else [ALLREDUCE, *recipes]
-    rows = [PlannedRow(cluster, name, predicted(name, cluster)) for cluster in clusters for name in names]
+    # What cannot be planned is refused before the machine is measured.
+    free = Calibration("", "", dict.fromkeys([ALLREDUCE, *measured], Costs(0, 0, 0, 0, 0)), num_cores=1)
+    for name, cluster in itertools.product(names, clusters):
+        predicted(free, name, cluster)
+    speeds = load_calibration(options.calibration, measured, open_console(stderr=True))
+    rows = [PlannedRow(at, name, predicted(speeds, name, at)) for at in clusters for name in names]
     shapes = shapes_of(subject) if isinstance(subject, nn.Module) else subject
     return _Predicted(rows, sum(map(math.prod, shapes)), speeds.machine)
 

@@ -180,8 +180,10 @@ class PlanOptions:
 
     def compute_s(self) -> float:
         """Return the time of a step without communication."""
-        if self.compute_ms is None or not 0 < self.compute_ms < math.inf:
-            raise ValueError("--compute-ms must be given, above 0: the time of noop in `gradwire headroom`")
+        if self.compute_ms is None:
+            raise ValueError("--compute-ms must be given: the time of noop in `gradwire headroom`")
+        if not 0 < self.compute_ms < math.inf:
+            raise ValueError(f"--compute-ms must be above 0 and finite, not {self.compute_ms:g}")
         return self.compute_ms / 1e3
 
     def subject(self) -> list[Shape] | nn.Module:

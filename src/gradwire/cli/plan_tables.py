@@ -81,8 +81,8 @@ def outer_table(title: str, rows: Sequence[PlannedRow], period: int | None) -> T
 
     ``period`` is the one that the user has chosen; None if it is the least one.
     """
-    columns = ("workers", "recipe", "step ms", "efficiency", "bytes a step", "of a turn", "turn ms", "delay")
-    table = _table(title, (*columns, "period" if period is None else "least period"))
+    figures = ("step\nms", "efficiency", "bytes\na step", "of a\nturn", "turn\nms", "delay")
+    table = _table(title, ("workers", "recipe", *figures, "period" if period is None else "least\nperiod"))
     last_recipe = rows[-1].recipe
     for cluster, recipe, prediction in rows:
         assert isinstance(prediction, OuterPrediction)
@@ -100,9 +100,8 @@ def outer_table(title: str, rows: Sequence[PlannedRow], period: int | None) -> T
 def plan_table(title: str, rows: Sequence[PlannedRow], *, is_sharded: bool = False) -> Table:
     """Return predictions as a table, with a section for each cluster."""
     gathers = ("gathers",) if is_sharded else ()
-    table = _table(
-        title, ("workers", "recipe", "step ms", "efficiency", "a node sends", *gathers, "messages")
-    )
+    columns = ("workers", "recipe", "step ms", "efficiency", "a node\nsends", *gathers, "messages")
+    table = _table(title, columns)
     last_recipe = rows[-1].recipe
     for cluster, recipe, prediction in rows:
         assert isinstance(prediction, Prediction)
@@ -143,5 +142,8 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, box=box.SIMPLE, title_justify="left", collapse_padding=True, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column == "recipe" else "right")
+        if column == "recipe":  # a long one wraps; figures never do
+            table.add_column(column, overflow="fold")
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
     return table

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gradwire.cli.consoles import open_console
 from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
-from gradwire.cli.options import Html
+from gradwire.cli.options import Html, check_writable
 from gradwire.headroom import (
     Record,
     describe_decisions,
@@ -43,6 +43,10 @@ def report(
     Exit codes: 0 shown; 1 the page cannot be written; 2 a file is no
     record, or an argument is wrong.
     """
+    try:
+        check_writable("--html", html)
+    except ValueError as error:
+        stop("report", str(error), WRONG_ARGUMENTS)
     named = _read(files)
     console = open_console()
     for name, record in named:
@@ -56,7 +60,7 @@ def report(
             page = render_page([record for _, record in named], [name for name, _ in named])
             html.write_text(page, encoding="utf-8")
         except OSError as error:
-            stop("report", f"--html: {error}", FAILED)
+            stop("report", f"--html: cannot write {html}: {error.strerror}", FAILED)
 
 
 def _read(files: Sequence[Path]) -> list[_NamedRecord]:

@@ -14,6 +14,7 @@ from torch import nn
 from gradwire.ddp import HookTaken, attach
 from gradwire.ddp_comm_hooks import debugging_hooks as debugging
 from gradwire.ddp_comm_hooks import default_hooks as default
+from gradwire.ddp_comm_hooks import optimizer_overlap_hooks as optimizer_overlap  # noqa: F401 (torch's name)
 from gradwire.ddp_comm_hooks import powerSGD_hook as powerSGD
 from gradwire.ddp_comm_hooks import quantization_hooks as quantization
 
@@ -102,10 +103,25 @@ def register_ddp_comm_hook(
         state: None or the model's process group. Another group raises ValueError; torch would silently
             average over it.
 
-    Raises RuntimeError if the model has a hook already.
+    Raises RuntimeError if the model has a hook already, and TypeError for another type of hook, such as
+    torch's own.
 
     Example::
 
         register_ddp_comm_hook(DDPCommHookType.BF16_COMPRESS, model)
     """
+    if not isinstance(comm_hook_type, DDPCommHookType):
+        raise TypeError(
+            "comm_hook_type is a gradwire.ddp_comm_hooks.DDPCommHookType, such as "
+            f"DDPCommHookType.FP16_COMPRESS, not {_described(comm_hook_type)}"
+        )
     comm_hook_type.value(model=model, state=state)
+
+
+def _described(found: object) -> str:
+    """Return what somebody has passed for a type of hook, and what to do instead."""
+    if isinstance(found, enum.Enum):
+        return f"{type(found).__module__}.{found}: import the name from gradwire.ddp_comm_hooks"
+    if callable(found):
+        return "a hook: give that to model.register_comm_hook, or to gradwire.attach(model, hook)"
+    return repr(found)

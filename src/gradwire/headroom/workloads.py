@@ -153,8 +153,16 @@ class ModelFactory:
         self._import()
 
     def build(self) -> BuiltWorkload:
-        """Call the factory. Raises TypeError if it does not return a model, a batch and a loss function."""
-        made = self._import()()
+        """Call the factory.
+
+        Raises ValueError if the factory raises, and TypeError if it does not return a model, a batch and a
+        loss function.
+        """
+        factory = self._import()
+        try:
+            made = factory()
+        except Exception as error:
+            raise ValueError(f"{self.spec} raises {type(error).__name__}: {error}") from error
         parts = made if isinstance(made, tuple) else (made,)
         if not (len(parts) == 3 and isinstance(parts[0], nn.Module) and callable(parts[2])):
             raise TypeError(

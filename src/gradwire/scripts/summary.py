@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from rich.filesize import decimal
 
 import gradwire
+from gradwire.averaging import is_disabled
 from gradwire.ddp import AttachedModel, Attachments, attachment_of
 from gradwire.recipes import make_plan, scattered
 from gradwire.scripts.observing import Observations
@@ -57,14 +58,14 @@ def describe_models(
     saved_at: Collection[int] = (),
 ) -> list[str]:
     """Return the lines about the models of this process; none if it has trained none."""
+    if attachments.made and is_disabled():
+        return [f"{_models(len(attachments.made))} left to torch, because GRADWIRE_DISABLE is set"]
     lines = [_describe(a) for a in attachments.made if a.wire.stats().num_steps]
     if attachments.num_given_way:
         lines.append(f"{attachments.num_given_way} taken over by a hook of the script's own")
     if attachments.num_refused:
-        models = "model" if attachments.num_refused == 1 else "models"
-        lines.append(
-            f"{attachments.num_refused} {models} left to torch, because gradwire could not attach; see above"
-        )
+        models = _models(attachments.num_refused)
+        lines.append(f"{models} left to torch, because gradwire could not attach; see above")
     num_trained = sum(a.wire.stats().num_steps > 0 for a in attachments.made)
     num_idle = len(attachments.made) - num_trained - attachments.num_given_way
     if num_idle > 0 and seen.num_optimizer_steps:
@@ -81,6 +82,10 @@ def describe_models(
             "a resumed run starts with an empty one. Keep it with --state DIR"
         )
     return lines
+
+
+def _models(number: int) -> str:
+    return "1 model" if number == 1 else f"{number} models"
 
 
 def _remembers(made: AttachedModel) -> bool:

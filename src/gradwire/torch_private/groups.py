@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 _C10D = "torch._C._distributed_c10d"
 # Rows of `PRIVATE_NAMES`. Classes are in torch.distributed too, but not for type checkers.
@@ -78,12 +78,24 @@ def own_connection(store: Any, group_name: str) -> Any:
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a Gloo group over ``store``, which torch's registry does not know; collective."""
+    """Return a Gloo group over ``store``, which torch's registry does not know; collective.
+
+    Raises TypeError or ValueError for what torch crashes on, or refuses in words of its own.
+    """
     if not hasattr(dist.ProcessGroup, "_set_default_backend"):  # before torch 2.6
         raise RuntimeError(
             f"torch {torch.__version__} cannot make a process group over a store: update torch, or use "
             "torch.distributed.new_group"
         )
+    if not isinstance(store, Store):
+        raise TypeError(f"store is a torch.distributed.Store, such as a TCPStore, not {type(store).__name__}")
+    for name, value in (("rank", rank), ("size", size)):
+        if not isinstance(value, SupportsIndex):
+            raise TypeError(f"{name} is a whole number, not {value!r}")
+    if not 0 <= rank < size:
+        raise ValueError(f"a group of {size} ranks has ranks from 0 to {size - 1}, and no rank {rank}")
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout is a datetime.timedelta, not {timeout!r}")
     backend = ProcessGroupGloo(store, rank, size, timeout)
     backend._set_sequence_number_for_group()
     kind = dist.ProcessGroup.BackendType.GLOO

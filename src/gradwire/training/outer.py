@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol
 
 from torch import Tensor
@@ -88,6 +89,7 @@ class DiLoCo:
             raise ValueError(f"delay must be a number of steps, at least 0, not {self.delay!r}")
         if not isinstance(self.keeps_steps, bool):
             raise TypeError(f"keeps_steps must be True or False, not {self.keeps_steps!r}")
+        _check_number("alpha", self.alpha)
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha must be at least 0 and less than 1, not {self.alpha}")
         if self.keeps_steps and self.alpha:
@@ -126,7 +128,14 @@ def _patterns(fragments: object) -> tuple[tuple[str, ...], ...]:
 
 
 def _check_hyperparameters(momentum: float, lr: float) -> None:
+    _check_number("momentum", momentum)
+    _check_number("lr", lr)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and less than 1, not {momentum}")
     if not lr > 0:
         raise ValueError(f"lr must be more than 0, not {lr}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, not {value!r}")
