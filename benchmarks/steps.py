@@ -53,7 +53,8 @@ from gradwire.testing import run_ranks
 from groups import open_group
 from limits import BucketClock, HandedOver, limit_ms
 
-STEPS_PER_TURN = 3
+# An even number: of two ranks that are far apart, each is late in every other step.
+STEPS_PER_TURN = 4
 BASE = "DDP's fp32 allreduce"
 # Rows and columns of the matrices in a bucket that is averaged alone.
 SIDE = 512
