@@ -60,9 +60,11 @@ BASE = "DDP's fp32 allreduce"
 SIDE = 512
 T = TypeVar("T")
 NUM_WARM_UP_TURNS = 1
-# With a delay, TCP needs about ten steps until it sends a message as fast as later ones. On CUDA, exchanges
-# are recorded when they come for the third time, and DDP rebuilds its buckets after the first step.
-NUM_LONG_WARM_UP_TURNS = 3
+# Exchanges are recorded when they come for the third time, and DDP rebuilds its buckets after the first step.
+NUM_CUDA_WARM_UP_TURNS = 3
+# On a long link, TCP needs up to ten steps until it sends a message as fast as later ones: at first, and
+# after each pause, as between the turns of a row. A run without pauses does not have those.
+NUM_UNTIMED_FAR_STEPS = 10
 
 
 def torch_bf16(state: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -154,7 +156,7 @@ def make_models(
 
 
 def time_steps(
-    rank: int, names: list[str], rounds: int, device: str, workload: Workload, warm_up: int
+    rank: int, names: list[str], rounds: int, device: str, workload: Workload, warm_up: int, num_untimed: int
 ) -> dict[str, Measured]:
     group = open_group(rank, device)
     built = workload.build().to(torch.device(device))
@@ -169,6 +171,9 @@ def time_steps(
     for turn in range(warm_up + rounds):
         for name, model in shuffled(models, turn):
             dist.barrier()
+            for _ in range(num_untimed):
+                model.zero_grad()
+                built.step_loss(model).backward()
             begins: list[float] = []
             before, cpu_before = interface_bytes(), time.process_time()
             for _ in range(STEPS_PER_TURN):
@@ -333,9 +338,9 @@ def main() -> None:
     )
     lab_options = options.world_size, options.link, options.delay
     with Lab(*lab_options) if options.link or options.delay else contextlib.nullcontext() as lab:
-        is_long = options.delay or options.device == "cuda"
-        warm_up = NUM_LONG_WARM_UP_TURNS if is_long else NUM_WARM_UP_TURNS
-        args = names, options.rounds, options.device, workload, warm_up
+        warm_up = NUM_CUDA_WARM_UP_TURNS if options.device == "cuda" else NUM_WARM_UP_TURNS
+        num_untimed = NUM_UNTIMED_FAR_STEPS if options.delay else 0
+        args = names, options.rounds, options.device, workload, warm_up, num_untimed
         steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab)[0]
     quantiles = ["median", "p10", "p90"]
     ratios = ["DDP over it", "torch fp16 over it", "over noop"]

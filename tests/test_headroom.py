@@ -17,6 +17,7 @@ from gradwire.headroom import (
     Benchmark,
     ModelFactory,
     Workload,
+    benchmark_rank,
     describe_proposal,
     give_verdict,
     measure_here,
@@ -26,6 +27,7 @@ from gradwire.headroom import (
 )
 from gradwire.headroom.benchmark_rank import run_benchmark
 from gradwire.headroom.devices import local_gpu
+from gradwire.headroom.measure import slowest_ms
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.timed_models import TimedModel
 from gradwire.planner import Cluster, shapes_of, step_traffic
@@ -268,6 +270,34 @@ def test_progress_counts_up_to_the_end():
     assert [row.recipe for row in measured.rows] == ["allreduce", "bf16", "noop"]
     assert seen == sorted(seen)
     assert seen[-1] == (21, 21)  # three rows, three steps to warm up and four timed
+
+
+def job_measures_far_ranks(rank):
+    """Return the last progress, and the numbers of the steps that are timed, of a rank that seems far."""
+    benchmark_rank.longest_trip_s = lambda: 0.04
+    num_steps, step, seen = Counter(), TimedModel.step, []
+
+    def numbered_step(model):
+        step(model)
+        num_steps[model] += 1
+        return num_steps[model]
+
+    TimedModel.step = numbered_step
+    benchmark = Benchmark(["bf16"], Workload(width=8, num_layers=1, sequence=2), num_steps=6)
+    found = run_benchmark(benchmark, lambda *progress: seen.append(progress))
+    return seen[-1], {each.times_s for each in found.measurements}
+
+
+def test_on_far_links_a_turn_begins_with_steps_that_are_not_timed():
+    # Three rows, of three steps to warm up, and turns of four and two timed steps, each after eight others.
+    timed = {(12, 13, 14, 15, 24, 25)}
+    assert run_ranks(job_measures_far_ranks, 2) == [((75, 75), timed)] * 2
+
+
+def test_ranks_that_are_late_in_turn_are_not_counted_as_late_in_each_step():
+    late_in_turn = [(0.006, 0.047, 0.006, 0.047, 0.005), (0.047, 0.006, 0.047, 0.006, 0.006)]
+    assert slowest_ms(late_in_turn) == (47, 6, 47, 6, 6)
+    assert slowest_ms([(0.02, 0.02, 0.02), (0.03, 0.03, 0.03)]) == (30, 30, 30)
 
 
 def job_measures_at_times_to_order(rank):

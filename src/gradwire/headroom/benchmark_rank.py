@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.headroom.benchmark import Benchmark, OnProgress, RankResult, Variant
-from gradwire.headroom.devices import largest_of_ranks
+from gradwire.headroom.devices import largest_of_ranks, longest_trip_s
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.records import Proposal, ring_bytes
 from gradwire.headroom.timed_models import (
@@ -28,8 +29,13 @@ from gradwire.ranks import time_limit
 _NUM_WARM_UP_STEPS = 3
 # Turns of the recipes that could be recommended, to choose the one to try with smaller buckets.
 _NUM_QUALIFYING_TURNS = 2
-# Models change turns after so few steps that a slow minute of the machine is slow for all of them.
+# Models change turns after so few steps that a slow minute of the machine is slow for all of them. The number
+# is even: see `slowest_ms`.
 _STEPS_PER_TURN = 2
+# After a pause, as between two turns, TCP begins slowly again, and needs several round trips until it sends
+# as fast as before. If they take so long, a turn begins with steps that do not count: training has no pauses.
+_FAR_S = 0.01
+_NUM_UNTIMED_FAR_STEPS, _FAR_STEPS_PER_TURN = 8, 4
 # Fewer pairs of steps cannot rule chance out: see the verdict.
 _MIN_STEPS, _MAX_STEPS = 8, 24
 # No turn takes this long with a model that fits such a run. Ranks that take longer are stuck.
@@ -55,8 +61,12 @@ class _BenchmarkRun:
             ]
             if benchmark.sharding is not None:
                 self._models.append(self._factory.make(Variant(None, None, is_alone=True)))
+        is_far = longest_trip_s() > _FAR_S
+        self._num_untimed = _NUM_UNTIMED_FAR_STEPS if is_far else 0
+        self._steps_per_turn = _FAR_STEPS_PER_TURN if is_far else _STEPS_PER_TURN
         self._num_done = 0
-        self._num_in_all = len(self._models) * (_NUM_WARM_UP_STEPS + (benchmark.num_steps or _MAX_STEPS))
+        self._num_in_all = self._num_to_come(benchmark.num_steps or _MAX_STEPS)
+        self._num_in_all += len(self._models) * _NUM_WARM_UP_STEPS
 
     @property
     def _plain(self) -> TimedModel:
@@ -78,14 +88,21 @@ class _BenchmarkRun:
             dist.barrier()
             return self._finish()
 
-    def _take_turn(self, model: TimedModel, num_steps: int, seed: int = 0) -> list[float]:
-        """Run steps of one model on all ranks at once, and return their times in seconds."""
+    def _num_to_come(self, num_steps: int) -> int:
+        """Return the number of steps that all models take for ``num_steps`` timed ones of each."""
+        num_turns = math.ceil(num_steps / self._steps_per_turn)
+        return len(self._models) * (num_steps + num_turns * self._num_untimed)
+
+    def _take_turn(
+        self, model: TimedModel, num_steps: int, seed: int = 0, *, num_untimed: int = 0
+    ) -> list[float]:
+        """Run steps of one model on all ranks at once, and return the times of the last, in seconds."""
         # All models see the same dropout, so that they do the same work and their gradients compare.
         torch.manual_seed(seed * dist.get_world_size() + dist.get_rank())
         with time_limit(TURN_LIMIT_S):
             dist.barrier()
-            times_s = [model.step() for _ in range(num_steps)]
-        self._num_done += num_steps
+            times_s = [model.step() for _ in range(num_untimed + num_steps)][num_untimed:]
+        self._num_done += num_untimed + num_steps
         self._on_progress(self._num_done, max(self._num_in_all, self._num_done))
         return times_s
 
@@ -132,15 +149,17 @@ class _BenchmarkRun:
             return self._benchmark.num_steps
         (spent_s,) = largest_of_ranks([time.monotonic() - self._begin])
         num_affordable = (self._benchmark.seconds - spent_s) / sum(min(m.warm_up_s) for m in self._models)
+        num_affordable *= self._steps_per_turn / (self._steps_per_turn + self._num_untimed)
         return int(max(_MIN_STEPS, min(_MAX_STEPS, num_affordable)))
 
     def _time_steps(self, num_steps: int) -> None:
         """Time the steps of all models, in turns."""
-        self._num_in_all = self._num_done + len(self._models) * num_steps
-        for turn, start in enumerate(range(0, num_steps, _STEPS_PER_TURN), start=1):
+        self._num_in_all = self._num_done + self._num_to_come(num_steps)
+        for turn, start in enumerate(range(0, num_steps, self._steps_per_turn), start=1):
+            num_timed = min(self._steps_per_turn, num_steps - start)
             # All ranks use the same order. It changes each time, so no model always follows the same one.
             for model in random.Random(turn).sample(self._models, k=len(self._models)):
-                model.times_s += self._take_turn(model, min(_STEPS_PER_TURN, num_steps - start), turn)
+                model.times_s += self._take_turn(model, num_timed, turn, num_untimed=self._num_untimed)
 
     def _finish(self) -> RankResult:
         device = self._factory.device

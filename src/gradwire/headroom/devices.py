@@ -7,6 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from gradwire.peers import limited_store, round_trip_s, timeout_of
 from gradwire.processes import under_torchrun
 
 
@@ -42,6 +43,14 @@ def join_torchrun(device: str) -> None:
     gpu = local_gpu(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     torch.cuda.set_device(gpu)
     dist.init_process_group("nccl", device_id=gpu)
+
+
+def longest_trip_s() -> float:
+    """Return the longest time of a round trip from any rank to the store, in seconds."""
+    world = dist.group.WORLD
+    assert world is not None
+    (longest,) = largest_of_ranks([round_trip_s(limited_store(world, timeout_of(world)))])
+    return longest
 
 
 def largest_of_ranks(figures: list[float]) -> list[float]:

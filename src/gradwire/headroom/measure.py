@@ -172,5 +172,15 @@ def _row(ranks: Sequence[Measurement], gradient_bytes: int, sharding: Sharding |
 
 
 def slowest_ms(times_s: Iterable[Sequence[float]]) -> tuple[float, ...]:
-    """Return the slowest rank's time of each step, in ms and rounded to the microsecond."""
-    return tuple(round(1e3 * max(times), 3) for times in zip(*times_s, strict=True))
+    """Return the time of each step to its end on the slowest rank, in ms and rounded to the microsecond.
+
+    Of two ranks that are far apart, each is the slow one in every other step. So the end of a step is that of
+    the rank that has spent most time since the beginning of a pair of steps.
+    """
+    found: list[float] = []
+    steps = list(zip(*times_s, strict=True))
+    for first, *second in (steps[i : i + 2] for i in range(0, len(steps), 2)):
+        end = max(first)
+        found.append(end)
+        found += [max(map(sum, zip(first, times, strict=True))) - end for times in second]
+    return tuple(round(1e3 * each, 3) for each in found)

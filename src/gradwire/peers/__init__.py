@@ -5,6 +5,7 @@ The content of messages, and the thread or stream that sends them, do not belong
 
 from gradwire.peers.agreement import Claim, SealedClaim, agree, gather_if_same, require_same
 from gradwire.peers.collective import CollectiveCall, GridCall
+from gradwire.peers.distance import round_trip_s
 from gradwire.peers.failure import Failure, is_unreachable
 from gradwire.peers.failure_store import RankStatus
 from gradwire.peers.gloo import (
@@ -88,6 +89,7 @@ __all__ = [
     "own_world_rank",
     "require_same",
     "require_timeout",
+    "round_trip_s",
     "timeout_of",
     "timeout_or_own",
     "uses_nccl",
