@@ -41,6 +41,23 @@ def task_of(number, act, *, overlaps):
     return Task(run, (Promise(torch.zeros(1)),), Place(0, 0, number, "test"), overlaps=overlaps)
 
 
+def threads_of(places, **options):
+    """Return the number of the worker that runs each task; ``places`` has their steps and buckets."""
+    workers = [SingleRankGroup(), SingleRankGroup()]
+    lane = WorkerLane(workers, Failure(None, "test"), timedelta(seconds=LIMIT_S), "test", **options)
+    found = []
+
+    def run(flats, group, scratch):
+        found.append(workers.index(group))
+        return flats
+
+    for step, bucket in places:
+        place = Place(0, step, bucket, "test")
+        submit(lane, Task(run, (Promise(torch.zeros(1)),), place, overlaps=True)).wait()
+    lane.close()
+    return found
+
+
 def submit(lane, task):
     lane.submit(task)
     return task.promises[0].future
@@ -48,6 +65,15 @@ def submit(lane, task):
 
 def wait_for(event):
     assert event.wait(LIMIT_S), "this task should have been let go"
+
+
+def test_workers_take_turns():
+    assert threads_of([(0, 0), (1, 0), (1, 1), (2, 0)]) == [0, 1, 0, 1]
+
+
+def test_where_buckets_share_messages_each_step_begins_with_the_first_worker():
+    places = [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert threads_of(places, shares_messages=True) == [0, 0, 1, 0, 0]
 
 
 def test_a_task_that_holds_its_lane_lets_it_go_before_anybody_can_wait_for_its_end():
