@@ -245,6 +245,7 @@ def open_engine(
     layout_check: LayoutCheck | None = None,
     may_wait: bool = False,
     may_have_unused: bool = False,
+    in_steps: bool = False,
 ) -> Engine:
     """Open an engine and its lane over ``group``; collective.
 
@@ -256,8 +257,11 @@ def open_engine(
         state: the state of an earlier run; None to begin anew.
         late: True to connect while buckets queue; for hooks, which must not wait for other ranks.
         meter, layout_check, may_wait, may_have_unused: as for `Engine`.
+        in_steps: as for `open_lane`.
     """
-    lane = open_lane(group, device, rendezvous, late=late) if recipe.exchange.communicates else None
+    lane = None
+    if recipe.exchange.communicates:
+        lane = open_lane(group, device, rendezvous, late=late, in_steps=in_steps)
     return Engine(
         recipe,
         lane,

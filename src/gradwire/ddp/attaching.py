@@ -175,6 +175,7 @@ def _open_runner(
         rendezvous,
         RunState(timeline=Timeline(num_transient(ddp)), loss_scale=options.loss_scale()),
         may_wait=ddp.mixed_precision is None,  # with mixed precision, DDP's own hook waits for each bucket
+        in_steps=True,
         meter=meter,
         layout_check=LayoutCheck(),
         may_have_unused=ddp.find_unused_parameters or ddp.static_graph,

@@ -215,7 +215,7 @@ class Wire(Uncopied):
             chosen = agree_on_nodes(chosen, call, claim)
         if own.engine is not None and not own.is_disabled:
             group, device = own.group, own.device
-            own.engine.swap(chosen, lambda: open_lane(group, device, call.rendezvous))
+            own.engine.swap(chosen, lambda: open_lane(group, device, call.rendezvous, in_steps=True))
         own.record_event("swap", recipe=str(chosen), before=own.choice.name)
         own.choice = own.choice.with_recipe(chosen)
         own.use_tuner_of(chosen)

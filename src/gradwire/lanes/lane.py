@@ -78,6 +78,7 @@ def open_lane(
     *,
     late: bool = False,
     num_in_flight: int | None = None,
+    in_steps: bool = False,
 ) -> Lane:
     """Open a lane for buckets on ``device``; collective over ``group``.
 
@@ -87,6 +88,7 @@ def open_lane(
         prefix: a name that all ranks share, and that the group has not used before.
         late: True to connect while tasks queue; for hooks, which must not wait for other ranks.
         num_in_flight: the number of worker threads; by default `NUM_IN_FLIGHT`.
+        in_steps: True if all tasks of a step end before those of the next one are submitted.
     """
     if uses_nccl(group, device):
         return StreamLane(NcclGroup(group), Failure(group, prefix), timeout_of(group))
@@ -104,7 +106,9 @@ def open_lane(
     with contextlib.ExitStack() as undo:
         for each in groups:
             undo.callback(each.close)
-        lane = WorkerLane(groups, failure, timeout, prefix, shares_messages=shares_messages)
+        lane = WorkerLane(
+            groups, failure, timeout, prefix, shares_messages=shares_messages, in_steps=in_steps
+        )
         undo.pop_all()
     return lane
 

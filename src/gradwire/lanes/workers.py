@@ -27,7 +27,7 @@ class WorkerLane:
 
     Tasks go to the threads in turn, the same way on every rank. So the next bucket is encoded and sent while
     one waits for its messages, and each group's messages have the same order on every rank. If buckets share
-    messages, each step begins with the first thread. See `_Pool.submit`.
+    messages and no two steps are under way, each step begins with the first thread: see `_Pool.submit`.
     """
 
     records = False
@@ -41,10 +41,14 @@ class WorkerLane:
         name: str,
         *,
         shares_messages: bool = False,
+        in_steps: bool = False,
     ) -> None:
-        """Start a thread for each of ``groups``, which belong to the lane and close with it."""
+        """Start a thread for each of ``groups``, which belong to the lane and close with it.
+
+        ``in_steps`` is as for `open_lane`.
+        """
         self.shares_messages = shares_messages
-        self._pool = _Pool(groups, failure, begins_anew=shares_messages)
+        self._pool = _Pool(groups, failure, begins_anew=shares_messages and in_steps)
         watcher = StallWatcher(failure, timeout.total_seconds(), self._pool.look, name)
         # The threads hold the pool, not the lane: a lane that nobody else holds can be collected.
         threads = [

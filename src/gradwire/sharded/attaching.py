@@ -234,6 +234,7 @@ def _open(sharded: ShardedModel, agreed: _Agreement) -> ShardedAttachment:
             agreed.rendezvous,
             RunState(timeline=Timeline(None), loss_scale=options.loss_scale()),
             may_wait=sharded.has_replicas,
+            in_steps=sharded.has_replicas,
             meter=meter,
             layout_check=LayoutCheck() if is_nccl else None,  # on CPU, ranks compare at each call
             may_have_unused=False,
