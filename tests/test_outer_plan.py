@@ -116,6 +116,17 @@ def test_the_code_of_a_short_delay_keeps_the_steps_of_it():
     assert "DiLoCo(fragments=4, delay=0)" in call(0)
 
 
+def test_the_names_of_default_recipes_are_whole_at_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path, recipes = tmp_path / "speeds.json", ("fp32", "sign", "powersgd")
+    free = Calibration("a machine", "2.13", dict.fromkeys(recipes, Costs(0, 0, 0, 0, 0)), num_cores=2)
+    path.write_text(free.to_json())
+    options = ["--parameters", "1e8", "--compute-ms", "1000", "--link", "10mbit", "--calibration", str(path)]
+    chosen = [text for recipe in recipes for text in ("--recipe", recipe)]
+    shown = plan(*options, *chosen, "--nodes", "2", "--fragments", "20").stdout
+    assert set(shown.partition("────")[2].partition("Bytes a step")[0].split()) >= set(recipes)
+
+
 def waiting(**step_ms):
     """Return a record of 4 M parameters."""
     found, sent = record(**step_ms), {"allreduce": 16_000_000, "int4": 2_000_000, "acp": 200_000}

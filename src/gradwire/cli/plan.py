@@ -104,13 +104,13 @@ def plan(options: PlanOptions) -> None:
     elif options.is_outer_loop:
         console = open_console()
         console.print(outer_table(_title(options, predicted.num_parameters), predicted.rows, options.period))
-        console.print(OUTER_NOTE, markup=False)
+        console.print(f"\n{OUTER_NOTE}", markup=False)
         console.print(first_call(predicted.rows), markup=False, soft_wrap=True)
     else:
         console = open_console()
         title = _title(options, predicted.num_parameters)
         console.print(plan_table(title, predicted.rows, is_sharded=options.sharding is not None))
-        console.print(f"Efficiency: compute over step. Kernel speeds: {predicted.machine}.", markup=False)
+        console.print(f"\nEfficiency: compute over step. Kernel speeds: {predicted.machine}.", markup=False)
         if options.sharding is not None:
             console.print(SHARDED_NOTE, markup=False)
 

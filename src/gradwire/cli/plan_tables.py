@@ -140,7 +140,14 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", collapse_padding=True, pad_edge=False)
+    table = Table(
+        title=f"{title}\n",
+        box=box.SIMPLE,
+        title_justify="left",
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,  # without its two columns, powersgd fits 80
+    )
     for column in columns:
         if column == "recipe":  # a long one wraps; figures never do
             table.add_column(column, overflow="fold")
