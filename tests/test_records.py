@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from gradwire.headroom import give_verdict, read_records, write_records
+from gradwire.headroom import give_verdict, read_records, record_notes, write_records
 from tests.records import record
 from tests.report_records import tuned
 
@@ -24,6 +24,17 @@ def test_a_record_from_before_parameters_were_counted_is_of_fp32_ones():
     data = json.loads(write_records([before]))
     assert data.pop("num_parameters") == before.gradient_bytes // 4
     assert read_records(json.dumps(data)) == [before]
+
+
+def test_records_tell_if_ranks_took_turns_on_a_gpu_and_earlier_ones_do_not():
+    before = dataclasses.replace(record(allreduce=100, noop=70), takes_turns=True)
+    data = json.loads(write_records([before]))
+    assert read_records(json.dumps(data)) == [before]
+    (note,) = [note for note in record_notes(before) if "take turns on a GPU" in note]
+    del data["takes_turns"]
+    (earlier,) = read_records(json.dumps(data))
+    assert earlier == dataclasses.replace(before, takes_turns=False)
+    assert note not in record_notes(earlier)
 
 
 def test_decisions_come_back_from_json_and_earlier_rows_have_none():

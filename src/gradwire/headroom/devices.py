@@ -9,19 +9,30 @@ import torch.distributed as dist
 
 from gradwire.peers import limited_store, round_trip_s, timeout_of
 from gradwire.processes import under_torchrun
+from gradwire.ranks import runs_at_once
 
 
 def local_gpu(rank: int, world_size: int) -> torch.device:
     """Return the GPU of a rank, which other ranks may share. Call it before any NCCL group is made."""
-    index, num_sharing, num_devices = rank, world_size, torch.cuda.device_count()
-    if under_torchrun():  # this machine may be one of several
-        index, num_sharing = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if num_sharing > num_devices:
+    index, num_local = rank, _num_local(world_size)
+    if under_torchrun():
+        index = int(os.environ["LOCAL_RANK"])
+    if num_local > torch.cuda.device_count():
         # NCCL accepts two ranks on one device only if they claim to be on different hosts.
         os.environ.setdefault("NCCL_HOSTID", str(rank))
-        if num_sharing == world_size:
+        if num_local == world_size:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return torch.device("cuda", index % num_devices)
+    return torch.device("cuda", index % torch.cuda.device_count())
+
+
+def takes_turns(world_size: int) -> bool:
+    """Return True if ranks of this machine take turns on a GPU, so that messages wait for turns."""
+    return _num_local(world_size) > torch.cuda.device_count() and not runs_at_once()
+
+
+def _num_local(world_size: int) -> int:
+    """Return the number of ranks on this machine, which under torchrun may be one of several."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else world_size
 
 
 def open_group(device: str) -> tuple[dist.ProcessGroup, torch.device]:

@@ -22,7 +22,7 @@ from gradwire.headroom.workloads import Workload, format_count
 from gradwire.lab import Lab
 from gradwire.links import format_delay, format_rate
 from gradwire.peers import join_rendezvous, timeout_of
-from gradwire.ranks import run_ranks, send_message
+from gradwire.ranks import run_ranks, send_message, sharing_gpus
 from gradwire.torch_private import store_of
 
 
@@ -46,7 +46,16 @@ def measure_steps(
 
     # The ranks limit each turn themselves, and are never slower than this.
     timeout = TURN_LIMIT_S * (4 + 30 * len(benchmark.compared))
-    results = run_ranks(_measure_rank, world_size, timeout, args=(benchmark,), on_message=on_message, lab=lab)
+    with sharing_gpus(world_size if benchmark.device == "cuda" else 0) as environment:
+        results = run_ranks(
+            _measure_rank,
+            world_size,
+            timeout,
+            args=(benchmark,),
+            on_message=on_message,
+            lab=lab,
+            environment=environment,
+        )
     return _to_record(benchmark, results, lab=lab, one_machine=True)
 
 
@@ -130,6 +139,7 @@ def _to_record(
         num_layers=first.num_layers,
         rows=tuple(noop_last),
         proposal=first.proposal,
+        takes_turns=first.takes_turns,
         sharding=None if benchmark.sharding is None else benchmark.sharding.kind,
     )
 

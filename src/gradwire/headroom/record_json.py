@@ -84,7 +84,7 @@ def _shown_version(data: dict[str, Any]) -> str:
 
 def _completed(data: dict[str, Any]) -> dict[str, Any]:
     """Return a record with the fields that earlier ones left out."""
-    completed = {"sharding": None, "no_proposal": None, "num_layers": None, **data}
+    completed = {"sharding": None, "no_proposal": None, "num_layers": None, "takes_turns": False, **data}
     if "num_parameters" not in data:  # the model was of fp32 parameters
         completed["num_parameters"] = read_field(data, "gradient_bytes", int) // 4
     return completed
@@ -121,6 +121,7 @@ def _read_record(data: object) -> Record:
         sharding=read_text(data, "sharding", or_null=True),
         no_proposal=read_text(data, "no_proposal", or_null=True),
         num_layers=read_whole(data, "num_layers", 1, _MAX_PARAMETERS, or_null=True),
+        takes_turns=read_field(data, "takes_turns", bool),
     )
 
 

@@ -166,6 +166,8 @@ class Record:
     """The models, all or some, that the proposal leaves out, and why, in a sentence; None otherwise."""
     num_layers: int | None = None
     """Number of layers that `gradwire.DiLoCo` can divide the model into; None if unknown."""
+    takes_turns: bool = False
+    """True if ranks took turns on a GPU, and messages waited for turns."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

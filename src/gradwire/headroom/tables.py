@@ -83,6 +83,11 @@ def record_notes(record: Record) -> list[str]:
         notes.append("Rows ran one after the other, so a slow minute may have hit only one of them.")
     if record.world_size > 1 and record.one_machine and not record.network:
         notes.append("All ranks are on this machine; between machines communication costs more.")
+    if record.takes_turns:
+        notes.append(
+            "Ranks take turns on a GPU here, and messages wait for turns, so these figures say little of a "
+            "network. Where nvidia-cuda-mps-control is installed, gradwire lets ranks run at the same time."
+        )
     if num_threads > record.machine.num_cores:
         notes.append(
             f"{num_threads} threads share {record.machine.num_cores} cores, so ranks also wait for the CPU."

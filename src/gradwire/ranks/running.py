@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
@@ -51,6 +51,7 @@ def run_ranks(
     args: Sequence[Any] = (),
     on_message: OnMessage | None = None,
     lab: Lab | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[T]:
     """Run ``fn(rank, *args)`` on real ranks with an initialised Gloo process group.
 
@@ -63,6 +64,7 @@ def run_ranks(
         on_message: called in this process with ``(rank, message)`` for each `send_message` of a rank.
         lab: the lab to run in, with as many ranks on each host, one host after the other; by default this
             machine and its loopback.
+        environment: variables to set in every rank.
 
     Returns every rank's result, in rank order. Raises `RanksFailed` if a rank raises, crashes (also while
     it exits) or still runs at the timeout; the text then has the stack of each rank. Raises ValueError
@@ -89,10 +91,12 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 job = RankJob(fn, tuple(args), rank, world_size, timeout, address, store.port, folder)
+                variables = dict(environment or {})
                 if lab is not None:
                     host, local_rank = divmod(rank, per_host)
-                    environment = lab.environment(host, local_rank, per_host)
-                    job = replace(job, namespace=lab.path(host), environment=environment)
+                    variables |= lab.environment(host, local_rank, per_host)
+                    job = replace(job, namespace=lab.path(host))
+                job = replace(job, environment=variables)
                 ranks.append(RankProcess.start(context, job))
             wait_for_ranks(ranks, time.monotonic() + timeout, on_message)
         finally:
