@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.ddp.bridge import Bridge
 from gradwire.testing import run_ranks
-from groups import open_group
+from groups import open_group, rank_environment
 from steps import CPU, GPU, PEERS, print_table
 
 ROWS = ["DDP", "torch noop", "noop", "int8", "int4", "int2", "sign", "powersgd"]
@@ -125,7 +125,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the functions that hooks spend time in")
     options = parser.parse_args()
     arguments = options.rows, options.steps, options.device, options.profile
-    rows = run_ranks(job, 2, LIMIT_S, args=arguments)[0]
+    with rank_environment(2, options.device) as environment:
+        rows = run_ranks(job, 2, LIMIT_S, args=arguments, environment=environment)[0]
     print_table(["", "until backward() returns, ms", "of it in hooks, ms"], [cells for cells, _ in rows])
     for cells, functions in rows:
         if functions:

@@ -22,7 +22,7 @@ import gradwire
 from gradwire.headroom import Machine, Workload
 from gradwire.testing import run_ranks
 from gradwire.torch_private import tree_map_only
-from groups import open_group
+from groups import open_group, rank_environment
 from steps import CPU, GPU, print_table
 
 # In the first two steps, all parameters are in one bucket.
@@ -87,7 +87,9 @@ def main() -> None:
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{Machine.here()}, Gloo"
     of_ddp = {} if options.bucket_mb is None else {"bucket_cap_mb": options.bucket_mb}
     print(f"{where}; 2 ranks; {workload}; torch {torch.__version__}")
-    found = run_ranks(measure, 2, 600, args=(options.rows, workload, options.device, of_ddp))[0]
+    arguments = options.rows, workload, options.device, of_ddp
+    with rank_environment(2, options.device) as environment:
+        found = run_ranks(measure, 2, 600, args=arguments, environment=environment)[0]
     whole = 4 * workload.num_parameters
     cells = {row: [f"{size / whole:.2f}" if size else "" for size in sizes] for row, sizes in found.items()}
     header = ["bytes, over those of the parameters", "state", "scratch", "peak"]

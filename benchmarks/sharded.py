@@ -38,7 +38,7 @@ from gradwire.headroom import ALLREDUCE, Machine, Sharding, Workload
 from gradwire.lab import Lab, parse_rate
 from gradwire.planner import Calibration, Cluster, ShardedPlan, calibrate, predict_sharded
 from gradwire.testing import run_ranks
-from groups import open_group
+from groups import open_group, rank_environment
 from plain_sends import PlainSends
 
 BASE, ALONE, ONCE, PLAIN = "torch", "no exchange", ", gathered once", "plain sends, "
@@ -274,12 +274,13 @@ def main() -> None:
     link = f"links of {options.link}" if options.link else "no limit"
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{Machine.here()}, Gloo"
     print(f"{where}; {num_ranks} ranks, {link}; torch {torch.__version__}")
-    with Lab(2, options.link) if options.link else contextlib.nullcontext() as lab:
+    in_lab = Lab(2, options.link) if options.link else contextlib.nullcontext()
+    with in_lab as lab, rank_environment(num_ranks, options.device) as environment:
         if options.what == "scatter":
             dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
             numel = int(options.mb * 1e6) // dtype.itemsize // num_ranks * num_ranks
             args = names, options.rounds, options.device, dtype, numel
-            rows = run_ranks(time_scatter, num_ranks, LIMIT_S, args=args, lab=lab)[0]
+            rows = run_ranks(time_scatter, num_ranks, LIMIT_S, args=args, lab=lab, environment=environment)[0]
             report(f"{options.mb:g} MB of {options.dtype}, ms", rows)
         else:
             workload = replace(CPU, batch=options.batch) if options.device == "cpu" else GPU
@@ -290,7 +291,7 @@ def main() -> None:
             more = ways, options.rounds, options.device, is_hsdp, workload, sends_plainly
             if options.what == "memory":  # without this, malloc keeps what a row before has freed
                 os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
-            rows = run_ranks(time_steps, num_ranks, LIMIT_S, args=more, lab=lab)[0]
+            rows = run_ranks(time_steps, num_ranks, LIMIT_S, args=more, lab=lab, environment=environment)[0]
             report("a step, ms", rows)
             if sends_plainly:
                 report_limits(rows, options.link)

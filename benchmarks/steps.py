@@ -50,7 +50,7 @@ from gradwire.errors import Place
 from gradwire.headroom import Machine, Workload
 from gradwire.lab import Lab, parse_rate
 from gradwire.testing import run_ranks
-from groups import open_group
+from groups import open_group, rank_environment
 from limits import BucketClock, HandedOver, limit_ms
 
 # An even number: of two ranks that are far apart, each is late in every other step.
@@ -337,11 +337,14 @@ def main() -> None:
         f"{where}; {options.world_size} ranks, one thread each, {link}; {workload}; torch {torch.__version__}"
     )
     lab_options = options.world_size, options.link, options.delay
-    with Lab(*lab_options) if options.link or options.delay else contextlib.nullcontext() as lab:
+    in_lab = Lab(*lab_options) if options.link or options.delay else contextlib.nullcontext()
+    with in_lab as lab, rank_environment(options.world_size, options.device) as environment:
         warm_up = NUM_CUDA_WARM_UP_TURNS if options.device == "cuda" else NUM_WARM_UP_TURNS
         num_untimed = NUM_UNTIMED_FAR_STEPS if options.delay else 0
         args = names, options.rounds, options.device, workload, warm_up, num_untimed
-        steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab)[0]
+        steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab, environment=environment)[
+            0
+        ]
     quantiles = ["median", "p10", "p90"]
     ratios = ["DDP over it", "torch fp16 over it", "over noop"]
     header = ["a step, ms", *quantiles, "limit", *ratios, "host, ms", "MB sent", "on the interface"]

@@ -1,22 +1,27 @@
 """Averaging in few bits through symmetric memory, beside the exchange over NCCL, in one run.
 
-    python benchmarks/symmetric.py                       a rank for each GPU, at most 8
+    python benchmarks/symmetric.py                       a rank for each GPU, at most 8, and at least 2
     python benchmarks/symmetric.py --recipes int4 --mb 1 25 100
+    python benchmarks/symmetric.py --ranks 4             which may share a GPU
 
-GPUs that reach one another's memory need no messages. A rank encodes each chunk straight to its owner's
-memory; after a barrier on the device, the owner sums; after another, all decode the sums where they lie. The
-kernels and the rows are those of the library, so both ways must end with the same bits, which is checked.
+GPUs that reach one another's memory need no messages. "Kernels" are those of the library: a rank encodes
+each chunk straight to its owner's memory; after a barrier on the device, the owner sums; after another, all
+decode the sums where they lie. "One kernel" does all of that at once, and a program waits for its
+counterparts alone. Two ranks need one round, as in the library. All ways must end with the same bits, which
+is checked.
 
-With one GPU, two ranks share it, which torch allows for tests. They run in turns there, and a barrier waits
-for a turn: the bits are checked, and the times say little. Where nothing of this works, the reason is
-printed, and the exit code is 0.
+Ranks that share a GPU have no link between them: memory is as fast as their own, and NCCL sends by sockets.
+Then the host's time is what can be compared, and that of small buckets. Where nothing of this works, the
+reason is printed, and the exit code is 0.
 """
 
 import argparse
 import dataclasses
 import os
 import statistics
+import time
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,14 +32,25 @@ from gradwire.buckets import BucketLayout
 from gradwire.buckets.layout import Slot
 from gradwire.codecs import Blocks
 from gradwire.exchanges import Context, Scratch, TwoShot, average
+from gradwire.exchanges.one_shot import take_one_round
 from gradwire.exchanges.scatter import aligned, bounds_of, peers_of
-from gradwire.ops import BlockFormat, Chunk, decode_blocks, encode_blocks, reduce_blocks
+from gradwire.ops import (
+    NO_RANK,
+    BlockFormat,
+    Chunk,
+    decode_blocks,
+    encode_blocks,
+    reduce_blocks,
+    sum_blocks,
+)
 from gradwire.peers import Group, NcclGroup
 from gradwire.testing import RanksFailed, run_ranks
+from groups import open_group, rank_environment
+from steps import print_table
 
 LIMIT_S = 300.0
 MAX_RANKS = 8
-NUM_WARM_UP, NUM_REPEATS, NUM_ROUNDS = 3, 10, 5
+NUM_CHECKED, NUM_WARM_UP, NUM_REPEATS, NUM_ROUNDS = 4, 3, 10, 5
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
@@ -42,102 +58,148 @@ class CannotRun(Exception):
     """This machine lacks what symmetric memory needs."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SymmetricExchange:
-    """Averages values in memory that every rank can write to."""
-
-    form: BlockFormat
-    group: Group
-    arriving: list[Tensor]
-    """The rows that arrive at each rank, a matrix of bytes with a row for each sender."""
-    sums: list[Tensor]
-    """The row of each rank's sum."""
-    barrier: Callable[[], None]
+class Way(Protocol):
+    """A way to average."""
 
     def average(self, flat: Tensor) -> None:
         """Replace ``flat`` by the mean over ranks, the same bits on every rank."""
+
+
+@dataclasses.dataclass
+class Kernels:
+    """Averages values in memory that every rank can write to, by the library's kernels and barriers."""
+
+    form: BlockFormat
+    group: Group
+    rows: list[Tensor]
+    """The rows in each rank's memory, a matrix of bytes, twice as many as ranks."""
+    bounds: list[tuple[int, int]]
+    """The first value and the end of each chunk: one for each rank, or one chunk of all values."""
+    barrier: Callable[[], None]
+    num_calls: int = 0
+
+    def average(self, flat: Tensor) -> None:
+        self.num_calls += 1
+        chunks = [flat[start:end] for start, end in self.bounds]
+        if len(chunks) == 1:
+            self._average_in_one_round(flat)
+        else:
+            self._average_in_two_rounds(chunks)
+
+    def _average_in_one_round(self, flat: Tensor) -> None:
+        rank, size, num_bytes = self.group.rank, self.group.size, self.form.row_bytes(flat.numel())
+        # In turn: a rank may be one call ahead of another, which still reads its rows.
+        first = self.num_calls % 2 * size
+        for peer in range(size):
+            encode_blocks(self.form, Chunk(flat, self.rows[peer][first + rank, :num_bytes]))
+        self.barrier()
+        sum_blocks(self.form, flat, self.rows[rank][first : first + size], NO_RANK, 1 / size)
+
+    def _average_in_two_rounds(self, chunks: list[Tensor]) -> None:
         form, rank, size = self.form, self.group.rank, self.group.size
-        chunks = [flat[start:end] for start, end in bounds_of(flat.numel(), size)]
         bytes_of = [form.row_bytes(chunk.numel()) for chunk in chunks]
         for peer in peers_of(self.group):
-            encode_blocks(form, Chunk(chunks[peer], self.arriving[peer][rank, : bytes_of[peer]]))
+            encode_blocks(form, Chunk(chunks[peer], self.rows[peer][rank, : bytes_of[peer]]))
         self.barrier()
-        own = Chunk(chunks[rank], self.sums[rank][: bytes_of[rank]])
-        reduce_blocks(form, own, self.arriving[rank], rank, 1 / size)
+        own = Chunk(chunks[rank], self.rows[rank][size, : bytes_of[rank]])
+        reduce_blocks(form, own, self.rows[rank][:size], rank, 1 / size)
         # Before the next call writes to these rows again, each rank has passed a barrier of that call.
         self.barrier()
         for peer in peers_of(self.group):
-            decode_blocks(form, self.sums[peer][: bytes_of[peer]], chunks[peer])
+            decode_blocks(form, self.rows[peer][size, : bytes_of[peer]], chunks[peer])
 
 
-def open_symmetric(
-    form: BlockFormat, numel: int, group: dist.ProcessGroup, device: torch.device
-) -> SymmetricExchange:
-    """Allocate symmetric memory for buckets of ``numel`` values; collective."""
+@dataclasses.dataclass(frozen=True)
+class OverNccl:
+    """Averages as the library does."""
+
+    exchange: TwoShot
+    context: Context
+
+    def average(self, flat: Tensor) -> None:
+        average(flat, self.exchange, self.context)
+
+
+def open_ways(exchange: TwoShot, numel: int, group: dist.ProcessGroup, device: torch.device) -> list[Way]:
+    """Return the ways to average ``numel`` values, of which the first is over NCCL; collective."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    size = group.size()
-    stride = max(aligned(form.row_bytes(end - start)) for start, end in bounds_of(numel, size))
-    memory = symmetric_memory.empty((size + 1) * stride, dtype=torch.uint8, device=device)
+    from symmetric_kernel import OneKernel, flag_bytes, num_programs
+
+    assert isinstance(exchange.codec, Blocks)
+    form, size, rank = exchange.codec.format, group.size(), group.rank()
+    (in_one_round,) = take_one_round([exchange.codec], size)
+    bounds = [(0, numel)] if in_one_round else list(bounds_of(numel, size))
+    stride = max(aligned(form.row_bytes(end - start)) for start, end in bounds)
+    num_sharing = -(-size // torch.cuda.device_count())
+    programs = num_programs(form, max(end - start for start, end in bounds), num_sharing, device)
+    num_bytes = 2 * size * stride + flag_bytes(size, programs)
+    memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
     handle = symmetric_memory.rendezvous(memory, group)
-    arriving = [handle.get_buffer(rank, (size, stride), torch.uint8, 0) for rank in range(size)]
-    sums = [handle.get_buffer(rank, (stride,), torch.uint8, size * stride) for rank in range(size)]
-    return SymmetricExchange(form, NcclGroup(group), arriving, sums, handle.barrier)
+    torch.cuda.synchronize()
+    dist.barrier()  # flags of all ranks are zero
+    rows = [handle.get_buffer(peer, (2 * size, stride), torch.uint8, 0) for peer in range(size)]
+    addresses = torch.tensor([each.data_ptr() for each in rows], device=device)
+    layout = BucketLayout(0, torch.float32, (Slot("values", 0, torch.Size([numel]), (1,)),))
+    nccl = NcclGroup(group)
+    return [
+        OverNccl(exchange, Context(nccl, Scratch(), 1 / size, layout)),
+        Kernels(form, nccl, rows, bounds, handle.barrier),
+        OneKernel(form, rank, addresses, bounds, stride, programs),
+    ]
 
 
-def ms_of(run: Callable[[], object]) -> float:
-    """Return the device's time for a call, the mean of several, on the slowest rank."""
+def ms_of(way: Way, flat: Tensor) -> tuple[float, float]:
+    """Return the device's and the host's time for a call, the mean of several, on the slowest rank."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     dist.barrier()
+    host_begin = time.perf_counter()
     begin.record()
     for _ in range(NUM_REPEATS):
-        run()
+        way.average(flat)
     end.record()
+    host_s = time.perf_counter() - host_begin
     torch.cuda.synchronize()
-    slowest = torch.tensor(begin.elapsed_time(end) / NUM_REPEATS)
+    slowest = torch.tensor([begin.elapsed_time(end), 1e3 * host_s], dtype=torch.float64) / NUM_REPEATS
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    on_device, on_host = slowest.tolist()
+    return on_device, on_host
 
 
 def measure(name: str, numel: int, group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Return the times of an average over NCCL and through memory, in ms; check that results are equal."""
+    """Return each way's time on the device and on the host, in ms; check that results are equal."""
     exchange = gradwire.recipe(name).exchange
     if not (isinstance(exchange, TwoShot) and isinstance(exchange.codec, Blocks)):
         raise ValueError(f"{name} is no recipe with a scale for each block of values")
-    form, exchange = exchange.codec.format, dataclasses.replace(exchange, feedback=None)
     try:
-        symmetric = open_symmetric(form, numel, group, device)
+        ways = open_ways(dataclasses.replace(exchange, feedback=None), numel, group, device)
     except Exception as error:  # whatever torch's private module raises
         raise CannotRun(f"torch gives no symmetric memory: {error}") from error
-    layout = BucketLayout(0, torch.float32, (Slot("values", 0, torch.Size([numel]), (1,)),))
-    context = Context(NcclGroup(group), Scratch(), 1 / group.size(), layout)
-    values = torch.randn(numel, device=device)
-    by_nccl, by_memory = values.clone(), values.clone()
-    average(by_nccl, exchange, context)
-    symmetric.average(by_memory)
-    torch.cuda.synchronize()
-    assert torch.equal(by_nccl, by_memory), f"{name}, {numel} values: the two ways have different results"
-    ways = [lambda: average(values, exchange, context), lambda: symmetric.average(values)]
-    rounds = [[ms_of(way) for way in ways] for _ in range(NUM_WARM_UP + NUM_ROUNDS)]
+    generator = torch.Generator(device).manual_seed(group.rank())
+    for call in range(NUM_CHECKED):
+        values = torch.randn(numel, device=device, generator=generator)
+        results = [values.clone() for _ in ways]
+        for way, result in zip(ways, results, strict=True):
+            way.average(result)
+        torch.cuda.synchronize()
+        for way, result in zip(ways[1:], results[1:], strict=True):
+            same = torch.equal(results[0], result)
+            assert same, f"{name}, {numel} values, call {call}: {way} and NCCL have different results"
+    rounds = [[ms for way in ways for ms in ms_of(way, values)] for _ in range(NUM_WARM_UP + NUM_ROUNDS)]
     return [statistics.median(times) for times in zip(*rounds[NUM_WARM_UP:], strict=True)]
 
 
-def job(rank: int, recipes: list[str], sizes_mb: list[float]) -> list[tuple[str, float, float, float]]:
-    """Return the recipe, the size of a bucket, and the times over NCCL and through memory, in ms."""
-    num_gpus = torch.cuda.device_count()
-    if num_gpus == 1:  # NCCL takes two ranks on one GPU only if they seem to be on two hosts
-        os.environ.update({"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", SHARED_GPU: "1"})
-    device = torch.device("cuda", rank % num_gpus)
-    torch.cuda.set_device(device)
-    group = dist.new_group(backend="nccl")
-    assert group is not None
-    found = []
-    for name in recipes:
-        for size_mb in sizes_mb:
-            over_nccl, in_memory = measure(name, int(size_mb * 2**20 / 4), group, device)
-            found.append((name, size_mb, over_nccl, in_memory))
-    return found
+def job(rank: int, recipes: list[str], sizes_mb: list[float]) -> list[tuple[str, float, list[float]]]:
+    """Return the recipe, the size of a bucket, and the times of `measure`."""
+    os.environ[SHARED_GPU] = "1"
+    group = open_group(rank, "cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return [
+        (name, size_mb, measure(name, int(size_mb * 2**20 / 4), group, device))
+        for name in recipes
+        for size_mb in sizes_mb
+    ]
 
 
 def num_ranks() -> int:
@@ -162,12 +224,13 @@ def main() -> None:
     )
     parser.add_argument("--recipes", nargs="+", default=["int8", "int4"])
     parser.add_argument("--mb", nargs="+", type=float, default=[1, 4, 25, 100], help="sizes of a bucket")
+    parser.add_argument("--ranks", type=int, help="by default one for each GPU, at most 8, and at least 2")
     options = parser.parse_args()
+    arguments = options.recipes, options.mb
     try:
-        world_size = num_ranks()
-        if torch.cuda.device_count() == 1:
-            print("one GPU, which two ranks share in turns: the times say little")
-        rows = run_ranks(job, world_size, timeout=LIMIT_S, args=(options.recipes, options.mb))[0]
+        world_size = options.ranks or num_ranks()
+        with rank_environment(world_size, "cuda") as environment:
+            rows = run_ranks(job, world_size, LIMIT_S, args=arguments, environment=environment)[0]
     except CannotRun as error:
         print(f"this machine cannot average through symmetric memory: {error}")
         return
@@ -178,12 +241,11 @@ def main() -> None:
         print(f"this machine cannot average through symmetric memory: {reasons[0]}")
         return
     print(f"{torch.cuda.get_device_name()}, {world_size} ranks; torch {torch.__version__}")
-    print(f"{'':8} {'MB':>6} {'NCCL, ms':>10} {'memory, ms':>11} {'NCCL over it':>13}")
-    for name, size_mb, over_nccl, in_memory in rows:
-        print(
-            f"{name:8} {size_mb:6g} {over_nccl:10.3f} {in_memory:11.3f} {over_nccl / in_memory:13.2f}",
-            flush=True,
-        )
+    ways = ["NCCL", "kernels", "one kernel"]
+    header = ["a call, ms", "MB", *(f"{way}{of}" for way in ways for of in ("", ", host"))]
+    print_table(
+        header, [[f"`{name}`", f"{mb:g}", *(f"{ms:.3f}" for ms in times)] for name, mb, times in rows]
+    )
 
 
 if __name__ == "__main__":
