@@ -342,9 +342,10 @@ def main() -> None:
         warm_up = NUM_CUDA_WARM_UP_TURNS if options.device == "cuda" else NUM_WARM_UP_TURNS
         num_untimed = NUM_UNTIMED_FAR_STEPS if options.delay else 0
         args = names, options.rounds, options.device, workload, warm_up, num_untimed
-        steps = run_ranks(time_steps, options.world_size, limit, args=args, lab=lab, environment=environment)[
-            0
-        ]
+        results = run_ranks(
+            time_steps, options.world_size, limit, args=args, lab=lab, environment=environment
+        )
+    steps = results[0]
     quantiles = ["median", "p10", "p90"]
     ratios = ["DDP over it", "torch fp16 over it", "over noop"]
     header = ["a step, ms", *quantiles, "limit", *ratios, "host, ms", "MB sent", "on the interface"]
