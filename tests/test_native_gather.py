@@ -76,5 +76,10 @@ def test_parameters_are_gathered(codec, world_size):
     assert_same(Gathered(codec), (1000,), world_size, num_gathers=1)
 
 
+@pytest.mark.parametrize(("spec", "numel"), [("int8", 1001), ("int2", 5000), ("int8", 5_000_001)])
+def test_encoded_values_of_two_ranks_are_gathered_whatever_their_size(spec, numel):
+    assert_same(gradwire.recipe(spec).exchange, (numel,), 2, num_gathers=1)
+
+
 def test_factors_of_two_ranks_are_gathered():
     assert_same(gradwire.recipe("powersgd:rank=2,factors=int4").exchange, (64, 48), 2, num_gathers=2)
