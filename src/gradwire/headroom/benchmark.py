@@ -122,7 +122,5 @@ class RankResult:
     num_parameters: int
     gradient_bytes: int
     num_layers: int
-    takes_turns: bool = False
-    """True if ranks take turns on a GPU."""
     proposal: Proposal | None = None
     """The choice of recipe ``auto``; None if it was not asked for."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.headroom.benchmark import Benchmark, OnProgress, RankResult, Variant
-from gradwire.headroom.devices import largest_of_ranks, longest_trip_s, takes_turns
+from gradwire.headroom.devices import largest_of_ranks, longest_trip_s
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.records import Proposal, ring_bytes
 from gradwire.headroom.timed_models import (
@@ -172,7 +172,6 @@ class _BenchmarkRun:
             num_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             gradient_bytes=gradient_bytes(self._plain.model),
             num_layers=num_layers(self._plain.model),
-            takes_turns=device.type == "cuda" and takes_turns(dist.get_world_size()),
             proposal=proposal,
         )
 

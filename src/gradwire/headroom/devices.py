@@ -25,9 +25,13 @@ def local_gpu(rank: int, world_size: int) -> torch.device:
     return torch.device("cuda", index % torch.cuda.device_count())
 
 
-def takes_turns(world_size: int) -> bool:
-    """Return True if ranks of this machine take turns on a GPU, so that messages wait for turns."""
-    return _num_local(world_size) > torch.cuda.device_count() and not runs_at_once()
+def takes_turns(device: str, world_size: int, environment: dict[str, str] | None = None) -> bool:
+    """Return True if ranks of this machine take turns on a GPU, so that messages wait for turns.
+
+    ``environment`` is what their environment has beyond ours. One process asks: the service answers one.
+    """
+    is_shared = device == "cuda" and _num_local(world_size) > torch.cuda.device_count()
+    return is_shared and not runs_at_once(environment)
 
 
 def _num_local(world_size: int) -> int:

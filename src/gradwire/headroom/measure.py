@@ -15,7 +15,7 @@ import torch.distributed as dist
 import gradwire
 from gradwire.headroom.benchmark import Benchmark, Measurement, OnProgress, RankResult
 from gradwire.headroom.benchmark_rank import TURN_LIMIT_S, run_benchmark
-from gradwire.headroom.devices import join_torchrun
+from gradwire.headroom.devices import join_torchrun, takes_turns
 from gradwire.headroom.records import ALLREDUCE, ALONE, NOOP, Machine, Record, Row, ring_bytes, row_name
 from gradwire.headroom.sharding import Sharding
 from gradwire.headroom.workloads import Workload, format_count
@@ -56,7 +56,8 @@ def measure_steps(
             lab=lab,
             environment=environment,
         )
-    return _to_record(benchmark, results, lab=lab, one_machine=True)
+        in_turns = takes_turns(benchmark.device, world_size, environment)
+    return _to_record(benchmark, results, lab=lab, one_machine=True, in_turns=in_turns)
 
 
 def measure_here(benchmark: Benchmark, *, on_progress: OnProgress | None = None) -> Record | None:
@@ -68,7 +69,8 @@ def measure_here(benchmark: Benchmark, *, on_progress: OnProgress | None = None)
     if results is None:
         return None
     one_machine = os.environ.get("LOCAL_WORLD_SIZE", "") == str(len(results))
-    return _to_record(benchmark, results, lab=None, one_machine=one_machine)
+    in_turns = takes_turns(benchmark.device, len(results))
+    return _to_record(benchmark, results, lab=None, one_machine=one_machine, in_turns=in_turns)
 
 
 def measure_under_torchrun(benchmark: Benchmark, *, on_progress: OnProgress | None = None) -> Record | None:
@@ -114,7 +116,12 @@ def _with_figures(
 
 
 def _to_record(
-    benchmark: Benchmark, results: Sequence[RankResult], *, lab: Lab | None, one_machine: bool
+    benchmark: Benchmark,
+    results: Sequence[RankResult],
+    *,
+    lab: Lab | None,
+    one_machine: bool,
+    in_turns: bool,
 ) -> Record:
     """Make one record of every rank's result."""
     first = results[0]
@@ -139,7 +146,7 @@ def _to_record(
         num_layers=first.num_layers,
         rows=tuple(noop_last),
         proposal=first.proposal,
-        takes_turns=first.takes_turns,
+        takes_turns=in_turns,
         sharding=None if benchmark.sharding is None else benchmark.sharding.kind,
     )
 
