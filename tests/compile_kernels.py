@@ -8,11 +8,13 @@ import sys
 
 import torch
 import triton
+from benchmarks.symmetric_kernel import OneKernel
 from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+import gradwire
 from gradwire import ops
 from gradwire.ops.cuda import blocks, casts, low_rank, rotated
 from gradwire.testing import VirtualRanks
@@ -95,6 +97,13 @@ def train(recipe, dtype, world_size):
         ranks.average()
 
 
+def average_in_one_kernel(recipe, world_size):
+    form = gradwire.recipe(recipe).exchange.codec.format
+    bounds = [(0, 1000)] if world_size == 2 else [(r, r + 1000) for r in range(0, 1000 * world_size, 1000)]
+    memories = torch.zeros(world_size, dtype=torch.int64)
+    OneKernel(form, 0, memories, bounds, stride=2048, num_programs=1).average(torch.zeros(bounds[-1][1]))
+
+
 def main(capabilities):
     compiler = Compiler(capabilities)
     JITFunction.run = lambda kernel, *args, **kwargs: compiler.run(kernel, *args, **kwargs)
@@ -107,6 +116,9 @@ def main(capabilities):
         for dtype in (torch.float32, torch.bfloat16):
             for world_size in (2, 3):
                 train(recipe, dtype, world_size)
+    for recipe in ("int8", "fp8", "int4", "sign:rotated=false"):
+        for world_size in (2, 4):
+            average_in_one_kernel(recipe, world_size)
     print(f"compiled {len(compiler.compiled)} kernels")
 
 
