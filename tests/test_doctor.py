@@ -1,6 +1,9 @@
 """`gradwire doctor`, and the first words that a user types."""
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 
@@ -20,6 +23,7 @@ from gradwire.doctor import (
     reach,
 )
 from gradwire.lab import network
+from gradwire.processes import rank_environment
 from gradwire.torch_private import default_store
 
 
@@ -184,3 +188,31 @@ def test_under_torchrun_rank_0_tells_about_all(tmp_path):
     assert done.stdout.count("every rank reaches every other") == 1
     (link,) = json.loads(path.read_text())["links"]
     assert link["ranks"] == [0, 1]
+
+
+# A test run in the background has told its children to ignore it.
+CTRL_C_ENDS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_a_store_which_does_not_answer():
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        told = rank_environment(1, 2, local_rank=1, local_world_size=2, address="127.0.0.1", port=port)
+        source = f"{CTRL_C_ENDS}import sys; from gradwire.cli import main; sys.argv[1:] = ['doctor']; main()"
+        with subprocess.Popen(
+            [sys.executable, "-c", source],
+            env={**os.environ, **told, "TORCHELASTIC_RUN_ID": "none"},
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                store.settimeout(100)
+                connection, _ = store.accept()
+                with connection:
+                    process.send_signal(signal.SIGINT)
+                    _, said = process.communicate(timeout=100)
+            finally:
+                process.kill()
+    assert process.returncode == 130, said
+    assert said.splitlines()[-1] == "gradwire doctor: interrupted"
+    assert "Traceback" not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rich.text import Text
 from torch.distributed.rendezvous import rendezvous
 
 from gradwire.cli.consoles import open_console, stdout_to_stderr
-from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, stop
+from gradwire.cli.ending import FAILED, WRONG_ARGUMENTS, run_until_interrupted, stop
 from gradwire.cli.options import check_writable
 from gradwire.doctor import Finding, Link, compare_links, examine_group, examine_machine, measure_links
 from gradwire.processes import under_torchrun
@@ -49,7 +50,8 @@ def doctor(
         torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
             -m gradwire doctor
 
-    Exit codes: 0 no problem found; 1 a problem was found; 2 wrong arguments.
+    Exit codes: 0 no problem found; 1 a problem was found; 2 wrong arguments;
+    130 interrupted.
     """
     path = None if json_file in (None, "-") else Path(str(json_file))
     try:
@@ -61,7 +63,7 @@ def doctor(
         findings = examine_machine()
         if under_torchrun():
             try:
-                findings, links = _examine_ranks(findings)
+                findings, links = run_until_interrupted("doctor", functools.partial(_examine_ranks, findings))
             except RuntimeError as error:
                 stop("doctor", f"the group could not be examined: {error}", FAILED)
     if os.environ.get("RANK", "0") != "0":

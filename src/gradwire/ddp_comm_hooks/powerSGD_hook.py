@@ -20,6 +20,7 @@ from gradwire.ddp import (
     open_raw_engine,
     queue_after_ddp,
 )
+from gradwire.ddp_comm_hooks._elsewhere import Elsewhere
 from gradwire.ddp_comm_hooks._raw import group_or_world
 from gradwire.exchanges import LowRank
 from gradwire.peers import own_world_rank
@@ -45,6 +46,7 @@ _OPTIONS = (
 _MAX_TRANSIENT = 2
 _COUNTERS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 _PARTS = ("counters", "memory", "layouts", "by_name")
+_BY_PARAMETER = "{} is in state_dict()['memory'].get('{}', {{}}); load_state_dict() sets it"
 _NO_STATE = "this is no state_dict of a PowerSGDState"
 
 
@@ -72,6 +74,12 @@ class PowerSGDState:
         state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=100)
         wire = gradwire.attach(model, powerSGD_hook, state=state)
     """
+
+    # torch keeps these by bucket, and buckets change; ours belong to parameters.
+    error_dict = Elsewhere(_BY_PARAMETER.format("what each parameter's gradients still lack", "residual"))
+    p_memory_dict = Elsewhere("each step computes left factors anew, from the right ones in state_dict()")
+    q_memory_dict = Elsewhere(_BY_PARAMETER.format("each parameter's right factor", "Q"))
+    rng = Elsewhere("there is no generator to save, since random factors follow from random_seed and iter")
 
     def __init__(
         self,

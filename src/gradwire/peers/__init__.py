@@ -46,7 +46,7 @@ from gradwire.peers.process_groups import (
 )
 from gradwire.peers.rendezvous import join_rendezvous, next_rendezvous
 from gradwire.peers.stall_watcher import Progress, StallWatcher
-from gradwire.peers.store_connections import limited_store
+from gradwire.peers.store_connections import begin, limited_store
 
 __all__ = [
     "Claim",
@@ -69,6 +69,7 @@ __all__ = [
     "all_gather_bytes",
     "all_gather_single",
     "backend_name",
+    "begin",
     "bytes_tensor",
     "close_connections",
     "gather",

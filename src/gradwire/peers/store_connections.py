@@ -81,7 +81,7 @@ def limited_store(group: dist.ProcessGroup, timeout: timedelta) -> LimitedStore:
 
 
 def begin(request: Callable[[], T]) -> Future[T]:
-    """Run ``request``, which asks a store, on a thread that never keeps Python from ending.
+    """Run ``request``, such as one to a store, on a thread that never keeps Python from ending.
 
     Raises RuntimeError from Python 3.12 on, if the interpreter is ending.
     """

@@ -20,7 +20,7 @@ from gradwire.recipes.factories import (
     sign,
     topk,
 )
-from gradwire.recipes.halves import can_scatter, gathered, scattered
+from gradwire.recipes.halves import can_scatter, gathered, recipes_without_residuals, scattered
 from gradwire.recipes.nodes import (
     agree_on_nodes,
     common_node_size,
@@ -70,6 +70,7 @@ __all__ = [
     "placed",
     "powersgd",
     "recipe",
+    "recipes_without_residuals",
     "require_averaging",
     "require_fixed",
     "require_nodes",

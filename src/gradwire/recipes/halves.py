@@ -83,6 +83,24 @@ def _scatter(two_shot: TwoShot | None) -> Scattered:
     return Scattered(two_shot.codec, two_shot.seed)
 
 
+def recipes_without_residuals(half: Recipe) -> tuple[str, ...]:
+    """Return the names in a reduce-scatter's recipe that keep residuals in an average, by default.
+
+    >>> from gradwire.recipes.factories import int4
+    >>> recipes_without_residuals(scattered(int4()))
+    ('int4',)
+    """
+    names = [leaf.name for leaf in half.leaves() if isinstance(leaf.exchange, Scattered)]
+    return tuple(name for name in dict.fromkeys(names) if _keeps_residuals(name))
+
+
+def _keeps_residuals(name: str) -> bool:
+    """Return True if the average of this name keeps residuals."""
+    factory, given = parse_spec(name) or (None, {})
+    two_shot = None if factory is None else _two_shot(factory(**given).exchange)
+    return two_shot is not None and two_shot.feedback is not None
+
+
 def _require_no_residuals(leaf: Recipe, what: str) -> None:
     if _asks_for_residuals(leaf):
         raise ValueError(
@@ -92,6 +110,13 @@ def _require_no_residuals(leaf: Recipe, what: str) -> None:
 
 
 def _asks_for_residuals(leaf: Recipe) -> bool:
-    """Return True if the recipe's text asks for residuals; a default that keeps them does not count."""
-    _, given = parse_spec(leaf.name) or (None, {})
+    """Return True if the recipe's text asks for residuals; a default that keeps them does not count.
+
+    A recipe that the user made of an exchange has no defaults.
+    """
+    found = parse_spec(leaf.name)
+    if found is None:
+        two_shot = _two_shot(leaf.exchange)
+        return two_shot is not None and two_shot.feedback is not None
+    _, given = found
     return bool(given.get("feedback")) or "residual" in given or "momentum" in given

@@ -28,7 +28,7 @@ class WirePlan:
 
     routes: tuple[PlannedRoute, ...]
     note: str = ""
-    """A line that is printed above the table."""
+    """Lines that are printed above the table; empty if there are none."""
     bytes_gathered: int = 0
     """Bytes that this rank sends in a step to gather a sharded model's parameters."""
 

@@ -38,6 +38,7 @@ from gradwire.sharded.model import ShardedGradients, ShardedModel
 from gradwire.sharded.reduce_scatter import UnitReduceScatter
 from gradwire.sharded.replicas import UnitReplicas
 from gradwire.sharded.shard_group import plain_mean, sharing, true_on_all
+from gradwire.sharded.unaveraged import warn_of_unaveraged
 from gradwire.sharded.units import Unit, is_sharded
 from gradwire.sharded.watched import WatchedShards
 from gradwire.sharded.weights import UnitAllGather, weights_codec
@@ -71,7 +72,8 @@ def attach(
             DDP communication hook: anything that can be called with ``(state, bucket)``.
         replicas: for a sharded model, the ranks that hold the same shard: a process group, or a
             ``DeviceMesh`` of one dimension. Gradients are then averaged over them by ``recipe``, and over
-            shards by torch. A model that was sharded over a mesh of two dimensions knows its replicas.
+            shards by torch. A model that was sharded over a mesh of two dimensions knows its replicas. If it
+            was sharded over a part of a mesh, and nobody averages over the rest, a warning says so.
         weights: for a sharded model, the encoding in which parameters are gathered: ``"fp32"`` (as they are),
             ``"bf16"``, ``"fp16"``, ``"int8"``, ``"fp8"`` or ``"int4"``. All ranks compute with the decoded
             weights; optimizers step the shards as they are. None, the default, leaves gathers to torch.
@@ -124,14 +126,7 @@ def attach(
     make_options = functools.partial(Options, on_nonfinite, verify_every, grad_scaler, telemetry)
     agreed = _agree(sharded, recipe, state, weights, timeout, make_options)
     attachment = _leave_to_torch(sharded, agreed) if is_disabled() else _open(sharded, agreed)
-    if sharded.rank == 0 and (left_out := sharded.left_out()):
-        log.warning(
-            "fully_shard has left out %d trained parameter(s), such as %s: neither torch nor gradwire "
-            "averages their gradients, and ranks drift apart. Call fully_shard on the whole model too, "
-            "before attach, unless you average them yourself",
-            len(left_out),
-            left_out[0],
-        )
+    warn_of_unaveraged(sharded)
     return Wire(attachment)
 
 

@@ -18,7 +18,7 @@ from gradwire.buckets import BucketLayout
 from gradwire.codecs import Codec
 from gradwire.ddp import Attachment, Choice
 from gradwire.errors import WireError
-from gradwire.recipes import Recipe, Tuning, WirePlan, make_plan
+from gradwire.recipes import Recipe, Tuning, WirePlan, make_plan, recipes_without_residuals
 from gradwire.sharded.backward import Backward
 from gradwire.sharded.model import ShardedModel
 from gradwire.sharded.shard_group import report_sharing
@@ -93,6 +93,8 @@ class ShardedAttachment(Attachment):
         is_encoded = codec is not None and any(not goes_as_it_is(codec, u.gather_dtype) for u in units)
         what = "encoded parameters" if is_encoded else "parameters"
         note = f"Beside gradients, {what} are gathered: {sent:,} bytes sent in a step."
+        for name in recipes_without_residuals(recipe):
+            note += f"\nNo residuals: a reduce-scatter keeps none, so {name} goes without its error feedback."
         return replace(plan, note=note, bytes_gathered=sent)
 
     def read(self, state: Mapping[str, Any]) -> checkpoint.Saved:

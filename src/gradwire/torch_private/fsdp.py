@@ -45,6 +45,13 @@ FSDP_NAMES = (
     ("param_group:_orig_dtype", "the dtype of gradients", "that of the parameters", None, (2, 15)),
     ("torch:Tensor._post_accumulate_grad_hooks", "refuses optimizers in backward()", "no such check"),
     (
+        "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
+        "warns of replicas that nobody averages",
+        "no such warning",
+        (2, 10),
+        None,
+    ),
+    (
         "torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo",
         "takes replicas over from torch",
         "refuse HSDP models",
@@ -152,6 +159,12 @@ def replicate_group_of(param_group: Any) -> dist.ProcessGroup | None:
     """Return the ranks that hold the same shard, if torch averages over them itself (HSDP)."""
     found: dist.ProcessGroup | None = getattr(param_group.mesh_info, "replicate_process_group", None)
     return found
+
+
+def root_mesh_of(param_group: Any) -> Any:
+    """Return the mesh from which that of the shards was cut, or that mesh itself; None in an older torch."""
+    find_root = getattr(param_group.mesh_info.mesh, "_get_root_mesh", None)
+    return None if find_root is None else find_root()
 
 
 def take_over_replicas(param_group: Any) -> Callable[[], None]:
