@@ -17,6 +17,7 @@ reason is printed, and the exit code is 0.
 
 import argparse
 import dataclasses
+import itertools
 import os
 import statistics
 import time
@@ -177,15 +178,16 @@ def measure(name: str, numel: int, group: dist.ProcessGroup, device: torch.devic
     except Exception as error:  # whatever torch's private module raises
         raise CannotRun(f"torch gives no symmetric memory: {error}") from error
     generator = torch.Generator(device).manual_seed(group.rank())
-    for call in range(NUM_CHECKED):
+    over_nccl, *others = ways
+    # Ways share memory. Each call has values of its own, so that none finds there what it has to send. And
+    # none writes to rows that another way still reads: NCCL, which waits for all ranks, comes in between.
+    for call, way in itertools.product(range(NUM_CHECKED), others):
         values = torch.randn(numel, device=device, generator=generator)
-        results = [values.clone() for _ in ways]
-        for way, result in zip(ways, results, strict=True):
-            way.average(result)
-        torch.cuda.synchronize()
-        for way, result in zip(ways[1:], results[1:], strict=True):
-            same = torch.equal(results[0], result)
-            assert same, f"{name}, {numel} values, call {call}: {way} and NCCL have different results"
+        expected = values.clone()
+        over_nccl.average(expected)
+        way.average(values)
+        same = torch.equal(expected, values)
+        assert same, f"{name}, {numel} values, call {call}: {type(way).__name__} and NCCL differ"
     rounds = [[ms for way in ways for ms in ms_of(way, values)] for _ in range(NUM_WARM_UP + NUM_ROUNDS)]
     return [statistics.median(times) for times in zip(*rounds[NUM_WARM_UP:], strict=True)]
 

@@ -19,6 +19,7 @@ from gradwire.headroom import (
     Workload,
     benchmark_rank,
     describe_proposal,
+    devices,
     give_verdict,
     measure_here,
     measure_steps,
@@ -26,7 +27,7 @@ from gradwire.headroom import (
     step_table,
 )
 from gradwire.headroom.benchmark_rank import run_benchmark
-from gradwire.headroom.devices import local_gpu
+from gradwire.headroom.devices import local_gpu, takes_turns
 from gradwire.headroom.measure import slowest_ms
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.timed_models import TimedModel
@@ -396,6 +397,19 @@ def test_ranks_on_gpus_know_theirs_and_say_so_when_they_share_one(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert local_gpu(3, world_size=4) == torch.device("cuda", 1)
     assert (os.environ.pop("NCCL_HOSTID"), os.environ.pop("NCCL_SOCKET_IFNAME")) == ("3", "lo")
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_ranks_take_turns_where_they_share_a_gpu_and_no_service_runs(monkeypatch, at_once):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(devices, "runs_at_once", lambda: at_once)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert takes_turns(world_size=3) is not at_once
+    assert not takes_turns(world_size=2)
+    # Under torchrun, only the ranks of this machine count.
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert not takes_turns(world_size=8)
 
 
 def check_a_part_that_a_wrapper_renames(rank):

@@ -18,7 +18,7 @@ running = pathlib.Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/nowhere"), "r
 if "-f" in sys.argv:
     if "fails" in os.environ.get("STAND_IN", ""):
         sys.exit(1)
-    running.touch()
+    running.write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     while running.exists():
         time.sleep(0.01)
     sys.exit(0)
@@ -27,6 +27,13 @@ if not running.exists():
     sys.exit(1)
 if command == "quit" and "stays" not in os.environ.get("STAND_IN", ""):
     running.unlink()
+"""
+
+# Fails if no GPU is visible to this process: the service numbers those that are visible to itself from 0.
+SEE_A_GPU = """
+import os, pathlib
+served = pathlib.Path(os.environ["CUDA_MPS_PIPE_DIRECTORY"], "running").read_text().split(",")
+assert int(os.environ.get("CUDA_VISIBLE_DEVICES", "0")) < len(served)
 """
 
 # Shares the one GPU, tells where the service's pipes are, and waits to be killed.
@@ -85,9 +92,22 @@ def test_the_service_ends_when_its_process_is_killed(control, tmp_path):
     assert not runs_at_once(environment)
 
 
-def test_a_gpu_of_their_own_needs_no_service(control):
+def test_a_gpu_of_their_own_needs_no_service_and_asks_for_none(control, tmp_path):
+    (tmp_path / "nvidia-cuda-mps-control").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked")
     with sharing_gpus(1) as environment:
         assert environment == {}
+    assert not (tmp_path / "asked").exists()
+
+
+def test_ranks_see_the_gpus_of_the_service_which_numbers_them_from_0(control):
+    control.setenv("CUDA_VISIBLE_DEVICES", "5")
+    control.setattr(shared_gpus, "_USE_A_GPU", SEE_A_GPU)
+    with sharing_gpus(2) as environment:
+        assert environment["CUDA_VISIBLE_DEVICES"] == "0"
+    control.delenv("CUDA_VISIBLE_DEVICES")
+    with sharing_gpus(2) as environment:
+        assert environment
+        assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
 def test_ranks_take_turns_without_the_command(control):

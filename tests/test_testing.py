@@ -39,6 +39,15 @@ def test_results_come_back_in_rank_order_and_messages_arrive():
     assert heard == {(rank, f"hello from {rank}") for rank in range(3)}
 
 
+def job_variable(rank):
+    return os.environ["A_VARIABLE"]
+
+
+def test_variables_are_set_in_every_rank_and_only_there():
+    assert run_ranks(job_variable, 2, environment={"A_VARIABLE": "set"}) == ["set", "set"]
+    assert "A_VARIABLE" not in os.environ
+
+
 def job_kernels(rank):
     return [family for family in get_args(Family) if f"gradwire.ops.cpu.{family}" in sys.modules]
 

@@ -86,7 +86,9 @@ def record_notes(record: Record) -> list[str]:
     if record.takes_turns:
         notes.append(
             "Ranks take turns on a GPU here, and messages wait for turns, so these figures say little of a "
-            "network. Where nvidia-cuda-mps-control is installed, gradwire lets ranks run at the same time."
+            "network. With CUDA's Multi-Process Service ranks run at the same time. gradwire starts it if "
+            "nvidia-cuda-mps-control is installed; under torchrun, start it yourself: "
+            "nvidia-cuda-mps-control -d"
         )
     if num_threads > record.machine.num_cores:
         notes.append(

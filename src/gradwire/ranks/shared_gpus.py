@@ -24,6 +24,7 @@ _CONTROL = "nvidia-cuda-mps-control"
 # Ends the service when nobody holds the other end of its input any more, also if that process was killed.
 _SERVE = f"({_CONTROL} -f < /dev/null; kill $$) & read -r line; echo quit | {_CONTROL}; wait"
 _PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ANSWER_LIMIT_S, _START_LIMIT_S, _END_LIMIT_S = 10.0, 30.0, 10.0
 # A process whose environment names the service but cannot reach its server has no GPU at all.
 _USE_A_GPU = """
@@ -40,8 +41,8 @@ def sharing_gpus(num_ranks: int) -> Iterator[dict[str, str]]:
     The service is started if ranks outnumber the GPUs, and ends with the block. Where it cannot be had, ranks
     take turns. If one runs already, or ``CUDA_MPS_PIPE_DIRECTORY`` is set, none is started.
     """
-    is_chosen = _PIPES in os.environ or runs_at_once()
-    if num_ranks <= torch.cuda.device_count() or shutil.which(_CONTROL) is None or is_chosen:
+    num_gpus = torch.cuda.device_count()
+    if num_ranks <= num_gpus or shutil.which(_CONTROL) is None or _PIPES in os.environ or runs_at_once():
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="gradwire-mps-") as folder:
@@ -54,6 +55,8 @@ def sharing_gpus(num_ranks: int) -> Iterator[dict[str, str]]:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C ends the ranks first
         )
+        if _VISIBLE in os.environ:  # the service numbers the GPUs that are visible to it from 0
+            environment[_VISIBLE] = ",".join(map(str, range(num_gpus)))
         try:
             yield environment if _serves(service, environment) else {}
         finally:
