@@ -22,7 +22,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -121,10 +121,22 @@ class OverNccl:
         average(flat, self.exchange, self.context)
 
 
+def share_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return torch's handle of zeros in each rank's memory; collective."""
+    try:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
+        handle = symmetric_memory.rendezvous(memory, group)
+    except Exception as error:  # whatever torch's private module raises
+        raise CannotRun(f"torch gives no symmetric memory: {error}") from error
+    torch.cuda.synchronize()
+    dist.barrier()  # flags of all ranks are zero
+    return handle
+
+
 def open_ways(exchange: TwoShot, numel: int, group: dist.ProcessGroup, device: torch.device) -> list[Way]:
     """Return the ways to average ``numel`` values, of which the first is over NCCL; collective."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     from symmetric_kernel import OneKernel, flag_bytes, num_programs
 
     assert isinstance(exchange.codec, Blocks)
@@ -134,11 +146,7 @@ def open_ways(exchange: TwoShot, numel: int, group: dist.ProcessGroup, device: t
     stride = max(aligned(form.row_bytes(end - start)) for start, end in bounds)
     num_sharing = -(-size // torch.cuda.device_count())
     programs = num_programs(form, max(end - start for start, end in bounds), num_sharing, device)
-    num_bytes = 2 * size * stride + flag_bytes(size, programs)
-    memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
-    handle = symmetric_memory.rendezvous(memory, group)
-    torch.cuda.synchronize()
-    dist.barrier()  # flags of all ranks are zero
+    handle = share_memory(2 * size * stride + flag_bytes(size, programs), group, device)
     rows = [handle.get_buffer(peer, (2 * size, stride), torch.uint8, 0) for peer in range(size)]
     addresses = torch.tensor([each.data_ptr() for each in rows], device=device)
     layout = BucketLayout(0, torch.float32, (Slot("values", 0, torch.Size([numel]), (1,)),))
@@ -173,10 +181,7 @@ def measure(name: str, numel: int, group: dist.ProcessGroup, device: torch.devic
     exchange = gradwire.recipe(name).exchange
     if not (isinstance(exchange, TwoShot) and isinstance(exchange.codec, Blocks)):
         raise ValueError(f"{name} is no recipe with a scale for each block of values")
-    try:
-        ways = open_ways(dataclasses.replace(exchange, feedback=None), numel, group, device)
-    except Exception as error:  # whatever torch's private module raises
-        raise CannotRun(f"torch gives no symmetric memory: {error}") from error
+    ways = open_ways(dataclasses.replace(exchange, feedback=None), numel, group, device)
     generator = torch.Generator(device).manual_seed(group.rank())
     over_nccl, *others = ways
     # Ways share memory. Each call has values of its own, so that none finds there what it has to send. And
