@@ -5,8 +5,8 @@
     python benchmarks/steps.py --device cuda       two NCCL ranks, which may share one GPU
     python benchmarks/steps.py --rows noop int8 int8@8 DDP@8 powersgd:rank=4 --rounds 4
 
-A row is a recipe, or one of torch's hooks. ``int8@8`` has a bucket_cap_mb of 8 instead of DDP's own, and
-``int8@wrap`` is a model that `gradwire.wrap` has made.
+A row is a recipe, or one of torch's hooks. ``int8@8`` has a bucket_cap_mb of 8 instead of DDP's own.
+``int8@wrap`` is a model that `gradwire.wrap` has made, and ``int8@wrap25`` one with a bucket_cap_mb of 25.
 
 All rows are measured in the same processes, in turns whose order changes from round to round, so that drift
 hits all alike. A ratio is the median of the ratios within each round. A step is zero_grad, forward and
@@ -140,12 +140,13 @@ def make_models(
     """Return a model for each row, and the wires of those with a recipe."""
     models, wires = {}, {}
     for row in rows:
-        name, _, bucket_mb = row.partition("@")
+        name, _, how = row.partition("@")
+        bucket_mb = how.removeprefix("wrap")
         own = copy.deepcopy(module)
-        if bucket_mb == "wrap":
-            models[row], wires[row] = gradwire.wrap(own, name, process_group=group)
-            continue
         options: dict[str, Any] = {"bucket_cap_mb": float(bucket_mb)} if bucket_mb else {}
+        if how.startswith("wrap"):
+            models[row], wires[row] = gradwire.wrap(own, name, process_group=group, **options)
+            continue
         model = DistributedDataParallel(own, process_group=group, **options)
         if name not in PEERS:
             wires[row] = gradwire.attach(model, name)

@@ -46,7 +46,7 @@ def test_a_wrapped_model_is_averaged_by_its_recipe(two_ranks):
 
 
 def check_buckets(rank):
-    for recipe, size_mb in (("int8", 8), ("bf16", 8), ("fp32", 8), ("int4", 25), ("powersgd", 25)):
+    for recipe, size_mb in (("int8", 8), ("bf16", 8), ("fp32", 8), ("int4", 25), ("powersgd:rank=1", 25)):
         model, wire = gradwire.wrap(nn.Linear(64, 64), recipe)
         wire.detach()
         assert cap_mb(model) == size_mb, recipe
@@ -86,7 +86,9 @@ def best_mb(recipe, module, link=None):
     ("link", "small", "large"),
     [
         (None, ["fp32", "bf16", "int8"], ["int4", "int2", "sign", "powersgd", "topk"]),
-        ("10gbit", ["fp32", "bf16", "int8"], ["int4", "int2", "sign", "powersgd", "topk"]),
+        ("10gbit", [], ["fp32", "bf16", "int8", "int4", "sign", "powersgd"]),
+        ("5gbit", ["fp32"], ["bf16", "int8", "int4", "sign", "powersgd"]),
+        ("2500mbit", ["fp32", "bf16"], ["int8", "int4", "sign", "powersgd"]),
         ("1gbit", ["fp32", "bf16", "int8"], ["int4", "int2", "sign", "powersgd", "topk"]),
         ("500 Mbit/s", ["fp32", "int8", "int4"], ["int2", "sign", "powersgd", "topk"]),
         ("100mbit", ["int4", "int2", "sign", "sign:rotated=false"], ["powersgd:rank=1", "topk"]),

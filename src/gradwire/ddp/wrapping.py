@@ -30,8 +30,8 @@ def wrap(
     Args:
         module: the model to train, on its device.
         recipe: as for `attach`.
-        link: the rate of the links between nodes, such as ``"100mbit"``. On links slower than 1 Gbit/s,
-            recipes with fewer bytes get small buckets, too.
+        link: the rate of the links between nodes, such as ``"100mbit"``; by default ``"1gbit"``. The slower
+            it is, the fewer bytes are enough for small buckets.
         options: those of ``DistributedDataParallel`` and of `attach`. By default ``bucket_cap_mb`` is what
             suits the recipe on the module's device and the link, and ``gradient_as_bucket_view`` is True,
             which saves a copy of all gradients.
