@@ -6,7 +6,8 @@
     python benchmarks/steps.py --rows noop int8 int8@8 DDP@8 powersgd:rank=4 --rounds 4
 
 A row is a recipe, or one of torch's hooks. ``int8@8`` has a bucket_cap_mb of 8 instead of DDP's own.
-``int8@wrap`` is a model that `gradwire.wrap` has made, and ``int8@wrap25`` one with a bucket_cap_mb of 25.
+``int8@wrap`` is a model that `gradwire.wrap` has made for that link, and ``int8@wrap25`` one with a bucket_cap_mb
+of 25.
 
 All rows are measured in the same processes, in turns whose order changes from round to round, so that drift
 hits all alike. A ratio is the median of the ratios within each round. A step is zero_grad, forward and
@@ -135,7 +136,7 @@ class Measured:
 
 
 def make_models(
-    rows: list[str], module: nn.Module, group: dist.ProcessGroup
+    rows: list[str], module: nn.Module, group: dist.ProcessGroup, link: str | None
 ) -> tuple[dict[str, DistributedDataParallel], dict[str, gradwire.Wire]]:
     """Return a model for each row, and the wires of those with a recipe."""
     models, wires = {}, {}
@@ -145,7 +146,7 @@ def make_models(
         own = copy.deepcopy(module)
         options: dict[str, Any] = {"bucket_cap_mb": float(bucket_mb)} if bucket_mb else {}
         if how.startswith("wrap"):
-            models[row], wires[row] = gradwire.wrap(own, name, process_group=group, **options)
+            models[row], wires[row] = gradwire.wrap(own, name, link=link, process_group=group, **options)
             continue
         model = DistributedDataParallel(own, process_group=group, **options)
         if name not in PEERS:
@@ -157,11 +158,18 @@ def make_models(
 
 
 def time_steps(
-    rank: int, names: list[str], rounds: int, device: str, workload: Workload, warm_up: int, num_untimed: int
+    rank: int,
+    names: list[str],
+    rounds: int,
+    device: str,
+    link: str | None,
+    workload: Workload,
+    warm_up: int,
+    num_untimed: int,
 ) -> dict[str, Measured]:
     group = open_group(rank, device)
     built = workload.build().to(torch.device(device))
-    models, wires = make_models(names, built.model, group)
+    models, wires = make_models(names, built.model, group, link)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     host_seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[int]] = {name: [] for name in names}
@@ -342,7 +350,7 @@ def main() -> None:
     with in_lab as lab, rank_environment(options.world_size, options.device) as environment:
         warm_up = NUM_CUDA_WARM_UP_TURNS if options.device == "cuda" else NUM_WARM_UP_TURNS
         num_untimed = NUM_UNTIMED_FAR_STEPS if options.delay else 0
-        args = names, options.rounds, options.device, workload, warm_up, num_untimed
+        args = names, options.rounds, options.device, options.link, workload, warm_up, num_untimed
         results = run_ranks(
             time_steps, options.world_size, limit, args=args, lab=lab, environment=environment
         )
