@@ -6,7 +6,7 @@
     python benchmarks/steps.py --rows noop int8 int8@8 DDP@8 powersgd:rank=4 --rounds 4
 
 A row is a recipe, or one of torch's hooks. ``int8@8`` has a bucket_cap_mb of 8 instead of DDP's own.
-``int8@wrap`` is a model that `gradwire.wrap` has made for that link, and ``int8@wrap25`` one with a bucket_cap_mb
+``int8@wrap`` is a model that `gradwire.wrap` has made for that link, ``int8@wrap25`` one with a bucket_cap_mb
 of 25.
 
 All rows are measured in the same processes, in turns whose order changes from round to round, so that drift

@@ -402,14 +402,15 @@ def test_ranks_on_gpus_know_theirs_and_say_so_when_they_share_one(monkeypatch):
 @pytest.mark.parametrize("at_once", [True, False])
 def test_ranks_take_turns_where_they_share_a_gpu_and_no_service_runs(monkeypatch, at_once):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(devices, "runs_at_once", lambda: at_once)
+    monkeypatch.setattr(devices, "runs_at_once", lambda environment: at_once)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert takes_turns(world_size=3) is not at_once
-    assert not takes_turns(world_size=2)
+    assert takes_turns("cuda", world_size=3) is not at_once
+    assert not takes_turns("cuda", world_size=2)
+    assert not takes_turns("cpu", world_size=3)
     # Under torchrun, only the ranks of this machine count.
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert not takes_turns(world_size=8)
+    assert not takes_turns("cuda", world_size=8)
 
 
 def check_a_part_that_a_wrapper_renames(rank):

@@ -21,8 +21,8 @@ log = logging.getLogger("gradwire")
 # what a recipe sends of a bucket should take longer than they do. On CUDA, buckets share messages.
 _SMALL_MB, _LARGE_MB = 8.0, 25.0
 # Small buckets are faster on CPU if a large one would take longer than this on the link. Steps of int8, with
-# 8 MB over 25: 0.87 at 1 Gbit/s (where a large bucket takes 52 ms), 1.00 at 2.5 (21 ms), 1.02 at 5; of bf16
-# 0.90 at 2.5 (42 ms), 1.00 at 5 (21 ms), 1.03 at 10; of fp32 0.95 at 5 (42 ms), 1.04 at 10 (21 ms).
+# 8 MB over 25: 0.87 at 1 Gbit/s, where a large bucket takes 52 ms, and 1.00 at 2.5 (21 ms); of bf16 0.88 at
+# 2.5 (42 ms) and 0.96 at 5 (21 ms); of fp32 0.92 at 5 (42 ms) and 0.98 at 10 (21 ms). int8 takes 1.04 there.
 _LONG_S = 0.03
 # The link, if nobody says which it is.
 _USUAL_BITS_PER_S = 1e9
