@@ -16,7 +16,7 @@ from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
 from gradwire.torch_private import PrefixStore, default_store
 from gradwire.training import finite_means, outer_loop
-from gradwire.training.fragments import broadcast
+from gradwire.training.fragments import Fragment, broadcast
 from tests.local_runs import flat, net, train
 from tests.logs import logged
 from tests.site_runs import make as make_sharded
@@ -255,6 +255,24 @@ def check_diverged_member(rank):
             assert_same_model(model, group)
             assert flat(model).isfinite().all()
             local.detach()
+def test_a_state_has_no_mean_of_an_averaging_that_fails_while_it_is_saved(monkeypatch):
+    model, optimizer, local = make(0.0, gradwire.make_group(dist.HashStore(), 0, 1))
+    wait = Fragment.wait
+
+    def fail_and_wait(fragment):
+        if fragment.is_under_way:
+            local._membership.engine.fail(gradwire.PeerError("rank 1 is lost"))
+        return wait(fragment)
+
+    with local:
+        train(model, optimizer, local, 0, range(4))
+        assert local.state_dict()["turn"]["under_way"]
+        monkeypatch.setattr(Fragment, "wait", fail_and_wait)
+        state = local.state_dict()
+        assert not state["turn"]["under_way"]
+        assert not state["mean"]
+
+
         dist.barrier()
 
 

@@ -204,6 +204,7 @@ class OuterLoop:
         """Return the place of this run, and the tensors that a checkpoint holds."""
         turn, has_failed = self.turn, self.has_failed
         tensors = tensors_of(self.fragments, has_means=not has_failed)
+        self.wait()  # first, as averagings may fail meanwhile
         return replace(turn, under_way={}) if has_failed else turn, tensors
 
     def settle(self) -> bool:
@@ -211,8 +212,7 @@ class OuterLoop:
 
         Returns True if one has, or if the last average was not finite.
         """
-        for fragment in self.fragments:
-            fragment.wait()
+        self.wait()
         has_failed = self._failure(may_ask=True) is not None or not self._means.were_finite()
         if has_failed:
             self._give_up()
@@ -255,6 +255,11 @@ class OuterLoop:
     def _end(self, fragments: Sequence[Fragment], alpha: float, *, plainly: bool = False) -> None:
         """Wait for averagings, and move parameters by all of them, or raise and move none."""
         means = [fragment.wait() for fragment in fragments]
+    def wait(self) -> None:
+        """Wait for the averagings under way, which still change residuals."""
+        for fragment in self.fragments:
+            fragment.wait()
+
         self._raise_failure(may_ask=bool(fragments))
         applies = self._means.look([mean for own in means for mean in own], self.members.ranks)
         for fragment, mean in zip(fragments, means, strict=True):
