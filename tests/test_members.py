@@ -202,6 +202,30 @@ def test_groups_that_trained_apart_for_as_long_go_on_from_one_of_them(four_ranks
     four_ranks.run(check_apart)
 
 
+def check_apart_in_a_delay(rank):
+    """Two groups begin to average apart, and meet again before they have ended that."""
+    model, optimizer, local = make(0.0, group_of("whole", [0, 1, 2, 3], rank))
+    train(model, optimizer, local, rank, range(8))
+    half = [0, 1] if rank < 2 else [2, 3]
+    local.regroup(group_of(f"half {half}", half, rank))
+    train(model, optimizer, local, rank, range(8, 10))
+    assert local.state_dict()["turn"]["under_way"]
+    group = group_of("whole again", [0, 1, 2, 3], rank)
+    before = flat(model)
+    assert not local.regroup(group)
+    assert torch.equal(flat(model), before), "each goes on with its own steps"
+    assert_same_outer_state(local, group)
+    train(model, optimizer, local, rank, range(10, 16))
+    local.average()
+    assert_same_model(model, group)
+    local.detach()
+    dist.barrier()
+
+
+def test_groups_that_meet_while_each_averages_apart_take_one_mean(four_ranks):
+    four_ranks.run(check_apart_in_a_delay)
+
+
 def check_lost_member(rank):
     """Rank 2 ends without a word: the others learn of it in a step, and go on without it."""
     if rank < 3:
@@ -231,6 +255,24 @@ def check_lost_member(rank):
     dist.barrier()
 
 
+def test_a_state_has_no_mean_of_an_averaging_that_fails_while_it_is_saved(monkeypatch):
+    model, optimizer, local = make(0.0, gradwire.make_group(dist.HashStore(), 0, 1))
+    wait = Fragment.wait
+
+    def fail_and_wait(fragment):
+        if fragment.is_under_way:
+            local._membership.engine.fail(gradwire.PeerError("rank 1 is lost"))
+        return wait(fragment)
+
+    with local:
+        train(model, optimizer, local, 0, range(4))
+        assert local.state_dict()["turn"]["under_way"]
+        monkeypatch.setattr(Fragment, "wait", fail_and_wait)
+        state = local.state_dict()
+        assert not state["turn"]["under_way"]
+        assert not state["mean"]
+
+
 def check_diverged_member(rank):
     """Rank 2 diverges and leaves. The others look at means as on a GPU, and have not begun the next one."""
     with pytest.MonkeyPatch.context() as patch:
@@ -255,24 +297,6 @@ def check_diverged_member(rank):
             assert_same_model(model, group)
             assert flat(model).isfinite().all()
             local.detach()
-def test_a_state_has_no_mean_of_an_averaging_that_fails_while_it_is_saved(monkeypatch):
-    model, optimizer, local = make(0.0, gradwire.make_group(dist.HashStore(), 0, 1))
-    wait = Fragment.wait
-
-    def fail_and_wait(fragment):
-        if fragment.is_under_way:
-            local._membership.engine.fail(gradwire.PeerError("rank 1 is lost"))
-        return wait(fragment)
-
-    with local:
-        train(model, optimizer, local, 0, range(4))
-        assert local.state_dict()["turn"]["under_way"]
-        monkeypatch.setattr(Fragment, "wait", fail_and_wait)
-        state = local.state_dict()
-        assert not state["turn"]["under_way"]
-        assert not state["mean"]
-
-
         dist.barrier()
 
 

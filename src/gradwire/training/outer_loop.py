@@ -77,7 +77,8 @@ class OuterLoop:
     num_averages: int = 0
     """Averagings that have ended."""
     history: str = ""
-    """See `Turn`."""
+    group: str = ""
+    """Both as in `Turn`."""
     _means: FiniteMeans = field(default_factory=FiniteMeans, init=False)
 
     def begin_due(self, num_local: int, work: float, position: int) -> None:
@@ -122,6 +123,7 @@ class OuterLoop:
         keeps_steps = self.streaming.keeps_steps
         fragment.begin(self._start, place, delay, weight, SealedClaim(claim), keeps_steps=keeps_steps)
         self.num_begun += 1
+        self.group = self.members.name
 
     def _start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
         """Begin to average a bucket; on CPU, fail on all ranks if this one's values are not finite."""
@@ -202,9 +204,9 @@ class OuterLoop:
 
     def save(self) -> tuple[Turn, dict[str, dict[str, Tensor]]]:
         """Return the place of this run, and the tensors that a checkpoint holds."""
+        self.wait()  # first, as averagings may fail meanwhile
         turn, has_failed = self.turn, self.has_failed
         tensors = tensors_of(self.fragments, has_means=not has_failed)
-        self.wait()  # first, as averagings may fail meanwhile
         return replace(turn, under_way={}) if has_failed else turn, tensors
 
     def settle(self) -> bool:
@@ -233,7 +235,7 @@ class OuterLoop:
         """The place of this run between its averagings."""
         under_way = {each.number: each.steps_left for each in self.fragments if each.is_under_way}
         work = tuple(float(each.work) for each in self.fragments)
-        return Turn(self.num_begun, self.num_averages, work, under_way, self.history)
+        return Turn(self.num_begun, self.num_averages, work, under_way, self.history, self.group)
 
     def go_on(self, turn: Turn) -> None:
         """Go on from ``turn``, whose means are to be loaded; ValueError if it has other fragments."""
@@ -249,17 +251,18 @@ class OuterLoop:
         if len(turn.work) == len(self.fragments):
             for fragment, work in zip(self.fragments, turn.work, strict=True):
                 fragment.work = work
-        self.num_begun, self.num_averages, self.history = turn.num_begun, turn.num_averages, turn.history
+        self.num_begun, self.num_averages = turn.num_begun, turn.num_averages
+        self.history, self.group = turn.history, turn.group
         self.turns.restart(turn.num_begun)
 
-    def _end(self, fragments: Sequence[Fragment], alpha: float, *, plainly: bool = False) -> None:
-        """Wait for averagings, and move parameters by all of them, or raise and move none."""
-        means = [fragment.wait() for fragment in fragments]
     def wait(self) -> None:
         """Wait for the averagings under way, which still change residuals."""
         for fragment in self.fragments:
             fragment.wait()
 
+    def _end(self, fragments: Sequence[Fragment], alpha: float, *, plainly: bool = False) -> None:
+        """Wait for averagings, and move parameters by all of them, or raise and move none."""
+        means = [fragment.wait() for fragment in fragments]
         self._raise_failure(may_ask=bool(fragments))
         applies = self._means.look([mean for own in means for mean in own], self.members.ranks)
         for fragment, mean in zip(fragments, means, strict=True):
