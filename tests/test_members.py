@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -356,6 +357,31 @@ def test_members_go_on_after_one_is_killed(monkeypatch):
     with pytest.raises(RanksFailed) as caught:
         run_ranks(job_killed, 3, 240)
     assert caught.value.errors.keys() == {2}, caught.value
+
+
+def check_lost_before_an_average(rank):
+    """Ranks by the clock wait for each other outside of an averaging: that one is lost is an error as in one."""
+    group = group_of("by the clock", [0, 1], rank) if rank < 2 else None
+    if rank < 2:
+        model, optimizer, local = make(0.0, group, period=timedelta(hours=1))
+        train(model, optimizer, local, rank, range(2))
+    dist.barrier()
+    if rank == 1:
+        close_connections(group)
+        local.detach()
+    if rank == 0:
+        before = flat(model)
+        with pytest.raises(gradwire.WireError, match="rank 0, step 0"):
+            local.average()
+        assert torch.equal(flat(model), before)
+        assert not local.regroup(group_of("alone", [0], rank))
+        local.average()
+        local.detach()
+    dist.barrier()
+
+
+def test_a_member_that_is_lost_before_an_average_by_the_clock_is_a_wire_error(four_ranks):
+    four_ranks.run(check_lost_before_an_average)
 
 
 # --- sharded sites ---

@@ -149,19 +149,24 @@ class OuterLoop:
         name = next(named, None)
         where = "parameters of another rank are" if name is None else f"parameter {name!r} on this rank is"
         text = f"the last average is not finite, so it has changed nothing: {where} not finite"
-        averaging = self.members.averaging
-        place = Place(self.members.ranks.rank, position, 0, averaging.name)
-        averaging.fail(locate(FloatingPointError(text), place))
+        self._fail(FloatingPointError(text), position)
         self._raise_failure(may_ask=True)
 
     def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective."""
+        """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective.
+
+        Raises `WireError` if a rank is lost.
+        """
         if not isinstance(self.turns, TurnsByTime):
             return
-        if device.type == "cpu":  # NCCL would take no turns while it waits
-            self._take_turns_until_all_come(self.turns, group)
-        most = torch.tensor(self.num_begun, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        try:
+            if device.type == "cpu":  # NCCL would take no turns while it waits
+                self._take_turns_until_all_come(self.turns, group)
+            most = torch.tensor(self.num_begun, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        except RuntimeError as error:
+            self._give_up()
+            raise self._fail(error, self.num_begun).with_traceback(error.__traceback__) from None
         while self.num_begun < int(most):
             self.begin(self.fragments[self.turns.take()], self.num_begun, self.streaming.delay)
 
@@ -285,6 +290,13 @@ class OuterLoop:
         if failure is not None:
             self._give_up()
             raise failure.with_traceback(None)
+
+    def _fail(self, error: Exception, position: int) -> WireError:
+        """Fail on every rank of this group; return the error with its place."""
+        averaging = self.members.averaging
+        located = locate(error, Place(self.members.ranks.rank, position, 0, averaging.name))
+        averaging.fail(located)
+        return located
 
     def _failure(self, *, may_ask: bool) -> WireError | None:
         return self.members.ranks.failure(self.members.averaging.failure, may_ask=may_ask)
