@@ -1,5 +1,6 @@
 """Headroom: workloads, the table, and the command on real ranks."""
 
+import contextlib
 import dataclasses
 import os
 from collections import Counter
@@ -253,6 +254,22 @@ def test_a_failed_measurement_ends_with_1_and_the_ranks_errors(monkeypatch):
     assert result.exit_code == 1
     assert "the measurement failed on ranks 0, 1:\nTraceback" in result.stderr
     assert result.stderr.count("MemoryError: the memory is full") == 1
+
+
+def test_an_interrupted_measurement_writes_the_links_before(monkeypatch, tmp_path):
+    path, links = tmp_path / "record.json", iter(["100mbit"])
+
+    def measure(*arguments, **options):
+        for link in links:
+            return dataclasses.replace(record(allreduce=100, noop=50), link=link)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradwire.cli.headroom.measure_steps", measure)
+    monkeypatch.setattr("gradwire.cli.headroom.Lab", lambda *arguments: contextlib.nullcontext())
+    result = run("headroom", *TINY, "--link", "100mbit,1gbit", "--json", str(path))
+    assert result.exit_code == 130, result.output
+    assert "interrupted; every rank is ended" in result.stderr
+    assert [each.link for each in read_records(path.read_text())] == ["100mbit"]
 
 
 def fail_on_ranks(*arguments, **options):

@@ -360,7 +360,7 @@ def test_members_go_on_after_one_is_killed(monkeypatch):
 
 
 def check_lost_before_an_average(rank):
-    """Ranks by the clock wait for each other outside of an averaging: that one is lost is an error as in one."""
+    """Ranks by the clock wait for each other outside of an averaging; a loss is an error as in one."""
     group = group_of("by the clock", [0, 1], rank) if rank < 2 else None
     if rank < 2:
         model, optimizer, local = make(0.0, group, period=timedelta(hours=1))
