@@ -222,6 +222,7 @@ def test_quiet_prints_the_verdict_alone():
         (["--recipe", "fp16:reduction=max"], "option 'reduction' must be mean or sum, not 'max'"),
         (["--width", "20"], "multiple of 8"),
         (["--bucket-mb", "0"], "--bucket-mb must be above 0"),
+        (["--bucket-mb", "inf"], "--bucket-mb must be above 0 and finite"),
         (["--seconds", "-3"], "--seconds must be above 0"),
         (["--json", "no-such-folder/record.json"], "cannot write no-such-folder/record.json"),
         (["--ranks", "0"], "--ranks"),
