@@ -34,8 +34,8 @@ def recommend(record: Record) -> Row | None:
     best = _best(record)
     if record.world_size == 1 or best is None or _beyond_possible(record) is not None:
         return None
-    is_shown = not may_be_chance(record.noop, record.allreduce) and _is_worth_it(record, best)
-    return best if is_shown else None
+    # Where a step without communication gains nothing, no recipe does.
+    return best if all(_is_worth_it(record, row) for row in (record.noop, best)) else None
 
 
 def describe_proposal(record: Record) -> str:
