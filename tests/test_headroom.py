@@ -32,7 +32,9 @@ from gradwire.headroom.devices import local_gpu, takes_turns
 from gradwire.headroom.measure import slowest_ms
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.timed_models import TimedModel
+from gradwire.headroom.typical_steps import sent_per_step, typical_ms
 from gradwire.planner import Cluster, shapes_of, step_traffic
+from gradwire.telemetry import BucketStats, StepStats
 from gradwire.testing import run_ranks
 from tests.records import record
 
@@ -279,6 +281,16 @@ def fail_on_ranks(*arguments, **options):
 
 def run_out_of_memory(rank):
     raise MemoryError("the memory is full")
+
+
+def test_a_typical_step_is_not_the_last_one():
+    """Scripts and benchmarks take the same: a pause at the end says nothing of other steps."""
+    waits = [90.0, 90.0, 10.0, 11.0, 12.0, 10.0, 300.0]  # the first two with provisional buckets
+    steps = [StepStats(i, (BucketStats(0, 100 + i % 2, 2, ms, None),)) for i, ms in enumerate(waits)]
+    assert typical_ms(steps, "wait_ms") == 11
+    assert typical_ms(steps, "work_ms") is None
+    assert sent_per_step(steps, "bytes_sent") == 100.5
+    assert typical_ms([], "wait_ms") is sent_per_step([], "bytes_sent") is None
 
 
 def test_progress_counts_up_to_the_end():
