@@ -16,7 +16,7 @@ from gradwire.peers import all_gather_bytes, close_connections
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
 from gradwire.torch_private import PrefixStore, default_store
-from gradwire.training import finite_means, outer_loop
+from gradwire.training import finite_means, outer_loop, state_sharing
 from gradwire.training.fragments import Fragment, broadcast
 from tests.local_runs import flat, net, train
 from tests.logs import logged
@@ -272,6 +272,44 @@ def test_a_state_has_no_mean_of_an_averaging_that_fails_while_it_is_saved(monkey
         state = local.state_dict()
         assert not state["turn"]["under_way"]
         assert not state["mean"]
+
+
+def check_lost_source(rank):
+    """Rank 2 has the newest state, and is lost while the others take it: they go on with what they had."""
+    if rank < 3:
+        own = [0, 1] if rank < 2 else [2]
+        model, optimizer, local = make(0.0, group_of(f"before {own}", own, rank))
+        train(model, optimizer, local, rank, range(7 if rank < 2 else 13))
+        before, group = flat(model), group_of("interrupted", [0, 1, 2], rank)
+        num_shared = 0
+
+        def lose_source(*arguments, **options):
+            nonlocal num_shared
+            num_shared += 1
+            if rank == 2 and num_shared == 4:  # in the second fragment
+                close_connections(group)
+            broadcast(*arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(state_sharing, "broadcast", lose_source)
+            with pytest.raises(RuntimeError):
+                local.regroup(group)
+        assert num_shared == 4
+        assert torch.equal(flat(model), before)
+    if rank < 2:
+        group = group_of("without the source", [0, 1], rank)
+        assert not local.regroup(group)
+        assert torch.equal(flat(model), before)
+        train(model, optimizer, local, rank, range(7, 14))
+        local.average()
+        assert_same_model(model, group)
+    if rank < 3:
+        local.detach()
+    dist.barrier()
+
+
+def test_a_source_that_is_lost_while_others_take_its_state_leaves_them_theirs(four_ranks):
+    four_ranks.run(check_lost_source)
 
 
 def check_diverged_member(rank):
