@@ -149,7 +149,7 @@ class Sums:
         is_narrow = torch.bfloat16 in (case.param_dtype, case.reduce_dtype) or case.several_dtypes
         # Roundings of computed gradients, sums and accumulation.
         self._allowed += largest * ((0.03 if is_narrow else 0.0) + error_of(run)) * case.num_micro
-        held = held_back(run) if run.has_feedback else {}
+        held = held_back(run)
         for name, each in self._missing.items():
             error = float((each - held.get(name, 0)).abs().max())
             self.deviation = max(self.deviation, error / self._allowed)
