@@ -14,7 +14,6 @@ of the fixed recipes whose error, in the first step, is within the budget.
 import argparse
 import contextlib
 import math
-import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ import gradwire
 from gradwire.headroom import Machine
 from gradwire.lab import Lab
 from gradwire.ranks import run_ranks, send_message
+from turns import ratio, shuffled, slowest
 
 LINKS = ["10mbit", "100mbit", "1gbit", "none", "1gbit>50mbit"]
 WIDTHS = {"10mbit": 64, "100mbit": 128, "1gbit": 256, "none": 256, "1gbit>50mbit": 128}
@@ -123,31 +123,15 @@ def measure(rank: int, recipe: str, width: int, rounds: int, changes: bool, weig
     rows = {**rows, "auto": auto}
     seconds: dict[str, list[float]] = {name: [] for name in rows}
     for number in range(rounds):
-        for name in random.Random(number).sample(list(rows), len(rows)):
+        for name, row in shuffled(rows, number):
             dist.barrier()
-            rows[name].step()
-            seconds[name] += [rows[name].step() for _ in range(STEPS_PER_TURN)]
+            row.step()
+            seconds[name] += [row.step() for _ in range(STEPS_PER_TURN)]
     wire = auto.wire
     assert wire is not None
-    slowest = {name: _slowest(values) for name, values in seconds.items()}
+    ms = {name: slowest(values, STEPS_PER_TURN) for name, values in seconds.items()}
     last = wire.decisions()[-1]
-    return Found(slowest, errors, str(wire), f"{last.counts}, {last.bytes_per_step:,} bytes")
-
-
-def _slowest(seconds: list[float]) -> list[float]:
-    times = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    found: list[float] = (1e3 * times).tolist()
-    return found
-
-
-def ratio(values: list[float], base: list[float]) -> float:
-    """Return the median over rounds of how many times as long `values` are as `base`."""
-    means = [
-        [statistics.mean(each[i : i + STEPS_PER_TURN]) for i in range(0, len(each), STEPS_PER_TURN)]
-        for each in (values, base)
-    ]
-    return float(statistics.median(a / b for a, b in zip(*means, strict=True)))
+    return Found(ms, errors, str(wire), f"{last.counts}, {last.bytes_per_step:,} bytes")
 
 
 def run(link: str, recipe: str, rounds: int, budget: float, weights: str | None) -> str:
@@ -170,8 +154,8 @@ def run(link: str, recipe: str, rounds: int, budget: float, weights: str | None)
     median = {name: statistics.median(values) for name, values in found.ms.items()}
     return (
         f"| {link} | {median[NONE]:.1f} | `{best}` {median[best]:.1f} | {median['auto']:.1f} "
-        f"| {1 / ratio(found.ms['auto'], found.ms[best]):.2f} "
-        f"| {ratio(found.ms[NONE], found.ms['auto']):.2f} | {found.last} |"
+        f"| {1 / ratio(found.ms['auto'], found.ms[best], STEPS_PER_TURN):.2f} "
+        f"| {ratio(found.ms[NONE], found.ms['auto'], STEPS_PER_TURN):.2f} | {found.last} |"
     )
 
 

@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import functools
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from gradwire.planner import Calibration, Cluster, ShardedPlan, calibrate, predi
 from gradwire.testing import run_ranks
 from groups import open_group, rank_environment
 from plain_sends import PlainSends
+from turns import ratio, shuffled
 
 BASE, ALONE, ONCE, PLAIN = "torch", "no exchange", ", gathered once", "plain sends, "
 RECIPES = {
@@ -69,7 +69,7 @@ def measure(ways: dict[str, Callable[[], None]], rounds: int, device: str) -> di
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     memory: dict[str, float] = dict.fromkeys(ways, 0.0)
     for turn in range(1 + rounds):  # the first turn warms up
-        for name, run in random.Random(turn).sample(list(ways.items()), len(ways)):
+        for name, run in shuffled(ways, turn):
             dist.barrier()
             before = reset_peak(device)
             begin = time.perf_counter()
@@ -197,7 +197,7 @@ def report(what: str, rows: dict[str, Row]) -> None:
     print(f"\n{what:44} {'median':>8} {'min':>8} {'max':>8}   over torch's   torch's over it   MB at most")
     for name, row in rows.items():
         base = rows.get(f"{BASE}{ONCE}" if name.endswith(ONCE) else BASE) or rows[f"{BASE}{ONCE}"]
-        over = ratio(row, base)
+        over = ratio(row.ms, base.ms)
         times = f"{statistics.median(row.ms):8.1f} {min(row.ms):8.1f} {max(row.ms):8.1f}"
         print(f"{name:44} {times} {over:14.3f} {1 / over:17.2f} {row.memory_mb:12.1f}")
 
@@ -213,13 +213,10 @@ def report_limits(rows: dict[str, Row], link: str) -> None:
         if row.bytes_sent is not None:
             limit, ms = max(alone, 8e3 * row.bytes_sent / parse_rate(link)), statistics.median(row.ms)
             plain = rows.get(f"{PLAIN}{name}")
-            over = "" if plain is None else f"{statistics.median(plain.ms):8.1f} {ratio(row, plain):9.2f}"
+            over = (
+                "" if plain is None else f"{statistics.median(plain.ms):8.1f} {ratio(row.ms, plain.ms):9.2f}"
+            )
             print(f"{name:36} {row.bytes_sent / 1e6:8.1f} {limit:8.1f} {ms:8.1f} {ms / limit:9.2f} {over}")
-
-
-def ratio(row: Row, base: Row) -> float:
-    """Return the median of the ratios within each round."""
-    return statistics.median(a / b for a, b in zip(row.ms, base.ms, strict=True))
 
 
 def report_plan(

@@ -26,13 +26,12 @@ import contextlib
 import copy
 import dataclasses
 import os
-import random
 import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,13 +52,13 @@ from gradwire.lab import Lab, parse_rate
 from gradwire.testing import run_ranks
 from groups import open_group, rank_environment
 from limits import BucketClock, HandedOver, limit_ms
+from turns import ratio, shuffled, slowest
 
 # An even number: of two ranks that are far apart, each is late in every other step.
 STEPS_PER_TURN = 4
 BASE = "DDP's fp32 allreduce"
 # Rows and columns of the matrices in a bucket that is averaged alone.
 SIDE = 512
-T = TypeVar("T")
 NUM_WARM_UP_TURNS = 1
 # Exchanges are recorded when they come for the third time, and DDP rebuilds its buckets after the first step.
 NUM_CUDA_WARM_UP_TURNS = 3
@@ -87,35 +86,6 @@ DEFAULT_ROWS = [
     *(name for name in gradwire.recipes.RECIPES if name != "noop"),
 ]
 CPU, GPU = Workload(), Workload(width=1024, num_layers=8, batch=8, sequence=128)
-
-
-def slowest(seconds: list[float], per_turn: int = 1) -> list[float]:
-    """Return the times from the end of one step to the end of the next, on the slowest rank, in milliseconds.
-
-    The ``per_turn`` steps of a turn follow each other. Of two ranks that are far apart, each may be the slow
-    one in every other step.
-    """
-    ends = torch.tensor(seconds, dtype=torch.float64).view(-1, per_turn).cumsum(1)
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
-    times: list[float] = (1e3 * ends.diff(prepend=torch.zeros(len(ends), 1))).flatten().tolist()
-    return times
-
-
-def shuffled(rows: dict[str, T], turn: int) -> list[tuple[str, T]]:
-    """Return the rows in another order for each turn, the same on every rank."""
-    return random.Random(turn).sample(list(rows.items()), len(rows))
-
-
-def ratio(values: list[float], base: list[float], per_round: int = 1) -> float:
-    """Return the median over rounds of how many times longer `values` are than `base`."""
-    rounds = zip(
-        *(
-            [statistics.mean(v[i : i + per_round]) for i in range(0, len(v), per_round)]
-            for v in (values, base)
-        ),
-        strict=True,
-    )
-    return float(statistics.median(a / b for a, b in rounds))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Headroom: workloads, the table, and the command on real ranks."""
 
+import contextlib
 import dataclasses
 import os
 from collections import Counter
@@ -31,7 +32,9 @@ from gradwire.headroom.devices import local_gpu, takes_turns
 from gradwire.headroom.measure import slowest_ms
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.timed_models import TimedModel
+from gradwire.headroom.typical_steps import sent_per_step, typical_ms
 from gradwire.planner import Cluster, shapes_of, step_traffic
+from gradwire.telemetry import BucketStats, StepStats
 from gradwire.testing import run_ranks
 from tests.records import record
 
@@ -221,6 +224,7 @@ def test_quiet_prints_the_verdict_alone():
         (["--recipe", "fp16:reduction=max"], "option 'reduction' must be mean or sum, not 'max'"),
         (["--width", "20"], "multiple of 8"),
         (["--bucket-mb", "0"], "--bucket-mb must be above 0"),
+        (["--bucket-mb", "inf"], "--bucket-mb must be above 0 and finite"),
         (["--seconds", "-3"], "--seconds must be above 0"),
         (["--json", "no-such-folder/record.json"], "cannot write no-such-folder/record.json"),
         (["--ranks", "0"], "--ranks"),
@@ -255,12 +259,38 @@ def test_a_failed_measurement_ends_with_1_and_the_ranks_errors(monkeypatch):
     assert result.stderr.count("MemoryError: the memory is full") == 1
 
 
+def test_an_interrupted_measurement_writes_the_links_before(monkeypatch, tmp_path):
+    path, links = tmp_path / "record.json", iter(["100mbit"])
+
+    def measure(*arguments, **options):
+        for link in links:
+            return dataclasses.replace(record(allreduce=100, noop=50), link=link)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradwire.cli.headroom.measure_steps", measure)
+    monkeypatch.setattr("gradwire.cli.headroom.Lab", lambda *arguments: contextlib.nullcontext())
+    result = run("headroom", *TINY, "--link", "100mbit,1gbit", "--json", str(path))
+    assert result.exit_code == 130, result.output
+    assert "interrupted; every rank is ended" in result.stderr
+    assert [each.link for each in read_records(path.read_text())] == ["100mbit"]
+
+
 def fail_on_ranks(*arguments, **options):
     return run_ranks(run_out_of_memory, 2)
 
 
 def run_out_of_memory(rank):
     raise MemoryError("the memory is full")
+
+
+def test_a_typical_step_is_not_the_last_one():
+    """Scripts and benchmarks take the same: a pause at the end says nothing of other steps."""
+    waits = [90.0, 90.0, 10.0, 11.0, 12.0, 10.0, 300.0]  # the first two with provisional buckets
+    steps = [StepStats(i, (BucketStats(0, 100 + i % 2, 2, ms, None),)) for i, ms in enumerate(waits)]
+    assert typical_ms(steps, "wait_ms") == 11
+    assert typical_ms(steps, "work_ms") is None
+    assert sent_per_step(steps, "bytes_sent") == 100.5
+    assert typical_ms([], "wait_ms") is sent_per_step([], "bytes_sent") is None
 
 
 def test_progress_counts_up_to_the_end():

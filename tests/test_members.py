@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from gradwire.peers import all_gather_bytes, close_connections
 from gradwire.ranks import rank_process
 from gradwire.testing import RanksFailed, run_ranks
 from gradwire.torch_private import PrefixStore, default_store
-from gradwire.training import finite_means, outer_loop
-from gradwire.training.fragments import broadcast
+from gradwire.training import finite_means, outer_loop, state_sharing
+from gradwire.training.fragments import Fragment, broadcast
 from tests.local_runs import flat, net, train
 from tests.logs import logged
 from tests.site_runs import make as make_sharded
@@ -202,6 +203,30 @@ def test_groups_that_trained_apart_for_as_long_go_on_from_one_of_them(four_ranks
     four_ranks.run(check_apart)
 
 
+def check_apart_in_a_delay(rank):
+    """Two groups begin to average apart, and meet again before they have ended that."""
+    model, optimizer, local = make(0.0, group_of("whole", [0, 1, 2, 3], rank))
+    train(model, optimizer, local, rank, range(8))
+    half = [0, 1] if rank < 2 else [2, 3]
+    local.regroup(group_of(f"half {half}", half, rank))
+    train(model, optimizer, local, rank, range(8, 10))
+    assert local.state_dict()["turn"]["under_way"]
+    group = group_of("whole again", [0, 1, 2, 3], rank)
+    before = flat(model)
+    assert not local.regroup(group)
+    assert torch.equal(flat(model), before), "each goes on with its own steps"
+    assert_same_outer_state(local, group)
+    train(model, optimizer, local, rank, range(10, 16))
+    local.average()
+    assert_same_model(model, group)
+    local.detach()
+    dist.barrier()
+
+
+def test_groups_that_meet_while_each_averages_apart_take_one_mean(four_ranks):
+    four_ranks.run(check_apart_in_a_delay)
+
+
 def check_lost_member(rank):
     """Rank 2 ends without a word: the others learn of it in a step, and go on without it."""
     if rank < 3:
@@ -229,6 +254,62 @@ def check_lost_member(rank):
         assert_same_model(model, group)
         local.detach()
     dist.barrier()
+
+
+def test_a_state_has_no_mean_of_an_averaging_that_fails_while_it_is_saved(monkeypatch):
+    model, optimizer, local = make(0.0, gradwire.make_group(dist.HashStore(), 0, 1))
+    wait = Fragment.wait
+
+    def fail_and_wait(fragment):
+        if fragment.is_under_way:
+            local._membership.engine.fail(gradwire.PeerError("rank 1 is lost"))
+        return wait(fragment)
+
+    with local:
+        train(model, optimizer, local, 0, range(4))
+        assert local.state_dict()["turn"]["under_way"]
+        monkeypatch.setattr(Fragment, "wait", fail_and_wait)
+        state = local.state_dict()
+        assert not state["turn"]["under_way"]
+        assert not state["mean"]
+
+
+def check_lost_source(rank):
+    """Rank 2 has the newest state, and is lost while the others take it: they go on with what they had."""
+    if rank < 3:
+        own = [0, 1] if rank < 2 else [2]
+        model, optimizer, local = make(0.0, group_of(f"before {own}", own, rank))
+        train(model, optimizer, local, rank, range(7 if rank < 2 else 13))
+        before, group = flat(model), group_of("interrupted", [0, 1, 2], rank)
+        num_shared = 0
+
+        def lose_source(*arguments, **options):
+            nonlocal num_shared
+            num_shared += 1
+            if rank == 2 and num_shared == 4:  # in the second fragment
+                close_connections(group)
+            broadcast(*arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(state_sharing, "broadcast", lose_source)
+            with pytest.raises(RuntimeError):
+                local.regroup(group)
+        assert num_shared == 4
+        assert torch.equal(flat(model), before)
+    if rank < 2:
+        group = group_of("without the source", [0, 1], rank)
+        assert not local.regroup(group)
+        assert torch.equal(flat(model), before)
+        train(model, optimizer, local, rank, range(7, 14))
+        local.average()
+        assert_same_model(model, group)
+    if rank < 3:
+        local.detach()
+    dist.barrier()
+
+
+def test_a_source_that_is_lost_while_others_take_its_state_leaves_them_theirs(four_ranks):
+    four_ranks.run(check_lost_source)
 
 
 def check_diverged_member(rank):
@@ -314,6 +395,31 @@ def test_members_go_on_after_one_is_killed(monkeypatch):
     with pytest.raises(RanksFailed) as caught:
         run_ranks(job_killed, 3, 240)
     assert caught.value.errors.keys() == {2}, caught.value
+
+
+def check_lost_before_an_average(rank):
+    """Ranks by the clock wait for each other outside of an averaging; a loss is an error as in one."""
+    group = group_of("by the clock", [0, 1], rank) if rank < 2 else None
+    if rank < 2:
+        model, optimizer, local = make(0.0, group, period=timedelta(hours=1))
+        train(model, optimizer, local, rank, range(2))
+    dist.barrier()
+    if rank == 1:
+        close_connections(group)
+        local.detach()
+    if rank == 0:
+        before = flat(model)
+        with pytest.raises(gradwire.WireError, match="rank 0, step 0"):
+            local.average()
+        assert torch.equal(flat(model), before)
+        assert not local.regroup(group_of("alone", [0], rank))
+        local.average()
+        local.detach()
+    dist.barrier()
+
+
+def test_a_member_that_is_lost_before_an_average_by_the_clock_is_a_wire_error(four_ranks):
+    four_ranks.run(check_lost_before_an_average)
 
 
 # --- sharded sites ---

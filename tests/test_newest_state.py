@@ -20,8 +20,8 @@ OPTIONS = {
 }
 
 
-def noted(num_steps, num_averages, num_begun, *under_way, history=""):
-    turn = Turn(num_begun, num_averages, (), dict.fromkeys(under_way, 1), history)
+def noted(num_steps, num_averages, num_begun, *under_way, history="", group=""):
+    turn = Turn(num_begun, num_averages, (), dict.fromkeys(under_way, 1), history, group)
     return Position(num_steps, turn).note()
 
 
@@ -35,6 +35,9 @@ def noted(num_steps, num_averages, num_begun, *under_way, history=""):
         ([noted(8, 1, 2), noted(8, 1, 2, 0), noted(6, 1, 1)], 1, [0, 1], False),
         # One has the mean of an averaging, the other has begun another one before it gave up both.
         ([noted(6, 0, 2), noted(5, 0, 1, 1)], 1, [0, 1], False),
+        # Both have the mean of an averaging, but with others.
+        ([noted(8, 1, 2, 0, group="a"), noted(8, 1, 2, 0, group="b")], 0, [0, 1], False),
+        ([noted(8, 2, 2, group="a"), noted(8, 2, 2, group="b")], 0, [0, 1], True),
         # An averaging that all have given up is that of no one.
         ([noted(6, 1, 1), noted(8, 1, 2)], 1, [0, 1], True),
         ([MIXED, noted(3, 0, 0)], 1, [1], False),

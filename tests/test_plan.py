@@ -355,6 +355,8 @@ def test_the_command_shows_what_it_predicts(tmp_path):
         (["--recipe", "bf61"], "did you mean 'bf16'"),
         (["--recipe", "schedule(0=bf16; 9=int4)"], "is several recipes: plan each of them by itself"),
         (["--compute-ms", "10", "--parameters", "9", "--bucket-mb", "0"], "--bucket-mb must be above 0"),
+        (["--compute-ms", "10", "--parameters", "9", "--latency-us", "inf"], "latency must be at least 0"),
+        (["--compute-ms", "10", "--parameters", "9", "--bucket-mb", "inf"], "above 0 and finite, not inf"),
         (["--compute-ms", "10", "--parameters", "9", "--delay", "2"], "give its --period or --fragments"),
     ],
 )

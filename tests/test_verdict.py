@@ -261,4 +261,7 @@ def test_of_recipes_that_are_equally_fast_the_one_that_changes_least_is_recommen
 def test_nothing_is_recommended_where_nothing_is_gained():
     assert recommend(record(allreduce=100, bf16=97, noop=50)) is None
     assert recommend(record(world_size=1, allreduce=100, bf16=50, noop=20)) is None
+    nothing = record(allreduce=100, bf16=94.5, noop=98)
+    assert "nothing to gain" in give_verdict(nothing)
+    assert recommend(nothing) is None
     assert recommend(record(num_samples=3, allreduce=100, bf16=50, noop=20)) is None

@@ -74,22 +74,28 @@ def headroom(options: HeadroomOptions) -> None:
 
 
 def _measure_and_show(options: HeadroomOptions) -> None:
-    """Measure with each link, and show and write the records on the rank that has them."""
+    """Measure with each link, and show and write the records on the rank that has them.
+
+    If one fails or is interrupted, those before it are written all the same: they took minutes.
+    """
     output = RecordOutput(options.json_file, options.html, options.quiet)
     output.check()
     options.check()
-    records = []
-    with stdout_to_stderr(output.json_to_stdout):
-        subject = options.subject()
-        for rate in options.rates():
-            title = "measuring" if rate is None else f"measuring with links of {rate}"
-            with show_progress(output.errors, title, quiet=options.quiet) as on_progress:
-                record = _measure(subject, options, rate, on_progress)
-            if record is None:  # under torchrun, on a rank other than 0
-                return
-            records.append(record)
-            output.show(record)
-    output.write(records)
+    records: list[Record] = []
+    try:
+        with stdout_to_stderr(output.json_to_stdout):
+            subject = options.subject()
+            for rate in options.rates():
+                title = "measuring" if rate is None else f"measuring with links of {rate}"
+                with show_progress(output.errors, title, quiet=options.quiet) as on_progress:
+                    record = _measure(subject, options, rate, on_progress)
+                if record is None:  # under torchrun, on a rank other than 0
+                    return
+                records.append(record)
+                output.show(record)
+    finally:
+        if records:
+            output.write(records)
 
 
 def _measure(

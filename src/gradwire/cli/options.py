@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,6 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def check_positive(option: str, value: float | None) -> None:
-    """Raise ValueError if the value is not above 0."""
-    if value is not None and not value > 0:
-        raise ValueError(f"{option} must be above 0, not {value:g}")
+    """Raise ValueError if the value is not above 0 and finite."""
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{option} must be above 0 and finite, not {value:g}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -182,8 +181,7 @@ class PlanOptions:
         """Return the time of a step without communication."""
         if self.compute_ms is None:
             raise ValueError("--compute-ms must be given: the time of noop in `gradwire headroom`")
-        if not 0 < self.compute_ms < math.inf:
-            raise ValueError(f"--compute-ms must be above 0 and finite, not {self.compute_ms:g}")
+        check_positive("--compute-ms", self.compute_ms)
         return self.compute_ms / 1e3
 
     def subject(self) -> list[Shape] | nn.Module:

@@ -51,7 +51,7 @@ def plan_json(rows: Sequence[PlannedRow]) -> str:
         }
         for cluster, recipe, prediction in rows
     ]
-    return json.dumps(fields, indent=2)
+    return json.dumps(fields, indent=2, allow_nan=False)
 
 
 def _more(recipe: str, prediction: Prediction | OuterPrediction) -> dict[str, float | str]:

@@ -7,11 +7,12 @@ its steps, and ends it after the number of steps in the task.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,10 +29,10 @@ from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.records import Proposal, ring_bytes
 from gradwire.headroom.script_task import ScriptResult, ScriptTask, WireTotals
 from gradwire.headroom.sharding import Sharding
+from gradwire.headroom.typical_steps import sent_per_step, typical_ms
 from gradwire.processes import end_with_parent
 from gradwire.scripts import observe, refuse_launchers, run_script, show_error
 from gradwire.sharded import attach_to_all
-from gradwire.telemetry import Figure, total_of
 from gradwire.training import count_layers
 
 _KeptModel = tuple[nn.Module, Wire]
@@ -123,31 +124,25 @@ def _run_until_enough(task: ScriptTask) -> None:
 
 
 def _totals(attachments: Attachments) -> WireTotals:
-    """Add up the figures of all models, each a mean over the model's last two steps."""
-    # A recipe may send one thing in even steps and another in odd ones.
-    last_steps = [attachment.wire.stats().steps[-2:] for attachment in attachments.made]
+    """Add up the figures of a typical step of all models."""
+    kept = [attachment.wire.stats().steps for attachment in attachments.made]
+    steps = [of_model for of_model in kept if of_model]  # others send nothing
     models = [_gradients_of(attachment.wire) for attachment in attachments.made]
     kinds = {None if each.sharding is None else each.sharding.kind for each in models}
 
-    def total(figure: Figure) -> float | None:
-        means = 0.0
-        for steps in last_steps:
-            of_model = total_of((bucket for step in steps for bucket in step.buckets), figure)
-            if of_model is None:
-                return None
-            means += of_model / max(1, len(steps))
-        return means
-
-    def count(figure: Figure) -> int | None:
-        return None if (found := total(figure)) is None else int(found)
-
+    num_bytes, num_messages, wait_ms, work_ms = (
+        _sum(sent_per_step(of_model, "bytes_sent") for of_model in steps),
+        _sum(sent_per_step(of_model, "num_messages") for of_model in steps),
+        _sum(typical_ms(of_model, "wait_ms") for of_model in steps),
+        _sum(typical_ms(of_model, "work_ms") for of_model in steps),
+    )
     return WireTotals(
         num_models=len(attachments.made) - attachments.num_given_way,
         num_refused=attachments.num_refused,
-        bytes_per_step=count("bytes_sent"),
-        num_messages=count("num_messages"),
-        wait_ms=total("wait_ms"),
-        work_ms=total("work_ms"),
+        bytes_per_step=None if num_bytes is None else int(num_bytes),
+        num_messages=None if num_messages is None else int(num_messages),
+        wait_ms=wait_ms,
+        work_ms=work_ms,
         num_parameters=sum(each.num_values for each in models),
         gradient_bytes=sum(each.num_bytes for each in models),
         exact_bytes=sum(each.exact_bytes for each in models),
@@ -155,6 +150,12 @@ def _totals(attachments: Attachments) -> WireTotals:
         decisions=decisions_of(attachment.wire for attachment in attachments.made),
         num_layers=min((each.num_layers for each in models if each.num_layers), default=None),
     )
+
+
+def _sum(figures: Iterable[float | None]) -> float | None:
+    """Return the sum; None if a figure is unknown."""
+    known = list(figures)
+    return None if None in known else math.fsum(figure or 0.0 for figure in known)
 
 
 @dataclass(frozen=True)

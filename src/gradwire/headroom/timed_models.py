@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from dataclasses import replace
 
@@ -18,9 +17,10 @@ from gradwire.headroom.benchmark import Benchmark, Measurement, Variant
 from gradwire.headroom.decisions import decisions_of
 from gradwire.headroom.devices import largest_of_ranks, open_group, sum_of_ranks
 from gradwire.headroom.records import Row
+from gradwire.headroom.typical_steps import sent_per_step, typical_ms
 from gradwire.headroom.workloads import BuiltWorkload
 from gradwire.sharded import is_sharded, shard_blocks
-from gradwire.telemetry import total_of
+from gradwire.telemetry import StepStats
 from gradwire.training import count_layers
 
 
@@ -72,42 +72,32 @@ class TimedModel:
 
     def row_so_far(self) -> Row:
         """Return the row that the steps before the measurement would make; call it on every rank."""
-        num_bytes, _ = self._sent_per_step()
-        (largest,) = largest_of_ranks([float(num_bytes or 0)])
+        (largest,) = largest_of_ranks([sent_per_step(self._steps(), "bytes_sent") or 0.0])
         times_ms = tuple(1e3 * time_s for time_s in self.warm_up_s)
         return Row(str(self.variant.recipe), times_ms, int(largest), gradient_error=self.gradient_error)
 
     def finish(self) -> Measurement:
         """Detach the recipe and return everything that was measured."""
-        num_bytes, num_messages = self._sent_per_step()
-        wait_ms = work_ms = None
-        if self.wire is not None:
-            # DDP makes its final buckets in the first two steps.
-            steps = self.wire.stats().steps[2:]
-            wait_ms = _median([total_of(step.buckets, "wait_ms") for step in steps])
-            work_ms = _median([total_of(step.buckets, "work_ms") for step in steps])
-            self.wire.detach()
+        times_s = tuple(self.times_s)
+        if self.wire is None:
+            return Measurement(self.variant, times_s, None, None, None, None, self.gradient_error, ())
+        steps = self._steps()
+        num_bytes, num_messages = (sent_per_step(steps, each) for each in ("bytes_sent", "num_messages"))
+        self.wire.detach()
         return Measurement(
             self.variant,
-            tuple(self.times_s),
-            num_bytes,
-            num_messages,
-            wait_ms,
-            work_ms,
+            times_s,
+            None if num_bytes is None else int(num_bytes),
+            None if num_messages is None else int(num_messages),
+            typical_ms(steps, "wait_ms"),
+            typical_ms(steps, "work_ms"),
             self.gradient_error,
-            () if self.wire is None else decisions_of([self.wire]),
+            decisions_of([self.wire]),
         )
 
-    def _sent_per_step(self) -> tuple[int | None, int | None]:
-        """Return the bytes and the messages that this rank sends in a step; None if unknown."""
-        # The mean of two steps: a recipe may send one thing in even steps and another in odd ones.
-        last = () if self.wire is None else self.wire.stats().steps[-2:]
-        if not last:
-            return None, None
-        buckets = [bucket for step in last for bucket in step.buckets]
-        totals = total_of(buckets, "bytes_sent"), total_of(buckets, "num_messages")
-        num_bytes, num_messages = (None if total is None else int(total // len(last)) for total in totals)
-        return num_bytes, num_messages
+    def _steps(self) -> tuple[StepStats, ...]:
+        """Return the figures of the last steps; none for plain DDP."""
+        return () if self.wire is None else self.wire.stats().steps
 
 
 class TimedModelFactory:
@@ -173,9 +163,3 @@ def _sum_of_squares(gradient: torch.Tensor) -> float:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     values = torch.view_as_real(values) if values.is_complex() else values
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-def _median(figures: list[float | None]) -> float | None:
-    """Return the median of the known figures; None if there are none."""
-    known = [figure for figure in figures if figure is not None]
-    return statistics.median(known) if known else None

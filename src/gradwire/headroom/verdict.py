@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from rich.filesize import decimal
 
+from gradwire.headroom.chance import gained_ms, may_be_chance
 from gradwire.headroom.outer_loops import OUTER_RECIPE, OuterPrediction, predict_outer_loop
 from gradwire.headroom.records import ALLREDUCE, Record, Row, ring_bytes
 
@@ -14,11 +15,6 @@ from gradwire.headroom.records import ALLREDUCE, Record, Row, ring_bytes
 _WORTHWHILE_GAIN = 1.05
 # Step times that differ by less count as equal.
 _AS_GOOD = 0.03
-# A result counts if chance gives it less than once in this many runs. The usual 20 would be too few,
-# because the best of several recipes is judged.
-_RUNS_PER_CHANCE = 100
-# So many pairs leave no doubt, and more would take long to count.
-_MAX_PAIRS = 100
 # A recommended recipe has at most this relative error, and sends at least this share of plain DDP's bytes.
 # Four bits have an error of 0.1, send an eighth, and train as fp32 does. One bit and low rank do not always
 # (docs/fidelity.md), however close they come to the gradients of one batch.
@@ -38,8 +34,8 @@ def recommend(record: Record) -> Row | None:
     best = _best(record)
     if record.world_size == 1 or best is None or _beyond_possible(record) is not None:
         return None
-    is_shown = not _may_be_chance(record.noop, record.allreduce) and _is_worth_it(record, best)
-    return best if is_shown else None
+    # Where a step without communication gains nothing, no recipe does.
+    return best if all(_is_worth_it(record, row) for row in (record.noop, best)) else None
 
 
 def describe_proposal(record: Record) -> str:
@@ -83,7 +79,7 @@ def give_verdict(record: Record) -> str:
             f"{record.averaging[0].lower()}{record.averaging[1:]} is not the bottleneck here, and there is "
             f"nothing to gain.{_name_remainder(record)}"
         )
-    if _may_be_chance(record.noop, record.allreduce):
+    if may_be_chance(record.noop, record.allreduce):
         return (
             f"{opening}, but that may be noise: without it a step {_wins(record, record.noop)}. "
             "Nothing is shown to be gained here; more steps may tell."
@@ -140,17 +136,17 @@ def _error(row: Row) -> float:
 def _judge(record: Record, best: Row | None) -> str:
     if best is None:
         return ""
-    gain, may_be_chance = record.gain(best), _may_be_chance(best, record.allreduce)
+    gain, is_unsure = record.gain(best), may_be_chance(best, record.allreduce)
     what = f"{_describe(record, best)}, {_place(record, best)},"
     # A coarser recipe may be, and is named next.
     subject = "compression" if _fastest_coarse(record, best) is None else "it"
     if gain <= 1:
         return f"{what} makes it {gain:.2f}x as fast, so {subject} is not worth it here."
     if gain < _WORTHWHILE_GAIN:
-        noise = ", which may be noise" if may_be_chance else ""
+        noise = ", which may be noise" if is_unsure else ""
         return f"{what} gains {gain - 1:.1%}{noise}, so {subject} is not worth it here."
     found = f"{what} makes it {gain:.2f}x as fast"
-    if may_be_chance:
+    if is_unsure:
         return f"{found}, but that may be noise: it {_wins(record, best)}. More steps may tell."
     cap = None if best.bucket_mb is None else f"{best.bucket_mb:g}"
     made = f"DistributedDataParallel(..., bucket_cap_mb={cap})"
@@ -191,9 +187,9 @@ def _judge_coarser(record: Record, best: Row | None) -> str:
     gain = f"{record.gain(fastest):.2f}x"
     how = f"makes it {gain} as fast" if best is None else f"is faster still, {gain}"
     said = f"{_describe(record, fastest)} {how}, but coarse{off}"
-    if _may_be_chance(fastest, record.allreduce):
+    if may_be_chance(fastest, record.allreduce):
         return f"{said}, and that may be noise: it {_wins(record, fastest)}."
-    if best is not None and _may_be_chance(fastest, best):
+    if best is not None and may_be_chance(fastest, best):
         said += f", and what it has over {_describe(record, best)} may be noise"
     said += f": check first that your model learns with it.{_name_finer(record, best, fastest)}"
     return said
@@ -204,7 +200,7 @@ def _name_finer(record: Record, best: Row | None, fastest: Row) -> str:
     slower = [row for row in _coarse(record, best) if row.step_ms > (1 + _AS_GOOD) * fastest.step_ms]
     closer = [row for row in slower if (row.gradient_error or math.inf) < (fastest.gradient_error or 0.0)]
     finest = min(closer, key=_error, default=None)
-    if finest is None or _may_be_chance(finest, record.allreduce if best is None else best):
+    if finest is None or may_be_chance(finest, record.allreduce if best is None else best):
         return ""
     gain, off = f"{record.gain(finest):.2f}x", f"{finest.gradient_error:.0%}"
     return f" {_describe(record, finest)} is between, {gain}, and its gradient {off} off."
@@ -247,7 +243,7 @@ def propose_outer_loop(record: Record) -> OuterPrediction | None:
     """
     if record.world_size == 1 or record.sharding == "fsdp":  # there are no replicas to train apart
         return None
-    if _beyond_possible(record) is not None or _may_be_chance(record.noop, record.allreduce):
+    if _beyond_possible(record) is not None or may_be_chance(record.noop, record.allreduce):
         return None
     used = _used(record, _best(record))
     compute_ms = record.noop.step_ms
@@ -282,7 +278,7 @@ def _beyond_possible(record: Record) -> Row | None:
 
 
 def _is_worth_it(record: Record, row: Row) -> bool:
-    return record.gain(row) >= _WORTHWHILE_GAIN and not _may_be_chance(row, record.allreduce)
+    return record.gain(row) >= _WORTHWHILE_GAIN and not may_be_chance(row, record.allreduce)
 
 
 def _describe(record: Record, row: Row) -> str:
@@ -294,25 +290,7 @@ def _describe(record: Record, row: Row) -> str:
 
 def _wins(record: Record, row: Row) -> str:
     """Say how often a row was faster than plain DDP, if chance may be the reason."""
-    gained_ms = _gained_ms(row, record.allreduce)
+    pairs_ms = gained_ms(row, record.allreduce)
     how = "taken side by side" if record.interleaved else "compared one by one"
-    num_wins = sum(ms > 0 for ms in gained_ms)
-    return f"was faster in {num_wins} of {len(gained_ms)} pairs {how}, which is not enough to be sure"
-
-
-def _gained_ms(row: Row, other: Row) -> list[float]:
-    """Return, for each step, by how much a row was faster than another."""
-    return [theirs - ours for ours, theirs in zip(row.samples_ms, other.samples_ms, strict=True)]
-
-
-def _may_be_chance(row: Row, other: Row) -> bool:
-    """Return True if two equal rows could differ as much by chance (Wilcoxon's signed-rank test)."""
-    gained_ms = sorted(_gained_ms(row, other)[:_MAX_PAIRS], key=abs)
-    n = len(gained_ms)
-    score = sum(rank for rank, ms in enumerate(gained_ms, start=1) if ms > 0)
-    # num_ways[s]: the number of sign patterns, of 2**n, whose positive ranks sum to s (Wilcoxon).
-    num_ways = [1] + [0] * (n * (n + 1) // 2)
-    for rank in range(1, n + 1):
-        for total in range(len(num_ways) - 1, rank - 1, -1):
-            num_ways[total] += num_ways[total - rank]
-    return sum(num_ways[score:]) * _RUNS_PER_CHANCE > 1 << n
+    num_wins = sum(ms > 0 for ms in pairs_ms)
+    return f"was faster in {num_wins} of {len(pairs_ms)} pairs {how}, which is not enough to be sure"

@@ -20,6 +20,7 @@ pass. Workers with less than one core each share cores, and their CPU times grow
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # TCP carries 1448 bytes in an Ethernet frame of 1514.
@@ -56,10 +57,10 @@ class Cluster:
             )
         if self.bits_per_s is not None and not self.bits_per_s > 0:
             raise ValueError(f"a link's rate must be above 0, not {self.bits_per_s}")
-        if not (self.latency_s >= 0 and self.cores_per_worker > 0):
+        if not (0 <= self.latency_s < math.inf and self.cores_per_worker > 0):
             raise ValueError(
-                f"the latency must be at least 0 and the cores per worker above 0, not {self.latency_s} and "
-                f"{self.cores_per_worker}"
+                "the latency must be at least 0 and finite, and the cores per worker above 0, not "
+                f"{self.latency_s} and {self.cores_per_worker}"
             )
 
     @property

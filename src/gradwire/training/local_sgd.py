@@ -328,11 +328,10 @@ class LocalSGD(Uncopied):
         return self._num_steps if self._loop is None or not self._options.is_timed else self._loop.num_begun
 
     def _wait_for_averagings(self) -> None:
-        """Wait for the averagings under way: the lane still changes residuals."""
+        """Wait for the averagings under way, and for those that other ranks have begun."""
         if self._loop is not None:
             self._loop.catch_up(self._membership.site.group, self._membership.site.device)
-            for fragment in self._loop.fragments:
-                fragment.wait()
+            self._loop.wait()
 
     def _begin(self) -> None:
         """End the warm-up: from here on, ranks train alone."""

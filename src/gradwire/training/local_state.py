@@ -26,6 +26,8 @@ class Turn:
     """The steps left to each averaging under way, by the number of its fragment."""
     history: str = ""
     """A digest of the groups in which averagings have ended: the same on all ranks that took part in them."""
+    group: str = ""
+    """The name of the group in which the newest averaging has begun."""
 
     @property
     def num_given_up(self) -> int:
@@ -43,9 +45,12 @@ class Turn:
         if unknown := [key for key in saved if key not in cls.__annotations__]:
             raise ValueError(f"'turn' of this state has {unknown[0]!r}, which is unknown")
         work, under_way = saved["work"], saved["under_way"]
-        history = saved.get("history", "")  # older states have none
+        history = saved.get("history", "")  # older states have none, and no group
         if not isinstance(history, str) or not re.fullmatch("([0-9a-f]{16})?", history):
             raise ValueError(f"'history' of this state is 16 hexadecimal digits, not {history!r:.80}")
+        group = saved.get("group", "")
+        if not isinstance(group, str):
+            raise ValueError(f"'group' of this state is a text, not {group!r:.80}")
         if not isinstance(work, list) or not all(
             type(each) is float and 0 <= each < math.inf for each in work
         ):
@@ -62,6 +67,7 @@ class Turn:
             tuple(work),
             dict(counts),
             history,
+            group,
         )
 
     def claim(self) -> dict[str, str]:
@@ -69,6 +75,7 @@ class Turn:
         return {
             "the saved number of averagings": f"{self.num_averages} of {self.num_begun} begun",
             "the history of averagings": self.history,
+            "the group of averagings under way": self.group if self.under_way else "",
         }
 
     def save(self) -> dict[str, Any]:
@@ -79,6 +86,7 @@ class Turn:
             "work": list(self.work),
             "under_way": [list(pair) for pair in self.under_way.items()],
             "history": self.history,
+            "group": self.group,
         }
 
 

@@ -66,7 +66,9 @@ def newest(notes: Sequence[str], site: int, warmup_steps: int = 0) -> Newest | N
     source = max(found, key=lambda each: (*_age(found[each]), -each))
     newest = found[source]
     current = {each: own for each, own in found.items() if _is_current(own, newest, warmup_steps)}
-    keeps_means = all(own.turn.under_way.keys() == newest.turn.under_way.keys() for own in current.values())
+    # Fragments have one order on all sites: those that have begun as many average no others.
+    assert all(own.turn.under_way.keys() <= newest.turn.under_way.keys() for own in current.values())
+    keeps_means = all(_has_means_of(own.turn, newest.turn) for own in current.values())
     return Newest(
         newest,
         source,
@@ -92,6 +94,12 @@ def _is_current(own: Position, newest: Position, warmup_steps: int) -> bool:
         return own.num_steps == newest.num_steps
     has_begun = not newest.turn.under_way or own.turn.num_begun >= newest.turn.num_begun
     return own.turn.num_averages == newest.turn.num_averages and has_begun
+
+
+def _has_means_of(own: Turn, newest: Turn) -> bool:
+    """Return True if the averagings under way are those of the newest state, in the same group."""
+    has_same = own.under_way.keys() == newest.under_way.keys()
+    return has_same and (not own.under_way or own.group == newest.group)
 
 
 def _is_apart(own: Position, newest: Position) -> bool:

@@ -77,7 +77,8 @@ class OuterLoop:
     num_averages: int = 0
     """Averagings that have ended."""
     history: str = ""
-    """See `Turn`."""
+    group: str = ""
+    """Both as in `Turn`."""
     _means: FiniteMeans = field(default_factory=FiniteMeans, init=False)
 
     def begin_due(self, num_local: int, work: float, position: int) -> None:
@@ -122,6 +123,7 @@ class OuterLoop:
         keeps_steps = self.streaming.keeps_steps
         fragment.begin(self._start, place, delay, weight, SealedClaim(claim), keeps_steps=keeps_steps)
         self.num_begun += 1
+        self.group = self.members.name
 
     def _start(self, bucket: Bucket, place: Place) -> Future[Tensor]:
         """Begin to average a bucket; on CPU, fail on all ranks if this one's values are not finite."""
@@ -147,19 +149,24 @@ class OuterLoop:
         name = next(named, None)
         where = "parameters of another rank are" if name is None else f"parameter {name!r} on this rank is"
         text = f"the last average is not finite, so it has changed nothing: {where} not finite"
-        averaging = self.members.averaging
-        place = Place(self.members.ranks.rank, position, 0, averaging.name)
-        averaging.fail(locate(FloatingPointError(text), place))
+        self._fail(FloatingPointError(text), position)
         self._raise_failure(may_ask=True)
 
     def catch_up(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective."""
+        """Begin the averagings that other ranks have begun, by clocks ahead of this one's; collective.
+
+        Raises `WireError` if a rank is lost.
+        """
         if not isinstance(self.turns, TurnsByTime):
             return
-        if device.type == "cpu":  # NCCL would take no turns while it waits
-            self._take_turns_until_all_come(self.turns, group)
-        most = torch.tensor(self.num_begun, device=device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        try:
+            if device.type == "cpu":  # NCCL would take no turns while it waits
+                self._take_turns_until_all_come(self.turns, group)
+            most = torch.tensor(self.num_begun, device=device)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+        except RuntimeError as error:
+            self._give_up()
+            raise self._fail(error, self.num_begun).with_traceback(error.__traceback__) from None
         while self.num_begun < int(most):
             self.begin(self.fragments[self.turns.take()], self.num_begun, self.streaming.delay)
 
@@ -202,6 +209,7 @@ class OuterLoop:
 
     def save(self) -> tuple[Turn, dict[str, dict[str, Tensor]]]:
         """Return the place of this run, and the tensors that a checkpoint holds."""
+        self.wait()  # first, as averagings may fail meanwhile
         turn, has_failed = self.turn, self.has_failed
         tensors = tensors_of(self.fragments, has_means=not has_failed)
         return replace(turn, under_way={}) if has_failed else turn, tensors
@@ -211,8 +219,7 @@ class OuterLoop:
 
         Returns True if one has, or if the last average was not finite.
         """
-        for fragment in self.fragments:
-            fragment.wait()
+        self.wait()
         has_failed = self._failure(may_ask=True) is not None or not self._means.were_finite()
         if has_failed:
             self._give_up()
@@ -233,7 +240,7 @@ class OuterLoop:
         """The place of this run between its averagings."""
         under_way = {each.number: each.steps_left for each in self.fragments if each.is_under_way}
         work = tuple(float(each.work) for each in self.fragments)
-        return Turn(self.num_begun, self.num_averages, work, under_way, self.history)
+        return Turn(self.num_begun, self.num_averages, work, under_way, self.history, self.group)
 
     def go_on(self, turn: Turn) -> None:
         """Go on from ``turn``, whose means are to be loaded; ValueError if it has other fragments."""
@@ -249,8 +256,14 @@ class OuterLoop:
         if len(turn.work) == len(self.fragments):
             for fragment, work in zip(self.fragments, turn.work, strict=True):
                 fragment.work = work
-        self.num_begun, self.num_averages, self.history = turn.num_begun, turn.num_averages, turn.history
+        self.num_begun, self.num_averages = turn.num_begun, turn.num_averages
+        self.history, self.group = turn.history, turn.group
         self.turns.restart(turn.num_begun)
+
+    def wait(self) -> None:
+        """Wait for the averagings under way, which still change residuals."""
+        for fragment in self.fragments:
+            fragment.wait()
 
     def _end(self, fragments: Sequence[Fragment], alpha: float, *, plainly: bool = False) -> None:
         """Wait for averagings, and move parameters by all of them, or raise and move none."""
@@ -277,6 +290,13 @@ class OuterLoop:
         if failure is not None:
             self._give_up()
             raise failure.with_traceback(None)
+
+    def _fail(self, error: Exception, position: int) -> WireError:
+        """Fail on every rank of this group; return the error with its place."""
+        averaging = self.members.averaging
+        located = locate(error, Place(self.members.ranks.rank, position, 0, averaging.name))
+        averaging.fail(located)
+        return located
 
     def _failure(self, *, may_ask: bool) -> WireError | None:
         return self.members.ranks.failure(self.members.averaging.failure, may_ask=may_ask)

@@ -39,15 +39,17 @@ def share_state(site: Site, loop: OuterLoop | None, found: Newest) -> None:
     averaged = {id(p) for bucket in buckets_of(fragments) for p in bucket.parameters}
     others = [*(p for p in site.module.parameters() if id(p) not in averaged), *site.module.buffers()]
     try:
-        _share_outer_state(fragments, share, takes_parameters=not found.is_current)
+        _share_outer_state(fragments, share)
         _share_others(others, share, takes_values=not found.is_current)
     except Exception:
         for fragment in fragments:
             fragment.give_up()
         raise
+    if not found.is_current:  # last: with a part of them, a site whose source is lost could not go on
+        _take_parameters(fragments)
 
 
-def _share_outer_state(fragments: Sequence[Fragment], share: Share, *, takes_parameters: bool) -> None:
+def _share_outer_state(fragments: Sequence[Fragment], share: Share) -> None:
     """Replace the last average, the momentum and the means under way."""
     for fragment in fragments:
         tensors: list[Tensor] = fragment.wait() if fragment.is_under_way else []
@@ -55,11 +57,14 @@ def _share_outer_state(fragments: Sequence[Fragment], share: Share, *, takes_par
         tensors += [bucket.momentum for bucket in fragment.buckets if bucket.momentum is not None]
         for tensor in tensors:
             share(tensor)
-        if takes_parameters:
-            for bucket in fragment.buckets:
-                bucket.write_parameters()
-                if bucket.begun is not None:
-                    bucket.note_parameters()
+
+
+def _take_parameters(fragments: Iterable[Fragment]) -> None:
+    """Go on from the last average."""
+    for bucket in buckets_of(fragments):
+        bucket.write_parameters()
+        if bucket.begun is not None:
+            bucket.note_parameters()
 
 
 @torch.no_grad()
