@@ -132,11 +132,13 @@ class ShardedModel:
 
     def shard_claim(self) -> dict[str, str]:
         """Return what must be equal on all replicas: the shard that they hold."""
-        return {"the shard that replicas= hold": f"{self.shards.rank()} of {self.num_shards}"}
+        called = "the shard (replicas= takes the ranks that hold the same one, as mesh['replicate'] does)"
+        return {called: f"{self.shards.rank()} of {self.num_shards}"}
 
     def replica_claim(self) -> dict[str, str]:
         """Return what must be equal on all shards: the replica that they are parts of."""
-        return {"the place in replicas=": f"{self.group.rank()} of {self.group.size()}"}
+        called = "the place in replicas= (the shards of one replica have the same, as in mesh['replicate'])"
+        return {called: f"{self.group.rank()} of {self.group.size()}"}
 
     def expected_layouts(self) -> tuple[BucketLayout, ...]:
         """Return a bucket for each unit, as a pass without unused parameters has them."""
