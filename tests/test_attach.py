@@ -80,6 +80,13 @@ REFUSED = {
         TypeError,
         r"timeout must be a datetime.timedelta, not 5",
     ),
+    "a timeout that is over": (
+        small_model,
+        "bf16",
+        {"timeout": timedelta(0)},
+        ValueError,
+        "timeout must be more than 0 seconds, not 0",
+    ),
     "a model with a hook": (
         with_a_hook,
         "bf16",
