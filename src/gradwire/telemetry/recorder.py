@@ -67,7 +67,8 @@ class Telemetry:
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int):
-            raise TypeError(f"every is a number of steps, not {self.every!r}")
+            hint = "; a file is given as jsonl=" if isinstance(self.every, str | os.PathLike) else ""
+            raise TypeError(f"every is a number of steps, not {self.every!r}{hint}")
         if self.every < 1:
             raise ValueError(f"figures are taken every 1 or more steps, not every {self.every}")
         if self.jsonl is not None:
