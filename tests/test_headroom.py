@@ -226,6 +226,7 @@ def test_quiet_prints_the_verdict_alone():
         (["--ranks", "0"], "--ranks"),
         (["--link", "fast"], "such as 100mbit"),
         (["--model", "train"], "package.module:factory"),
+        (["--model", "./models/gpt.py:make"], "not by a file: write gpt:make, in the folder of"),
         (["--model", "nothing:x"], "cannot import nothing:x: No module named"),
         (["--device", "tpu"], "the device must be cpu or cuda, not 'tpu'"),
         (["--", "no-such-script.py"], "there is no script no-such-script.py"),

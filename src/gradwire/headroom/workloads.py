@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -175,6 +176,11 @@ class ModelFactory:
         module, colon, name = self.spec.partition(":")
         if not (module and colon and name):
             raise ValueError(f"a model is given as package.module:factory, not {self.spec!r}")
+        if module.endswith(".py") or "/" in module:
+            raise ValueError(
+                f"a model is given as package.module:factory, not by a file: write "
+                f"{Path(module).stem}:{name}, in the folder of {Path(module).name} or with that folder in PYTHONPATH"
+            )
         # The path of a console script leaves out the current folder, which has the user's code.
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
