@@ -179,7 +179,7 @@ class ModelFactory:
         if module.endswith(".py") or "/" in module:
             raise ValueError(
                 f"a model is given as package.module:factory, not by a file: write "
-                f"{Path(module).stem}:{name}, in the folder of {Path(module).name} or with that folder in PYTHONPATH"
+                f"{Path(module).stem}:{name}, in the folder of {Path(module).name} or with it in PYTHONPATH"
             )
         # The path of a console script leaves out the current folder, which has the user's code.
         if os.getcwd() not in sys.path:
