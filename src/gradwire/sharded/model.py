@@ -170,13 +170,17 @@ class ShardedGradients:
 
 
 def group_of(ranks: object, argument: str) -> dist.ProcessGroup | None:
-    """Return a process group, or that of a mesh; TypeError names the argument if it is neither."""
+    """Return a process group, or that of a mesh; an error names the argument if it is neither."""
     if ranks is None or isinstance(ranks, dist.ProcessGroup):
         return ranks
     found: Any = ranks
     if hasattr(found, "get_group") and getattr(found, "ndim", 0) == 1:
         group: dist.ProcessGroup = found.get_group()
         return group
+    if found == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"this rank is not in the group that it gives as {argument}=: give each rank its own"
+        )
     raise TypeError(
         f"{argument} is a process group, or a DeviceMesh of one dimension such as mesh['replicate'], not "
         f"{ranks!r:.80}"
