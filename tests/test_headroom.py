@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections import Counter
 
 import pytest
@@ -31,6 +32,7 @@ from gradwire.headroom.devices import local_gpu, takes_turns
 from gradwire.headroom.measure import slowest_ms
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.timed_models import TimedModel
+from gradwire.headroom.workloads import BuiltWorkload
 from gradwire.planner import Cluster, shapes_of, step_traffic
 from gradwire.testing import run_ranks
 from tests.records import record
@@ -86,6 +88,16 @@ def no_loss():
 def test_a_models_batch_is_one_argument_several_or_named_ones(name):
     built = ModelFactory(f"{__name__}:{name}").build()
     assert built.step_loss(built.model).shape == ()
+
+
+def test_a_loss_that_is_no_tensor_of_one_value_is_refused():
+    model = torch.nn.Linear(3, 4)
+    for loss, found in (
+        (lambda output: output.sum().item(), "float"),
+        (lambda output: output, "shape (2, 4)"),
+    ):
+        with pytest.raises(TypeError, match=f"a tensor of one value, not {re.escape(found)}"):
+            BuiltWorkload(model, torch.randn(2, 3), loss).step_loss(model)
 
 
 def test_a_factory_that_cannot_be_used_is_explained(tmp_path, monkeypatch):

@@ -34,12 +34,19 @@ class BuiltWorkload:
         )
 
     def step_loss(self, model: nn.Module) -> Tensor:
-        """Return the loss of the batch with ``model``, which is this one or a wrapper of it."""
+        """Return the loss of the batch with ``model``, which is this one or a wrapper of it.
+
+        Raises TypeError if the loss function does not return one.
+        """
         if isinstance(self.batch, tuple):
-            return self.loss(model(*self.batch))
-        if isinstance(self.batch, dict):
-            return self.loss(model(**self.batch))
-        return self.loss(model(self.batch))
+            output = model(*self.batch)
+        else:
+            output = model(**self.batch) if isinstance(self.batch, dict) else model(self.batch)
+        loss: object = self.loss(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"the loss function must return a tensor of one value, not {found}")
+        return loss
 
 
 class Buildable(Protocol):
