@@ -243,6 +243,11 @@ def test_quiet_prints_the_verdict_alone():
         (["--device", "tpu"], "the device must be cpu or cuda, not 'tpu'"),
         (["--", "no-such-script.py"], "there is no script no-such-script.py"),
         (["--device", "cpu", "--", __file__], "a script makes its own models, on its own devices"),
+        (["--batch", "8", "--seconds", "9", "--", __file__], ": leave out --batch, --seconds"),
+        (
+            ["--model", "torch.nn:ReLU", "--batch", "8", "--layers", "2"],
+            "--model makes the model and its batch: leave out --layers, --batch",
+        ),
     ],
 )
 def test_wrong_arguments_end_with_2_before_anything_runs(arguments, message):
@@ -251,6 +256,14 @@ def test_wrong_arguments_end_with_2_before_anything_runs(arguments, message):
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert not result.stdout
+
+
+def test_nothing_is_measured_while_gradwire_is_disabled(monkeypatch):
+    monkeypatch.setenv("GRADWIRE_DISABLE", "1")
+    for subject in ([], ["--", __file__]):
+        result = run("headroom", *subject)
+        assert result.exit_code == 2
+        assert "GRADWIRE_DISABLE is set, so that no recipe can be measured: unset it" in result.stderr
 
 
 def test_ranks_of_a_lab_are_not_measured_each_alone(monkeypatch):
