@@ -69,7 +69,8 @@ def time_row(
     options: argparse.Namespace,
 ) -> tuple[float, float, float]:
     torch.manual_seed(0)
-    model = DistributedDataParallel(LM(options.width, options.layers, LENGTH), broadcast_buffers=False)
+    model = DistributedDataParallel(LM(options.width, options.layers, LENGTH))
+    model.broadcast_buffers = False  # as an argument, torch 2.13 renames it
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     period = options.period if outer is not None else 10**9
     sent = []

@@ -49,7 +49,8 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     net = LM(width=96, layers=3, length=LENGTH)
-    model = DistributedDataParallel(net, broadcast_buffers=False)  # nothing but averages is to be sent
+    model = DistributedDataParallel(net)
+    model.broadcast_buffers = False  # send nothing but averages; torch 2.13 renames the argument
     optimizer = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     outer = gradwire.DiLoCo(lr=0.7, momentum=0.6, fragments=2, delay=2)
     local = gradwire.LocalSGD(model, optimizer, period=options.period, recipe="int4", outer=outer)

@@ -80,6 +80,13 @@ REFUSED = {
         TypeError,
         r"timeout must be a datetime.timedelta, not 5",
     ),
+    "a timeout that is over": (
+        small_model,
+        "bf16",
+        {"timeout": timedelta(0)},
+        ValueError,
+        "timeout must be more than 0 seconds, not 0",
+    ),
     "a model with a hook": (
         with_a_hook,
         "bf16",
@@ -371,7 +378,9 @@ def job_missing(rank):
         return own.check([rendezvous._answer_key(first, 2)])
 
     rendezvous.time = WaitingClock(have_met)
-    with pytest.raises(RuntimeError, match=r"collective, but rank\(s\) 1 of 3 did not call it within 0.3 s"):
+    with pytest.raises(
+        RuntimeError, match=r"collective, but rank\(s\) 1 of a group of 3 did not call it within 0.3 s"
+    ):
         gradwire.attach(model, "bf16", timeout=timedelta(seconds=0.3))
     store.set("done", "")
 
@@ -383,7 +392,7 @@ def test_attach_names_the_rank_that_is_missing():
 def job_late(rank, what):
     model, store = small_model(), dist.distributed_c10d._get_default_store()
     if rank == 0:
-        with pytest.raises(RuntimeError, match=r"rank\(s\) 1 of 2 did not call it within 0.3 s"):
+        with pytest.raises(RuntimeError, match=r"rank\(s\) 1 of a group of 2 did not call it within 0.3 s"):
             gradwire.attach(model, what, timeout=timedelta(seconds=0.3))
         store.set("gave up", "")
     else:

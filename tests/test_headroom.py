@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 from collections import Counter
 
 import pytest
@@ -33,6 +34,7 @@ from gradwire.headroom.measure import slowest_ms
 from gradwire.headroom.proposals import propose_encodings
 from gradwire.headroom.timed_models import TimedModel
 from gradwire.headroom.typical_steps import sent_per_step, typical_ms
+from gradwire.headroom.workloads import BuiltWorkload
 from gradwire.planner import Cluster, shapes_of, step_traffic
 from gradwire.telemetry import BucketStats, StepStats
 from gradwire.testing import run_ranks
@@ -89,6 +91,16 @@ def no_loss():
 def test_a_models_batch_is_one_argument_several_or_named_ones(name):
     built = ModelFactory(f"{__name__}:{name}").build()
     assert built.step_loss(built.model).shape == ()
+
+
+def test_a_loss_that_is_no_tensor_of_one_value_is_refused():
+    model = torch.nn.Linear(3, 4)
+    for loss, found in (
+        (lambda output: output.sum().item(), "float"),
+        (lambda output: output, "shape (2, 4)"),
+    ):
+        with pytest.raises(TypeError, match=f"a tensor of one value, not {re.escape(found)}"):
+            BuiltWorkload(model, torch.randn(2, 3), loss).step_loss(model)
 
 
 def test_a_factory_that_cannot_be_used_is_explained(tmp_path, monkeypatch):
@@ -230,10 +242,16 @@ def test_quiet_prints_the_verdict_alone():
         (["--ranks", "0"], "--ranks"),
         (["--link", "fast"], "such as 100mbit"),
         (["--model", "train"], "package.module:factory"),
+        (["--model", "./models/gpt.py:make"], "not by a file: write gpt:make, in the folder of"),
         (["--model", "nothing:x"], "cannot import nothing:x: No module named"),
         (["--device", "tpu"], "the device must be cpu or cuda, not 'tpu'"),
         (["--", "no-such-script.py"], "there is no script no-such-script.py"),
         (["--device", "cpu", "--", __file__], "a script makes its own models, on its own devices"),
+        (["--batch", "8", "--seconds", "9", "--", __file__], ": leave out --batch, --seconds"),
+        (
+            ["--model", "torch.nn:ReLU", "--batch", "8", "--layers", "2"],
+            "--model makes the model and its batch: leave out --layers, --batch",
+        ),
     ],
 )
 def test_wrong_arguments_end_with_2_before_anything_runs(arguments, message):
@@ -242,6 +260,14 @@ def test_wrong_arguments_end_with_2_before_anything_runs(arguments, message):
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert not result.stdout
+
+
+def test_nothing_is_measured_while_gradwire_is_disabled(monkeypatch):
+    monkeypatch.setenv("GRADWIRE_DISABLE", "1")
+    for subject in ([], ["--", __file__]):
+        result = run("headroom", *subject)
+        assert result.exit_code == 2
+        assert "GRADWIRE_DISABLE is set, so that no recipe can be measured: unset it" in result.stderr
 
 
 def test_ranks_of_a_lab_are_not_measured_each_alone(monkeypatch):

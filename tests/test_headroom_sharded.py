@@ -94,6 +94,10 @@ def test_a_record_keeps_its_sharding_and_earlier_records_have_none():
     [
         (["--sharding", "zero"], "must be fsdp or hsdp, not 'zero'"),
         (["--shards", "2"], "--shards goes with --sharding hsdp"),
+        (
+            ["--sharding", "fsdp", "--shards", "1"],
+            "fsdp shards over all ranks, 2 here, and not over 1: use hsdp",
+        ),
         (["--sharding", "hsdp", "--ranks", "3", "--shards", "2"], "3 ranks cannot be replicas of 2 shards"),
         (["--sharding", "fsdp", "--recipe", "powersgd"], "whole matrices"),
         (["--sharding", "fsdp", "--bucket-mb", "1"], "leave them out"),

@@ -331,8 +331,12 @@ def check_refusals(rank):
     with pytest.raises(TypeError, match="mesh\\['replicate'\\]"):
         gradwire.attach(model, "int8", replicas=mesh)
     for others in (mesh["shard"], dist.group.WORLD):  # which hold other shards
-        with pytest.raises(ValueError, match="the shard that replicas= hold is 0 of 2 on rank"):
+        with pytest.raises(ValueError, match="ranks that hold the same one, .* is 0 of 2 on rank"):
             gradwire.attach(model, "int8", replicas=others)
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    if rank in (0, 1):  # which hold the shards of one replica, so that no other waits
+        with pytest.raises(ValueError, match="not in the group that it gives as replicas="):
+            gradwire.attach(model, "int8", replicas=pairs[1 - rank])
     with pytest.raises(ValueError, match="int4 on rank|failed on rank"):
         gradwire.attach(model, "int4" if rank == 1 else "int8", replicas=mesh["replicate"])
     parameter = next(model.parameters())

@@ -223,6 +223,7 @@ def test_wrong_arguments_are_explained():
     assert run("lab", "--rate", "fast", "true").exit_code == 2
     assert "such as 100mbit" in run("lab", "--rate", "fast", "true").stderr
     assert "such as 20ms" in run("lab", "--delay", "far", "true").stderr
+    assert "at most 60s, not '61s'" in run("lab", "--delay", "61s", "true").stderr
     assert run("lab", "no-such-command").exit_code == 127
     assert run("lab").exit_code == 2
     with Lab(hosts=2) as lab:

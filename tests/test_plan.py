@@ -237,7 +237,13 @@ def test_a_model_of_a_size_has_as_many_parameters():
 
 
 def test_clusters_that_cannot_be_are_refused():
-    for wrong in ({"num_nodes": 0}, {"num_nodes": 1, "bits_per_s": 0}, {"num_nodes": 1, "latency_s": -1}):
+    for wrong in (
+        {"num_nodes": 0},
+        {"num_nodes": 1, "bits_per_s": 0},
+        {"num_nodes": 1, "latency_s": -1},
+        {"num_nodes": 1, "latency_s": math.inf},
+        {"num_nodes": 10**12},
+    ):
         with pytest.raises(ValueError, match="cluster|rate|latency"):
             Cluster(**wrong)
     with pytest.raises(ValueError, match="2 ranks cannot be nodes of 8"):
@@ -357,6 +363,8 @@ def test_the_command_shows_what_it_predicts(tmp_path):
         (["--compute-ms", "10", "--parameters", "9", "--bucket-mb", "0"], "--bucket-mb must be above 0"),
         (["--compute-ms", "10", "--parameters", "9", "--latency-us", "inf"], "latency must be at least 0"),
         (["--compute-ms", "10", "--parameters", "9", "--bucket-mb", "inf"], "above 0 and finite, not inf"),
+        (["--parameters", "350M"], "(Number of parameters, such as 19e6; stands for a transformer of that"),
+        (["--delay", "20ms"], "(With an outer loop: steps from the start of an averaging to its end)"),
         (["--compute-ms", "10", "--parameters", "9", "--delay", "2"], "give its --period or --fragments"),
     ],
 )

@@ -58,6 +58,7 @@ def test_a_block_of_the_default_size_makes_no_other_recipe():
             "int4:rotated=true,rounding=stochastic",
             "^recipe .*: rotated values are rounded to the nearest level",
         ),
+        ("int8:block=1e3", "recipe 'int8': option 'block' must be a whole number, not '1e3'"),
         ("int4:rotated=true,block=64", "block must be a power of two from 128 to 4096, not 64"),
         ("sign:rotated=false,block=16", "block must be a power of two from 32 to 4096, not 16"),
         ("int2:bits=2+1", r"recipe 'int2': option 'bits' must be 1\+2 or 2\+2, not '2\+1'"),
@@ -105,17 +106,37 @@ def test_an_argument_of_the_wrong_type_is_refused(name, option, value, wanted):
         ("schedule(0=fp32; 9=int88)", "int8"),
         ("top-k", "topk"),
         ("Power SGD", "powersgd"),
+        ("topk-1%", "topk"),
+        ("int8,int4", "int8' or 'int4"),
     ],
 )
 def test_the_nearest_correct_spelling_is_suggested(spec, meant):
-    assert gradwire.recipe(meant)
+    assert all(gradwire.recipe(each) for each in meant.split("' or '"))
     with pytest.raises(ValueError, match="did you mean") as caught:
         gradwire.recipe(spec)
     text = str(caught.value)
-    assert f"did you mean {meant!r}" in text
+    assert f"did you mean '{meant}'" in text
     assert text.endswith(
         "powersgd, acp, auto; composed of these, schedule(0=fp32; 1000=int8) and route(ndim<2=fp32; *=int4)"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    {
+        "allreduce": "fp32",
+        "8bit": "int8",
+        "QSGD": "int8:rounding=stochastic",
+        "fp4": "int4",
+        "terngrad": "int2",
+        "1-bit": "sign",
+        "onebit": "sign",
+        "schedule(0=none; 9=1bit)": "fp32",
+    }.items(),
+)
+def test_a_name_that_others_use_suggests_the_recipe_that_does_the_same(name, ours):
+    with pytest.raises(ValueError, match=re.escape(f"; did you mean {ours!r}? Recipes: ")):
+        gradwire.recipe(name)
 
 
 def test_a_missing_parenthesis_is_counted_and_what_would_not_help_is_not_suggested():
@@ -145,7 +166,7 @@ def test_a_missing_parenthesis_is_counted_and_what_would_not_help_is_not_suggest
         (torch_hooks.DDPCommHookType.BF16_COMPRESS, "did you mean 'bf16'?"),
         (
             torch_hooks.DDPCommHookType.ALLREDUCE,
-            "ALLREDUCE; register_ddp_comm_hook of gradwire.ddp_comm_hooks takes",
+            "ALLREDUCE; did you mean 'fp32'? register_ddp_comm_hook of gradwire.ddp_comm_hooks takes",
         ),
         (torch.bfloat16, "dtype, torch.bfloat16; did you mean 'bf16'"),
         (gradwire.bf16, "a function, bf16; call it: bf16(...)"),

@@ -84,7 +84,9 @@ def test_a_rank_that_died_between_rendezvous_keeps_those_that_start_again_from_n
     together(lambda m: join_rendezvous(m, LONG, "attach"), members)
     saved = {"step": "400"}
     for alive in members[:2]:  # the third has died before it came to load
-        with pytest.raises(RuntimeError, match=r"load is collective, but rank\(s\) .*2 of 3 did not call it"):
+        with pytest.raises(
+            RuntimeError, match=r"load is collective, but rank\(s\) .*2 of a group of 3 did not call it"
+        ):
             agree(alive, join_rendezvous(alive, SHORT, "attach"), saved, SHORT, "load")
     for _ in range(2):
         members = start(store)
@@ -101,7 +103,7 @@ def test_a_rank_raises_its_own_error_even_if_another_does_not_come(store, caplog
     first, _ = together(lambda m: (join_rendezvous(m, LONG, "attach"), m)[1], start(store, size=2))
     with pytest.raises(KeyError, match="no such thing"), CollectiveCall(first, SHORT, "attach"):
         raise KeyError("no such thing")
-    assert "attach is collective, but rank(s) 1 of 2 did not call it" in caplog.text
+    assert "attach is collective, but rank(s) 1 of a group of 2 did not call it" in caplog.text
 
 
 def test_an_error_reaches_those_that_average_even_if_a_shard_does_not_come(store):
@@ -144,7 +146,9 @@ def test_those_who_wait_in_vain_say_for_whom(store, missing, monkeypatch):
     clock = WaitingClock(lambda: missing == 0 or store.answered.is_set())
     monkeypatch.setattr(rendezvous, "time", clock)
     for text in together(work, members):
-        assert f"swap is collective, but rank(s) {missing} of 3 did not call it within 0.3 s" in text
+        assert (
+            f"swap is collective, but rank(s) {missing} of a group of 3 did not call it within 0.3 s" in text
+        )
 
 
 class Counting(dist.Store):
@@ -189,6 +193,6 @@ def test_a_rank_whose_peers_come_just_in_time_does_not_name_them(monkeypatch, ca
         log = rendezvous.WaitLog(Member(0, 2, dist.HashStore()), LONG, "gradwire.attach")
         log.tell(lambda missing=missing: missing)
     assert [record.getMessage() for record in caplog.records] == [
-        "rank 0 waits in gradwire.attach for rank(s) 1 of 2, which have not called it; it will wait for "
-        "120 s in all. Every rank of the process group must call it"
+        "rank 0 waits in gradwire.attach for rank(s) 1 of a group of 2, which have not called it; it will "
+        "wait for 120 s in all. Every rank of the process group must call it"
     ]

@@ -138,6 +138,7 @@ def test_a_run_with_one_rank_says_that_there_is_nobody_to_send_to(runs):
         (["no-such-script.py"], "there is no script no-such-script.py"),
         ([], "which script?"),
         (["-m", "no.such.module"], "there is no module no.such.module"),
+        (["--state-every", "5", __file__], "--state-every goes with --state"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, message):

@@ -307,7 +307,7 @@ def check_refusals(rank):
     for wrong, error, text in (
         (None, ValueError, "a sharded model needs sites="),
         (mesh, TypeError, "sites is a process group, or a DeviceMesh of one dimension"),
-        (mesh["shard"], ValueError, "the shard is"),
+        (mesh["shard"], ValueError, "sites= takes the ranks that hold the same one. is 0 of 2 on rank"),
     ):
         with pytest.raises(error, match=text):
             gradwire.LocalSGD(model, optimizer, period=2, sites=wrong)

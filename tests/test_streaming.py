@@ -4,6 +4,7 @@ import math
 import os
 import re
 import signal
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -491,13 +492,33 @@ def test_ranks_that_end_after_different_steps_can_average(two_ranks):
     two_ranks.run(check_an_uneven_end)
 
 
+def check_the_way_to_train_by_the_clock(rank):
+    """The argument that the error names is taken, and torch does not warn of it."""
+    options = {}
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model = DistributedDataParallel(nn.BatchNorm1d(3), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            gradwire.LocalSGD(model, optimizer, period=timedelta(seconds=1))
+        except ValueError as error:
+            options[re.search(r"make it with (\w+)=False", str(error))[1]] = False
+    assert len(options) == 1
+    assert not model.broadcast_buffers
+
+
+def test_buffers_stay_with_ranks_that_average_by_the_clock_without_a_warning_of_torch(two_ranks):
+    two_ranks.run(check_the_way_to_train_by_the_clock)
+
+
 def check_refusals(rank):
     model = DistributedDataParallel(nn.BatchNorm1d(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     second = timedelta(seconds=1)
     for options, text in (
         ({"period": timedelta(0)}, "period must be more than 0 seconds"),
-        ({"period": second}, "make it with broadcast_buffers=False"),
+        ({"period": second}, "DDP broadcasts this model's buffers"),
         ({"period": 4, "outer": gradwire.DiLoCo(delay=4)}, "delay must be less than the period of 4 steps"),
         ({"period": 1, "outer": gradwire.DiLoCo(fragments=["weight", "bias"])}, "too short for 2 fragments"),
         ({"period": 9, "outer": gradwire.DiLoCo(fragments=3)}, "2 layers .weight, bias., too few"),

@@ -319,6 +319,7 @@ def test_a_profile_has_a_range_for_a_hook(two_ranks):
     [
         ({"every": 0}, ValueError, "every 1 or more steps"),
         ({"every": 2.5}, TypeError, "a number of steps, not 2.5"),
+        ({"every": "events.jsonl"}, TypeError, "not 'events.jsonl'; a file is given as jsonl="),
         ({"jsonl": 3}, TypeError, "name of a file, not int"),
         ({"jsonl": BytesPath()}, TypeError, "name of a file, not bytes"),
         ({"jsonl": ""}, ValueError, "name of a file, not an empty text"),

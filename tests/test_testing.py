@@ -172,6 +172,8 @@ def test_what_cannot_run_is_refused():
             run_ranks(job_sum, 2, timeout=timeout)
     with pytest.raises(ValueError, match="at least 1"):
         run_ranks(job_sum, 0)
+    with pytest.raises(TypeError, match=r"write run_ranks\(fn, world_size\)"):
+        run_ranks(2, job_sum)
     with pytest.raises(RuntimeError, match="for ranks that run_ranks has started"):
         send_message("nobody listens")
 

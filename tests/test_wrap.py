@@ -127,6 +127,13 @@ def check_refusals(rank):
         gradwire.wrap(net(), "sign", link=100)
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module, not type"):
         gradwire.wrap(nn.Linear, "sign")
+    for option, text in {
+        "verify_evry": "takes verify_evry= here; did you mean verify_every=",
+        "bucket_cap": "takes bucket_cap= here; did you mean bucket_cap_mb=",
+        "replicas": "neither DistributedDataParallel nor gradwire.attach takes replicas= here",
+    }.items():
+        with pytest.raises(TypeError, match=text):
+            gradwire.wrap(net(), "sign", **{option: 1})
     for model in (DistributedDataParallel(net()), torch.compile(DistributedDataParallel(net()))):
         with pytest.raises(TypeError, match="give it the module inside, or attach to this one"):
             gradwire.wrap(model, "sign")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 import torch
 import typer
 
+from gradwire.averaging import is_disabled
 from gradwire.cli.options import Html, Model, Recipes, ShardingKind, check_positive, recipes_for
 from gradwire.headroom import Benchmark, ModelFactory, Sharding, Workload
 from gradwire.links import format_rate, parse_delay, parse_rate
@@ -20,6 +21,23 @@ from gradwire.scripts import Script
 _SMALL_BUCKET_MB = 8.0
 # Width and sequence length of each built-in model, by its name.
 _DEFAULT_SIZES = {"transformer": (512, 64), "resnet": (256, 16)}
+# Options and their fields: those of a built-in model, and all that a script decides for itself.
+_OF_BUILT_IN = {
+    "--workload": "workload",
+    "--width": "width",
+    "--layers": "num_layers",
+    "--batch": "batch",
+    "--sequence": "sequence",
+}
+_OF_MODELS = {
+    "--model": "model",
+    **_OF_BUILT_IN,
+    "--seconds": "seconds",
+    "--bucket-mb": "bucket_mb",
+    "--device": "device",
+    "--sharding": "sharding",
+    "--shards": "num_shards",
+}
 
 
 @dataclass(frozen=True)
@@ -165,6 +183,8 @@ class HeadroomOptions:
                 f"this process is already one of {size} ranks (WORLD_SIZE), but torchrun did not start it: "
                 "start it with torchrun, or by itself; for slow links, use --link instead of `gradwire lab`"
             )
+        if is_disabled():
+            raise ValueError("GRADWIRE_DISABLE is set, so that no recipe can be measured: unset it")
         check_positive("--seconds", self.seconds)
         check_positive("--bucket-mb", self.bucket_mb)
 
@@ -172,11 +192,9 @@ class HeadroomOptions:
         """Return the script or the benchmark to measure. Raises ValueError if there is none."""
         if not self.script_words:
             return self._benchmark()
-        if self.model or self.bucket_mb or self.device or self.sharding or self.num_shards:
-            raise ValueError(
-                "a script makes its own models, on its own devices: leave out --model, --bucket-mb, "
-                "--device, --sharding and --shards"
-            )
+        self._require_default(
+            _OF_MODELS, "a script makes its own models, on its own devices, and is timed for --steps"
+        )
         return Script.of(self.script_words, is_module=False)
 
     def rates(self) -> list[str | None]:
@@ -220,8 +238,16 @@ class HeadroomOptions:
 
     def _workload(self) -> ModelFactory | Workload:
         if self.model is not None:
+            self._require_default(_OF_BUILT_IN, "--model makes the model and its batch")
             return ModelFactory(self.model)
         width, sequence = _DEFAULT_SIZES.get(self.workload, _DEFAULT_SIZES["transformer"])
         return Workload(
             self.workload, self.width or width, self.num_layers, self.batch, self.sequence or sequence
         )
+
+    def _require_default(self, options: Mapping[str, str], why: str) -> None:
+        """Raise ValueError if one of these options, with its field, has another value than its default."""
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [option for option, name in options.items() if getattr(self, name) != defaults[name]]
+        if given:
+            raise ValueError(f"{why}: leave out {', '.join(given)}")

@@ -14,6 +14,8 @@ from gradwire.cli.options import check_writable
 from gradwire.ddp import OnNonfinite
 from gradwire.scripts import RunTask, Script
 
+_STATE_EVERY = 100
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -72,8 +74,14 @@ class RunOptions:
         ),
     ] = None
     state_every: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Save it every N steps, and at the end.")
-    ] = 100
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="With --state: save every N steps, and at the end.",
+            show_default=str(_STATE_EVERY),
+        ),
+    ] = None
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary at the end.")] = False
 
@@ -89,6 +97,8 @@ class RunOptions:
         check_writable("--telemetry", self.telemetry)
         if self.state is not None:
             _make_folder(self.state)
+        elif self.state_every is not None:
+            raise ValueError("--state-every goes with --state, the folder to save in")
         if self.num_ranks is not None and "RANK" in os.environ:
             raise ValueError("this process is a rank already: leave out --ranks")
 
@@ -97,7 +107,8 @@ class RunOptions:
         file, folder = (
             None if path is None else str(path.resolve()) for path in (self.telemetry, self.state)
         )
-        return RunTask(self.recipe, self.on_nonfinite, self.verify_every, file, folder, self.state_every)
+        every = _STATE_EVERY if self.state_every is None else self.state_every
+        return RunTask(self.recipe, self.on_nonfinite, self.verify_every, file, folder, every)
 
     def rank_words(self, script: Script) -> list[str]:
         """Return the words after ``gradwire run`` for each rank that ``--ranks`` starts."""
@@ -106,7 +117,9 @@ class RunOptions:
         if self.telemetry is not None:
             words += ["--telemetry", str(self.telemetry)]
         if self.state is not None:
-            words += ["--state", str(self.state), "--state-every", str(self.state_every)]
+            words += ["--state", str(self.state)]
+        if self.state_every is not None:
+            words += ["--state-every", str(self.state_every)]
         words += [*(["--module"] if script.is_module else []), *(["--quiet"] if self.quiet else [])]
         return [*words, "--", *script.words]
 

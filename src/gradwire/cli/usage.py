@@ -72,7 +72,8 @@ class PlainErrors(TyperGroup):
         message = re.sub(
             r"Got unexpected extra arguments? ?\(s?\)? ?\(?(.*?)\)?$", r"it does not take: \1", message
         )
-        return message[:1].lower() + message[1:]
+        about = (getattr(getattr(error, "param", None), "help", None) or "").partition(". ")[0].rstrip(".")
+        return message[:1].lower() + message[1:] + (f" ({about})" if about else "")
 
 
 def _guess(word: str, known: list[str]) -> str:

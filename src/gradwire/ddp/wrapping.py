@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -18,6 +20,7 @@ from gradwire.recipes import Recipe
 from gradwire.torch_private import fsdp, uncompiled
 
 _OF_ATTACH = frozenset(inspect.signature(attach).parameters) - {"model", "recipe"}
+_OF_DDP = frozenset(inspect.signature(DistributedDataParallel).parameters) - {"module"}
 
 
 def wrap(
@@ -40,8 +43,8 @@ def wrap(
         The model, and the wire that `attach` has returned for it.
 
     Raises:
-        TypeError: this is no module, it is a ``DistributedDataParallel`` or sharded already, or the link is
-            no text.
+        TypeError: this is no module, it is a ``DistributedDataParallel`` or sharded already, neither has an
+            option of this name, or the link is no text.
         ValueError: the link is no rate.
         TypeError, ValueError, OSError, RuntimeError: as ``DistributedDataParallel`` and `attach` do.
 
@@ -51,6 +54,7 @@ def wrap(
     1
     """
     _check_module(module)
+    _check_names(options)
     chosen = parse_choice(recipe)
     bits_per_s = None if link is None else parse_rate(link)
     of_attach = {name: value for name, value in options.items() if name in _OF_ATTACH}
@@ -78,3 +82,13 @@ def _check_module(module: object) -> None:
             "gradwire.wrap makes a DistributedDataParallel, and fully_shard has sharded this model: call "
             "gradwire.attach(model, recipe) instead"
         )
+
+
+def _check_names(options: Iterable[str]) -> None:
+    """Raise TypeError for an option that neither DDP nor `attach` has."""
+    known = _OF_ATTACH | _OF_DDP
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}=?" if near else ""
+            raise TypeError(f"neither DistributedDataParallel nor gradwire.attach takes {name}= here{hint}")

@@ -36,7 +36,11 @@ class Sharding:
 
     def num_replicas(self, world_size: int) -> int:
         """Return the number of replicas of ``world_size`` ranks; ValueError if shards do not divide them."""
-        if world_size % self.num_shards or (self.kind == "fsdp" and world_size != self.num_shards):
+        if self.kind == "fsdp" and world_size != self.num_shards:
+            raise ValueError(
+                f"fsdp shards over all ranks, {world_size} here, and not over {self.num_shards}: use hsdp"
+            )
+        if world_size % self.num_shards:
             raise ValueError(f"{world_size} ranks cannot be replicas of {self.num_shards} shards")
         return world_size // self.num_shards
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -33,12 +34,19 @@ class BuiltWorkload:
         )
 
     def step_loss(self, model: nn.Module) -> Tensor:
-        """Return the loss of the batch with ``model``, which is this one or a wrapper of it."""
+        """Return the loss of the batch with ``model``, which is this one or a wrapper of it.
+
+        Raises TypeError if the loss function does not return one.
+        """
         if isinstance(self.batch, tuple):
-            return self.loss(model(*self.batch))
-        if isinstance(self.batch, dict):
-            return self.loss(model(**self.batch))
-        return self.loss(model(self.batch))
+            output = model(*self.batch)
+        else:
+            output = model(**self.batch) if isinstance(self.batch, dict) else model(self.batch)
+        loss: object = self.loss(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"the loss function must return a tensor of one value, not {found}")
+        return loss
 
 
 class Buildable(Protocol):
@@ -175,6 +183,11 @@ class ModelFactory:
         module, colon, name = self.spec.partition(":")
         if not (module and colon and name):
             raise ValueError(f"a model is given as package.module:factory, not {self.spec!r}")
+        if module.endswith(".py") or "/" in module:
+            raise ValueError(
+                f"a model is given as package.module:factory, not by a file: write "
+                f"{Path(module).stem}:{name}, in the folder of {Path(module).name} or with it in PYTHONPATH"
+            )
         # The path of a console script leaves out the current folder, which has the user's code.
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())

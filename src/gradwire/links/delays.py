@@ -19,7 +19,10 @@ def parse_delay(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
     seconds = -1.0 if match is None else float(match[1]) * _UNITS[match[2]]
     if not 0 < seconds <= _LONGEST_S:
-        raise ValueError(f"a delay is a number and us, ms or s, such as 20ms, not {text[:40]!r}")
+        raise ValueError(
+            f"a delay is a number and us, ms or s, such as 20ms, above 0 and at most {_LONGEST_S:g}s, not "
+            f"{text[:40]!r}"
+        )
     return seconds
 
 

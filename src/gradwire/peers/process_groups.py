@@ -59,13 +59,15 @@ def timeout_or_own(timeout: object, group: dist.ProcessGroup) -> timedelta:
 
     Ranks meet within it first, so that an invalid one is told to all of them.
     """
-    return timeout if isinstance(timeout, timedelta) else timeout_of(group)
+    return timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else timeout_of(group)
 
 
 def require_timeout(timeout: object) -> None:
-    """Raise TypeError if the user's timeout is neither a ``timedelta`` nor None."""
+    """Raise TypeError or ValueError if the user's timeout is neither None nor a positive ``timedelta``."""
     if not isinstance(timeout, timedelta | None):
         raise TypeError(f"timeout must be a datetime.timedelta, not {timeout!r}")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout must be more than 0 seconds, not {timeout.total_seconds():g}")
 
 
 def world_ranks(group: dist.ProcessGroup) -> Sequence[int]:

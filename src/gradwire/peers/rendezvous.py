@@ -49,8 +49,8 @@ class WaitLog:
             if not peers:  # the last ones have come just now
                 return
             log.warning(
-                "rank %d waits in %s for rank(s) %s of %d, which have not called it; it will wait for %g s "
-                "in all. Every rank of the process group must call it",
+                "rank %d waits in %s for rank(s) %s of a group of %d, which have not called it; it will "
+                "wait for %g s in all. Every rank of the process group must call it",
                 names[self._group.rank()],
                 self._caller,
                 ", ".join(str(names[peer]) for peer in peers),
@@ -106,8 +106,8 @@ def missing_ranks_error(
     text = f"error: RuntimeError: it gave up waiting for rank(s) {ranks}"
     limited_store(group, timeout).set(claim_key(rendezvous, group.rank()), text)
     return RuntimeError(
-        f"rank {rank}: {caller} is collective, but rank(s) {ranks} of {size} did not call it within "
-        f"{timeout.total_seconds():g} s; every rank of the process group must"
+        f"rank {rank}: {caller} is collective, but rank(s) {ranks} of a group of {size} did not call it "
+        f"within {timeout.total_seconds():g} s; every rank of the process group must"
     )
 
 

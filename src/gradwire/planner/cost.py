@@ -32,6 +32,8 @@ BACKWARD_SHARE = 2 / 3
 RING_TRIPS = 2.0
 # A worker lane averages two buckets at once, and so do the two threads of torch's own Gloo groups.
 NUM_IN_FLIGHT = 2
+# More than any cluster has, and still planned in seconds: the messages of each worker are counted.
+MAX_WORKERS = 200_000
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,16 @@ class Cluster:
                 f"a cluster has at least one node and one worker on each, not {self.num_nodes} and "
                 f"{self.workers_per_node}"
             )
+        if self.num_nodes * self.workers_per_node > MAX_WORKERS:
+            raise ValueError(
+                f"a cluster has at most {MAX_WORKERS} workers, not {self.num_nodes * self.workers_per_node}"
+            )
         if self.bits_per_s is not None and not self.bits_per_s > 0:
             raise ValueError(f"a link's rate must be above 0, not {self.bits_per_s}")
-        if not (0 <= self.latency_s < math.inf and self.cores_per_worker > 0):
-            raise ValueError(
-                "the latency must be at least 0 and finite, and the cores per worker above 0, not "
-                f"{self.latency_s} and {self.cores_per_worker}"
-            )
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"the latency must be at least 0 and finite, not {self.latency_s}")
+        if not self.cores_per_worker > 0:
+            raise ValueError(f"the cores per worker must be above 0, not {self.cores_per_worker}")
 
     @property
     def num_workers(self) -> int:

@@ -68,11 +68,15 @@ def run_ranks(
 
     Returns every rank's result, in rank order. Raises `RanksFailed` if a rank raises, crashes (also while
     it exits) or still runs at the timeout; the text then has the stack of each rank. Raises ValueError
-    for arguments that cannot be handed to a rank.
+    for arguments that cannot be handed to a rank, and TypeError for a ``world_size`` that is no number.
 
     No rank is left behind, even if this process is killed. Neither are the processes that a rank started,
     unless they left its process group.
     """
+    if isinstance(world_size, bool) or not isinstance(world_size, int):
+        raise TypeError(
+            f"world_size is a number of ranks, not {world_size!r}: write run_ranks(fn, world_size)"
+        )
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
     if lab is not None and world_size % lab.num_hosts:

@@ -87,5 +87,5 @@ def _parse_value(name: str, key: str, text: str, kind: object) -> object:
             return text.lower() == "true" if kind is bool else text.lower()
         return typing.cast("Callable[[str], object]", kind)(text)
     except ValueError:
-        wanted = " or ".join(choices) if choices else getattr(kind, "__name__", str(kind))
+        wanted = " or ".join(choices) if choices else _KINDS.get(kind, (str, "text"))[1]
         raise ValueError(f"recipe {name!r}: option {key!r} must be {wanted}, not {text!r}") from None

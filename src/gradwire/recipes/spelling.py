@@ -15,6 +15,17 @@ from gradwire.buckets import dtype_name
 from gradwire.recipes.registry import RECIPES
 
 _COMPOSED = {"schedule": "schedule(0=fp32; 1000=int8)", "route": "route(ndim<2=fp32; *=int4)"}
+# What papers, other libraries and other tools call that which a recipe does, or comes nearest to.
+_CALLED_ELSEWHERE = {
+    **dict.fromkeys(("allreduce", "allreducehook", "ddp", "none"), "fp32"),
+    **dict.fromkeys(("half", "float16"), "fp16"),
+    **dict.fromkeys(("8bit", "qint8", "quantize"), "int8"),
+    "qsgd": "int8:rounding=stochastic",
+    **dict.fromkeys(("4bit", "fp4", "nf4", "mxfp4", "nvfp4"), "int4"),
+    **dict.fromkeys(("2bit", "terngrad"), "int2"),
+    **dict.fromkeys(("1bit", "onebit", "int1", "signsgd", "efsignsgd"), "sign"),
+    **dict.fromkeys(("dgc", "sparse", "sparsify"), "topk"),
+}
 _POSSIBLE = f"Recipes: {', '.join(RECIPES)}; composed of these, {' and '.join(_COMPOSED.values())}"
 
 
@@ -35,7 +46,8 @@ class InvalidRecipeText(ValueError):
                 return False
             return True
 
-        near = filter(parses, (*_respell(spec), *_respell(self.part)))
+        near = list(filter(parses, (*_respell(spec), *_respell(self.part))))
+        near = near or list(filter(parses, _named_in(self.part)))
         return ValueError(f"{self}{_did_you_mean(near) or '.'} {_POSSIBLE}")
 
 
@@ -82,7 +94,7 @@ def _name_of(given: object) -> str:
     return str(getattr(given, "__name__", type(given).__name__))
 
 
-def _did_you_mean(near: Iterator[str] | list[str]) -> str:
+def _did_you_mean(near: list[str]) -> str:
     texts = list(dict.fromkeys(near))[:2]
     return f"; did you mean {' or '.join(map(repr, texts))}?" if texts else ""
 
@@ -92,8 +104,11 @@ def _respell(spec: str) -> Iterator[str]:
     word, rest = re.fullmatch(r"\s*(\w*)\s*(.*)", spec, re.DOTALL).groups()  # type: ignore[union-attr]
     inside = (rest[1:] if rest[:1] in {*":([{,;"} else rest).lstrip().rstrip(")]} ")
     inside += ")" * (inside.count("(") - inside.count(")"))
-    if set(spec) & {*"- "} and (joined := re.sub(r"[-\s]", "", spec).lower()) in RECIPES:
-        yield joined
+    if set(spec) & {*"- "} and (joined := re.sub(r"[-\s]", "", spec).lower()) in {
+        *RECIPES,
+        *_CALLED_ELSEWHERE,
+    }:
+        yield from _near(joined)
     for name in _near(word):
         if name in _COMPOSED:
             yield f"{name}({inside})"
@@ -102,9 +117,20 @@ def _respell(spec: str) -> Iterator[str]:
             yield f"{name}:{inside}" if inside else name
 
 
+def _named_in(text: str) -> list[str]:
+    """Return the names near each word of a text without parentheses: ``"int8,int4"``, ``"topk-1%"``."""
+    words = [] if set(text) & {*"()"} else re.findall(r"\w+", text)
+    return [name for word in words for name in _near(word)]
+
+
 def _near(word: str) -> list[str]:
-    """Return the known names that ``word`` begins with or, if there are none, up to two similar ones."""
+    """Return the known names that ``word`` begins with or, if there are none, up to two similar ones.
+
+    A name that others use stands for one of ours alone.
+    """
     lower, names = word.lower().replace("_", ""), [*RECIPES, *_COMPOSED]
+    if lower in _CALLED_ELSEWHERE:
+        return [_CALLED_ELSEWHERE[lower]]
     prefixes = [name for name in names if lower.startswith(name)]
     averaging = [name for name in names if name != "noop"]  # nobody averages nothing by a slip of the pen
     return prefixes or difflib.get_close_matches(lower, averaging, n=2, cutoff=0.5)

@@ -132,11 +132,13 @@ class ShardedModel:
 
     def shard_claim(self) -> dict[str, str]:
         """Return what must be equal on all replicas: the shard that they hold."""
-        return {"the shard that replicas= hold": f"{self.shards.rank()} of {self.num_shards}"}
+        called = "the shard (replicas= takes the ranks that hold the same one, as mesh['replicate'] does)"
+        return {called: f"{self.shards.rank()} of {self.num_shards}"}
 
     def replica_claim(self) -> dict[str, str]:
         """Return what must be equal on all shards: the replica that they are parts of."""
-        return {"the place in replicas=": f"{self.group.rank()} of {self.group.size()}"}
+        called = "the place in replicas= (the shards of one replica have the same, as in mesh['replicate'])"
+        return {called: f"{self.group.rank()} of {self.group.size()}"}
 
     def expected_layouts(self) -> tuple[BucketLayout, ...]:
         """Return a bucket for each unit, as a pass without unused parameters has them."""
@@ -168,13 +170,17 @@ class ShardedGradients:
 
 
 def group_of(ranks: object, argument: str) -> dist.ProcessGroup | None:
-    """Return a process group, or that of a mesh; TypeError names the argument if it is neither."""
+    """Return a process group, or that of a mesh; an error names the argument if it is neither."""
     if ranks is None or isinstance(ranks, dist.ProcessGroup):
         return ranks
     found: Any = ranks
     if hasattr(found, "get_group") and getattr(found, "ndim", 0) == 1:
         group: dist.ProcessGroup = found.get_group()
         return group
+    if found == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"this rank is not in the group that it gives as {argument}=: give each rank its own"
+        )
     raise TypeError(
         f"{argument} is a process group, or a DeviceMesh of one dimension such as mesh['replicate'], not "
         f"{ranks!r:.80}"

@@ -66,8 +66,10 @@ class Telemetry:
     errors: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.every, bool) or not isinstance(self.every, int):
-            raise TypeError(f"every is a number of steps, not {self.every!r}")
+        every: object = self.every
+        if isinstance(every, bool) or not isinstance(every, int):
+            hint = "; a file is given as jsonl=" if isinstance(every, str | os.PathLike) else ""
+            raise TypeError(f"every is a number of steps, not {every!r}{hint}")
         if self.every < 1:
             raise ValueError(f"figures are taken every 1 or more steps, not every {self.every}")
         if self.jsonl is not None:

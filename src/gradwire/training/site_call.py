@@ -26,5 +26,6 @@ class SitesCall(GridCall):
         notes = self._within.agree(claim, note)
         shards = self._within.group
         # A group of other ranks than those that hold one shard would average different parameters.
-        where = {"the shard": f"{shards.rank()} of {shards.size()}"}
+        called = "the shard (sites= takes the ranks that hold the same one)"
+        where = {called: f"{shards.rank()} of {shards.size()}"}
         return CollectiveCall.agree(self, {**claim, **where}, note if len(set(notes)) == 1 else MIXED)

@@ -145,9 +145,12 @@ class DDPSite(Site):
 
     def check_steps_may_differ(self) -> None:
         if self._ddp.broadcast_buffers and next(self.module.buffers(), None) is not None:
+            # torch 2.13 has renamed the argument, and warns of the name before.
+            is_renamed = hasattr(self._ddp, "forward_sync_buffers")
             raise ValueError(
                 "with a period in seconds, ranks take different numbers of steps, but DDP broadcasts this "
-                "model's buffers in each: make it with broadcast_buffers=False"
+                f"model's buffers in each: make it with {'forward_sync' if is_renamed else 'broadcast'}"
+                "_buffers=False"
             )
         if self._ddp.find_unused_parameters:
             raise ValueError(
