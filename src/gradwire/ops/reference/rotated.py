@@ -21,8 +21,8 @@ from gradwire.ops.formats import (
     RotatedFormat,
     Seed,
 )
+from gradwire.ops.hashes import hashed
 from gradwire.ops.operands import Chunk, RotatedRows, Scale
-from gradwire.ops.reference.blocks import hashed
 
 _COLUMNS = 32  # of which a thread of a GPU has one
 _LARGEST = torch.finfo(torch.float32).max
