@@ -97,7 +97,7 @@ def _scale(form: BlockFormat, x: Tensor) -> Tensor:
 
 def _mean_magnitude(form: BlockFormat, x: Tensor) -> Tensor:
     """Return the mean of ``|x|`` of each row, added up as in the kernels: by planes, then by halves."""
-    planes = _planes(form, x.abs() * (1 / torch.tensor(float(x.shape[1]), device=x.device)))
+    planes = _planes(form, x.abs() * (1 / x.new_tensor(float(x.shape[1]))))
     lanes = x.new_zeros(len(x), form.block // form.values_per_byte)
     for plane in planes.unbind(1):
         lanes[:, : plane.shape[1]] += plane
