@@ -53,8 +53,6 @@ def digests():
 def test_the_bases_of_low_rank_are_the_same_on_every_processor(tmp_path):
     command = [sys.executable, "-c", "import tests.test_other_processors as t; print(t.digests())"]
     environment = {**os.environ, **OTHER, "NUMBA_CACHE_DIR": str(tmp_path)}
-    there = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    there = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert there.returncode == 0, there.stderr
     assert there.stdout.strip() == str(digests())

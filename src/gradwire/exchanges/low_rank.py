@@ -239,7 +239,7 @@ class _LowRankStep:
         if options.warm_start:
             basis = self._remembered(side)
             key = self._layout(side), dtype, device, options.seed
-            spare = self._context.memory.cached(key, lambda: self._draw(side, 0))
+            spare = self._context.memory.cached(key, self._context.step, lambda: self._draw(side, 0))
         else:
             basis, spare = self._draw(side, self._context.step), None
         self._kernels.orthogonalize(self._plan.batches, side, basis, spare)
