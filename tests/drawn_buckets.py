@@ -19,7 +19,7 @@ class Given(nn.Module):
 
 def draw(seed, *shapes):
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes]
 
 
 def outer(seed, n, m):

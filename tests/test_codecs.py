@@ -176,10 +176,11 @@ def same_bits(a, b):
     num_rows=st.integers(2, 5),
     row_dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     scale=st.sampled_from([0.5, 1.0, 1 / 3, 0.2]),
+    all_alike=st.booleans(),
     seed=st.integers(0, 2**16),
     data=st.data(),
 )
-def test_the_reduce_kernel_equals_the_reference(n, num_rows, row_dtype, scale, seed, data):
+def test_the_reduce_kernel_equals_the_reference(n, num_rows, row_dtype, scale, all_alike, seed, data):
     own_index = data.draw(st.integers(0, num_rows - 1))
     header = 4 if row_dtype == torch.float16 else 0
     stride = -(-(header + n * row_dtype.itemsize) // 64) * 64
@@ -195,13 +196,13 @@ def test_the_reduce_kernel_equals_the_reference(n, num_rows, row_dtype, scale, s
         kernels.reduce_rows(Terms(own, own_index, rows, scales, header), encoded, up, down)
         return torch.cat([own.view(torch.uint8), encoded.view(torch.uint8)])
 
-    scales = [scale] * num_rows
+    scales = [scale if all_alike else scale / (1 + r) for r in range(num_rows)]
     want = reduced(reference, scales, up, down)
     assert torch.equal(want, reduced(cpu, scales, up, down))
     # To bf16, Triton's interpreter does not round as devices do.
     if cuda is not None and row_dtype != torch.bfloat16:
         assert torch.equal(want, reduced(cuda, scales, up, down))
-        on_device = [torch.tensor(scale) if r else scale for r in range(num_rows)]
+        on_device = [torch.tensor(each) if r else each for r, each in enumerate(scales)]
         given = on_device, torch.tensor(up), torch.tensor(down)
         assert torch.equal(reduced(reference, *given), reduced(cuda, *given))
 

@@ -404,3 +404,29 @@ def test_a_layout_that_is_made_again_in_every_step_takes_no_more_memory():
         return sizes
 
     assert run_virtual_ranks(job, 2) == [[1] * 4] * 2
+
+
+def test_layouts_that_come_once_do_not_fill_the_memory():
+    exchange = LowRank(2, feedback=False)
+
+    def job(group):
+        memory, sizes = Memory(), []
+        for step in range(100):
+            layout = layout_of((64, 64 + step))
+            (given,) = steps_of(group.rank, layout, 1)
+            run_steps(group, exchange, layout, [given], memory, first_step=step)
+            sizes.append(len(memory._cache))
+        return sizes
+
+    assert all(max(sizes) < 20 for sizes in run_virtual_ranks(job, 2))
+
+
+def test_what_is_forgotten_is_not_replayed():
+    memory = Memory()
+    memory.cached("first", 0, lambda: 1)
+    before = memory.version
+    memory.cached("second", 1, lambda: 2)
+    assert memory.version == before
+    memory.cached("third", 100, lambda: 3)
+    assert memory.version != before
+    assert memory.cached("first", 100, lambda: 4) == 4

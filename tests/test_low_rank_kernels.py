@@ -285,3 +285,10 @@ def test_triton_makes_vectors_orthogonal_in_order_however_much_alike_they_are(an
     if angle:
         torch.testing.assert_close(scaled @ found.double().T @ found.double(), scaled, rtol=0, atol=1e-5)
     assert ((scaled @ found.double().T).tril() - scaled @ found.double().T).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(cuda is None, reason="needs Triton")
+def test_a_table_of_matrices_is_made_in_host_memory_whatever_the_default_device():
+    with torch.device("meta"):
+        table = cuda._on(torch.device("cpu"), [(1, 2), (3, 4)])
+    assert table.tolist() == [[1, 2], [3, 4]]

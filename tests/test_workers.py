@@ -228,7 +228,7 @@ def test_states_move_with_their_parameters_when_two_buckets_ask_at_once():
         def ask(own, memory=memory, both=both, made=made):
             both.wait(LIMIT_S)
             memory.flat("residual", own, torch.float32, cpu).add_(1)
-            memory.cached("thing", lambda: made.append(own))
+            memory.cached("thing", 0, lambda: made.append(own))
 
         threads = [threading.Thread(target=ask, args=(own,)) for own in rebuilt]
         for thread in threads:

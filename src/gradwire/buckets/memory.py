@@ -15,6 +15,9 @@ from gradwire.buckets.parameter_state import ParameterState
 
 T = TypeVar("T")
 
+# Steps for which `Memory.cached` keeps what nobody asks for: a loop may have a few lists of tensors in turns.
+_STEPS_KEPT = 16
+
 GRADIENT_STATES = ("residual", "velocity")
 """States in units of a rank's own gradient. They follow the loss scale and the number of ranks and shards."""
 
@@ -30,7 +33,8 @@ class Memory:
         self._lock = threading.Lock()
         self._states: dict[tuple[str, torch.dtype], ParameterState] = {}
         self._num_replaced = 0
-        self._cache: dict[Hashable, Any] = {}
+        self._cache: dict[Hashable, tuple[Any, int]] = {}
+        """What was made for each key, and the step that has last asked for it."""
 
     def flat(
         self,
@@ -86,12 +90,18 @@ class Memory:
         with self._lock:
             self._states[_key(name, layout, dtype)].drop(layout)
 
-    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what ``make`` returned for this key at the first call; checkpoints do not hold it."""
+    def cached(self, key: Hashable, step: int, make: Callable[[], T]) -> T:
+        """Return what ``make`` has returned for this key before; checkpoints do not hold it.
+
+        When another key comes, what no step has asked for lately is forgotten.
+        """
         with self._lock:
-            if key not in self._cache:
-                self._cache[key] = make()
-            made: T = self._cache[key]
+            if key in self._cache:
+                made: T = self._cache[key][0]
+            else:
+                self._forget_unused(step)
+                made = make()
+            self._cache[key] = made, step
         return made
 
     def keep_gradient_states(self) -> None:
@@ -140,6 +150,12 @@ class Memory:
             for parameter, values in tensors.items():
                 state.put(parameter, values.to(device))
         self._replace(loaded)
+
+    def _forget_unused(self, step: int) -> None:
+        old = [key for key, (_, last_step) in self._cache.items() if last_step < step - _STEPS_KEPT]
+        for key in old:
+            del self._cache[key]
+        self._num_replaced += bool(old)  # a recording that is replayed reads it without asking
 
     def _replace(self, states: dict[tuple[str, torch.dtype], ParameterState]) -> None:
         self._states = states

@@ -90,7 +90,7 @@ class HookSlot:
     def _average_plainly(self, bucket: GradBucket) -> Future[Tensor]:
         """Average as DDP does without a hook, on the model's own group."""
         group, flat = self.model.process_group, bucket.buffer()
-        divisor = torch.tensor(float(group.size()))
+        divisor = torch.tensor(float(group.size()), dtype=torch.float64)
         if divides_by_active(self._ddp):
             in_backward = backward_pass() != -1
             divisor = torch.tensor(float(in_backward), dtype=torch.float64, device=flat.device)

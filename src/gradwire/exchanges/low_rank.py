@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Hashable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -24,7 +23,7 @@ from gradwire.exchanges.scatter import Sum
 from gradwire.exchanges.two_phase import seeds_of, shared_two_shot_bytes
 from gradwire.exchanges.two_shot import PLAIN, repeats_with
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
-from gradwire.ops import OTHER, Side
+from gradwire.ops import OTHER, Seed, Side
 from gradwire.torch_private import copy_all_
 
 
@@ -240,22 +239,20 @@ class _LowRankStep:
         if options.warm_start:
             basis = self._remembered(side)
             key = self._layout(side), dtype, device, options.seed
-            spare = self._context.memory.cached(key, lambda: self._draw(side, 0))
+            spare = self._context.memory.cached(key, self._context.step, lambda: self._draw(side, 0))
         else:
             basis, spare = self._draw(side, self._context.step), None
         self._kernels.orthogonalize(self._plan.batches, side, basis, spare)
         return basis
 
     def _draw(self, side: Side, step: int) -> Tensor:
-        """Return normal random numbers that depend on seed, parameter and step, not on the bucket."""
+        """Return random numbers that depend on seed, parameter and step, not on the bucket."""
         layout = self._layout(side)
         flat = torch.empty(layout.numel, dtype=self._sums.dtype, device=self._sums.device)
-        generator = torch.Generator(flat.device)
+        # Not by a generator of torch: its numbers differ between kinds of CPUs and of GPUs.
         for slot in layout.slots:
-            words = f"{self._options.seed} {step} {slot.name}".encode()
-            digest = hashlib.blake2b(words, digest_size=7).digest()
-            generator.manual_seed(int.from_bytes(digest, "little"))
-            flat[slot.offset : slot.offset + slot.numel].normal_(generator=generator)
+            values = flat[slot.offset : slot.offset + slot.numel]
+            ops.fill_uniformly(values, Seed.of(self._options.seed, step, slot.name))
         return flat
 
     def _find_first(self, side: Side, basis: Tensor) -> Generator[Round, None, tuple[Tensor, Tensor, Tensor]]:

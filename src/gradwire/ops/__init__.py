@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gradwire.ops.batches import OTHER, Batch, Batches, Matrix, Side
 from gradwire.ops.formats import BlockFormat, Kind, RotatedFormat, Seed
+from gradwire.ops.hashes import fill_uniformly
 from gradwire.ops.operands import NO_RANK, NO_SEED, Chunk, RotatedRows, Scale, Terms
 from gradwire.ops.owner_cache import cached_on_owner
 from gradwire.ops.reference import blocks as reference_blocks
@@ -53,6 +54,7 @@ __all__ = [
     "decode_rotated",
     "encode_blocks",
     "encode_rotated",
+    "fill_uniformly",
     "low_rank",
     "reduce_blocks",
     "reduce_rotated",

@@ -207,9 +207,9 @@ class Seed:
 
     @classmethod
     @functools.lru_cache(_NUM_SEEDS)
-    def of(cls, *numbers: int) -> Seed:
-        """Return a seed made of all the numbers."""
-        digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    def of(cls, *parts: int | str) -> Seed:
+        """Return a seed made of all the numbers and texts."""
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
 
     def of_step(self, step: int | Tensor) -> Seed:

@@ -82,7 +82,7 @@ def decode(form: TopFormat, row: Tensor, values: Tensor) -> None:
         places += _unpacked(high, form.high_bits) << 8
     code = _unpacked(codes, 4)
     sent = torch.where(code > 7, code - 16, code).to(torch.float32) * scales.to(torch.float32)[:, None]
-    full = torch.zeros(len(places), form.block, device=values.device).scatter_(1, places, sent)
+    full = sent.new_zeros(len(places), form.block).scatter_(1, places, sent)
     full.masked_fill_(scales.isnan()[:, None], torch.nan)
     values.copy_(full.view(-1)[: values.numel()])
 

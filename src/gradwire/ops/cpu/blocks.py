@@ -337,7 +337,7 @@ def _row(form: BlockFormat, row: Tensor, numel: int) -> _Row:
 def _scratch(form: BlockFormat) -> _Scratch:
     # By torch, whose memory begins at a cache line: elsewhere, a line of values would take two accesses.
     padded = form.block + _SPARE
-    values = torch.empty(4 * padded + max(form.block // 8, LINE))
+    values = torch.empty(4 * padded + max(form.block // 8, LINE), dtype=torch.float32)
     return _Scratch(values.numpy(), torch.empty(padded, dtype=torch.uint8).numpy())
 
 

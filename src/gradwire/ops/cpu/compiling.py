@@ -19,7 +19,8 @@ def kernel(signature: Any, reorders_sums: bool = False) -> Callable[[Callable[..
 
     Nothing is cached where no cache folder can be written, or where one holds damaged files; both are logged.
     ``reorders_sums`` lets LLVM split a sum into as many parts as a vector register has; the split is the same
-    in every call.
+    in every call, but not on every processor. So it is for sums that a rank sends, not for those that all
+    ranks compute.
 
     Pass a kernel plain tuples, and name their fields inside it: numba takes 0.4 us to unpack a NamedTuple
     that comes from Python, and none for one that a kernel makes.

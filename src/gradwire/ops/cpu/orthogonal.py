@@ -118,7 +118,23 @@ def _orthogonalize_at_once(vectors: Any) -> Any:
     return True
 
 
-@kernel((_VECTOR, _F8[::1], _MATRIX, I8), reorders_sums=True)
+@helper
+def _product(a: Any, b: Any) -> Any:
+    """Return the sum of products in fp64: in 16 parts, so that its bits are the same on every processor."""
+    parts = np.zeros(LINE, np.float64)
+    whole = a.size - a.size % LINE
+    for j in range(0, whole, LINE):
+        for k in range(LINE):
+            parts[k] += a[j + k] * _F8(b[j + k])
+    for j in range(whole, a.size):
+        parts[j - whole] += a[j] * _F8(b[j])
+    total = 0.0
+    for k in range(LINE):
+        total += parts[k]
+    return total
+
+
+@kernel((_VECTOR, _F8[::1], _MATRIX, I8))
 def _direction(own: Any, rest: Any, vectors: Any, num_before: Any) -> Any:
     """Write the unit vector of what is orthogonal to the vectors before to ``rest``.
 
@@ -130,20 +146,15 @@ def _direction(own: Any, rest: Any, vectors: Any, num_before: Any) -> Any:
     if top >= I4(INFINITY) or top == I4(0):
         return False
     scale = 1.0 / _F8(from_bits(top))
-    whole = 0.0
     for j in range(own.size):
         rest[j] = _F8(own[j]) * scale
-        whole += rest[j] * rest[j]
+    whole = _product(rest, rest)
     for _ in range(2):
         for c in range(num_before):
-            share = 0.0
-            for j in range(own.size):
-                share += rest[j] * _F8(vectors[c, j])
+            share = _product(rest, vectors[c])
             for j in range(own.size):
                 rest[j] -= share * _F8(vectors[c, j])
-    length = 0.0
-    for j in range(own.size):
-        length += rest[j] * rest[j]
+    length = _product(rest, rest)
     if not length > _NEGLIGIBLE * _NEGLIGIBLE * whole:
         return False
     scale = 1.0 / np.sqrt(length)

@@ -273,4 +273,5 @@ def _words(seed: Seed) -> Any:
 
 def _scratch(form: RotatedFormat) -> Any:
     # Three blocks, the random words and the squares of one. By torch, whose memory begins at a cache line.
-    return torch.empty(3 * form.block + (form.block // 1024 + 1) * 32 + max(form.block // 8, 32)).numpy()
+    numel = 3 * form.block + (form.block // 1024 + 1) * 32 + max(form.block // 8, 32)
+    return torch.empty(numel, dtype=torch.float32).numpy()

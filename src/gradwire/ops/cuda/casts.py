@@ -67,24 +67,23 @@ def _launch(terms: Terms, encoded: Tensor, up: Scale, down: Scale, *, is_sum: bo
         num_rows=len(rows),
         stride=rows.stride(0),
         own_index=terms.own_index,
-        **_factors([*terms.scales, up, down], own),
+        **_factors(terms.scales, up, down, own),
         IS_SUM=is_sum,
         BLOCK=_BLOCK,
         enable_fp_fusion=False,  # each product is rounded before it is added
     )
 
 
-def _factors(scales: Sequence[Scale], own: Tensor) -> dict[str, Any]:
-    """Return the factors of the terms, and the last two of the sum.
+def _factors(scales: Sequence[Scale], up: Scale, down: Scale, own: Tensor) -> dict[str, Any]:
+    """Return the factors of the terms, and those of the sum: as numbers if all terms have the same.
 
     They are a tensor if one of them is, since its value is not known here.
     """
-    if not any(isinstance(scale, Tensor) for scale in scales):
-        return {
-            "factor": scales[0], "up": scales[-2], "down": scales[-1], "factors": own, "HAS_FACTORS": False
-        }  # fmt: skip
-    each = [
+    each = [*scales, up, down]
+    if not any(isinstance(scale, Tensor) for scale in each) and len({*scales}) == 1:
+        return {"factor": scales[0], "up": up, "down": down, "factors": own, "HAS_FACTORS": False}
+    factors = [
         scale.to(torch.float32) if isinstance(scale, Tensor) else own.new_full((), scale, dtype=torch.float32)
-        for scale in scales
+        for scale in each
     ]
-    return {"factor": 1.0, "up": 1.0, "down": 1.0, "factors": torch.stack(each), "HAS_FACTORS": True}
+    return {"factor": 1.0, "up": 1.0, "down": 1.0, "factors": torch.stack(factors), "HAS_FACTORS": True}

@@ -204,7 +204,7 @@ def orthogonalize(batches: Batches, side: Side, factor: Tensor, spare: Tensor | 
 
 def _on(device: torch.device, table: Sequence[tuple[int, ...]]) -> Tensor:
     """Copy a table to the device, without making the host wait."""
-    rows = torch.tensor(table, dtype=torch.int64)
+    rows = torch.tensor(table, dtype=torch.int64, device="cpu")  # the default device may be another
     return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 

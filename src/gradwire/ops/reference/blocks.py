@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.ops.formats import LIMITS, MIN_SCALE, TIME_STEP, BlockFormat, Seed
+from gradwire.ops.formats import LIMITS, MIN_SCALE, BlockFormat, Seed
+from gradwire.ops.hashes import noise
 from gradwire.ops.operands import Chunk, Scale
 
 
@@ -96,7 +97,7 @@ def _scale(form: BlockFormat, x: Tensor) -> Tensor:
 
 def _mean_magnitude(form: BlockFormat, x: Tensor) -> Tensor:
     """Return the mean of ``|x|`` of each row, added up as in the kernels: by planes, then by halves."""
-    planes = _planes(form, x.abs() * (1 / torch.tensor(float(x.shape[1]), device=x.device)))
+    planes = _planes(form, x.abs() * (1 / x.new_tensor(float(x.shape[1]))))
     lanes = x.new_zeros(len(x), form.block // form.values_per_byte)
     for plane in planes.unbind(1):
         lanes[:, : plane.shape[1]] += plane
@@ -120,9 +121,9 @@ def _quantise(form: BlockFormat, x: Tensor, scale: Tensor, index: Tensor, seed: 
         return (torch.signbit(x) & (scale > 0)).to(torch.uint8)
     y = x * torch.where(scale > 0, 1 / scale, 0.0)
     if form.kind == "fp8":
-        return _to_fp8(y, _noise(index, seed) if form.stochastic else None)
+        return _to_fp8(y, noise(index, seed) if form.stochastic else None)
     if form.stochastic:
-        y = y + (_noise(index, seed) * 2.0**-24 - 0.5)
+        y = y + (noise(index, seed) * 2.0**-24 - 0.5)
         y = y.clamp(-LIMITS[form.kind], LIMITS[form.kind])
     return y.round().nan_to_num(0.0).to(torch.int8).view(torch.uint8)
 
@@ -137,27 +138,6 @@ def _to_fp8(y: Tensor, noise: Tensor | None) -> Tensor:
     steps = (magnitude * 512 + (noise * 2.0**-24 - 0.5)).round().to(torch.int32)
     code = torch.where(magnitude < 2.0**-6, steps, normal).clamp(max=0x7E)
     return (code | (torch.signbit(y).to(torch.int32) << 7)).to(torch.uint8)
-
-
-def _noise(index: Tensor, seed: Seed) -> Tensor:
-    """Return 24 random bits for each index, as fp32."""
-    return (hashed(index, seed) >> 8).to(torch.float32)
-
-
-def hashed(index: Tensor, seed: Seed) -> Tensor:
-    """Return 32 random bits for each index, in 64-bit integers."""
-    low = seed.low if seed.step is None else seed.low + seed.step * TIME_STEP
-    return _mix((_mix((index ^ low) & _WORD) + seed.high) & _WORD)
-
-
-_WORD = 0xFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Hash with lowbias32 (Chris Wellons), in 64-bit integers."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
 
 
 def _pack(form: BlockFormat, codes: Tensor) -> Tensor:

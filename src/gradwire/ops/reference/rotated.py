@@ -21,8 +21,8 @@ from gradwire.ops.formats import (
     RotatedFormat,
     Seed,
 )
+from gradwire.ops.hashes import hashed
 from gradwire.ops.operands import Chunk, RotatedRows, Scale
-from gradwire.ops.reference.blocks import hashed
 
 _COLUMNS = 32  # of which a thread of a GPU has one
 _LARGEST = torch.finfo(torch.float32).max
@@ -148,7 +148,7 @@ def _encode(form: RotatedFormat, x: Tensor, signs: Tensor) -> tuple[Tensor, Tens
 def _products(form: RotatedFormat, number: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
     """Return each block's sums of parts times levels, and of squares of levels."""
     count, size = parts.shape
-    product = norm = torch.zeros(count, device=parts.device)
+    product = norm = torch.zeros(count, dtype=torch.float32, device=parts.device)
     if not form.fits_scale:  # those of normal values
         norm = norm + _rounded(size * MEAN_SQUARE_4)
         return norm / PART, norm
