@@ -37,7 +37,6 @@ def noted(num_steps, num_averages, num_begun, *under_way, history="", group=""):
         ([noted(6, 0, 2), noted(5, 0, 1, 1)], 1, [0, 1], False),
         # Both have the mean of an averaging, but with others.
         ([noted(8, 1, 2, 0, group="a"), noted(8, 1, 2, 0, group="b")], 0, [0, 1], False),
-        ([noted(8, 2, 2, group="a"), noted(8, 2, 2, group="b")], 0, [0, 1], True),
         # An averaging that all have given up is that of no one.
         ([noted(6, 1, 1), noted(8, 1, 2)], 1, [0, 1], True),
         ([MIXED, noted(3, 0, 0)], 1, [1], False),

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import logging
 import math
 import pickle
@@ -22,6 +23,8 @@ from tests.drawn_buckets import Given, draw, outer
 from tests.models import backward, gradients, small_model
 
 BOTH = {"torch": (theirs, torch_default), "gradwire": (ours, default_hooks)}
+# Random starts, over which errors are averaged: one alone moves an error by up to 3 %.
+SEEDS = range(6)
 
 
 def train(register, steps, **options):
@@ -143,22 +146,21 @@ def job_parity(rank):
         for s in range(22)
     ]
     wanted = train(lambda model: None, steps)
-    errors = {}
-    for feedback in (True, False):
-        for name, (module, _) in BOTH.items():
-            register = with_hook(module, matrix_approximation_rank=4, use_error_feedback=feedback)
-            seen = train(register, steps)
-            # With feedback, what a step leaves out comes later: sums over steps agree.
-            first = 2 if feedback else 21
-            have, want = (
-                torch.cat([sum(grads[i] for grads in run[first:]).flatten() for i in range(3)])
-                for run in (seen, wanted)
-            )
-            errors[name, feedback] = float((have - want).norm() / want.norm())
+    errors = dict.fromkeys(itertools.product(BOTH, (True, False)), 0.0)
+    for (name, feedback), seed in itertools.product(errors, SEEDS):
+        options = {"matrix_approximation_rank": 4, "use_error_feedback": feedback, "random_seed": seed}
+        seen = train(with_hook(BOTH[name][0], **options), steps)
+        # With feedback, what a step leaves out comes later: sums over steps agree.
+        first = 2 if feedback else 21
+        have, want = (
+            torch.cat([sum(grads[i] for grads in run[first:]).flatten() for i in range(3)])
+            for run in (seen, wanted)
+        )
+        errors[name, feedback] += float((have - want).norm() / want.norm()) / len(SEEDS)
     return errors
 
 
-def test_the_error_after_twenty_warm_started_steps_is_torchs():
+def test_the_mean_error_after_twenty_warm_started_steps_is_torchs():
     for errors in run_ranks(job_parity, 2):
         for feedback in (True, False):
             assert errors["gradwire", feedback] == pytest.approx(errors["torch", feedback], rel=0.01)

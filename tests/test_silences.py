@@ -64,7 +64,7 @@ def test_a_rank_that_waits_long_logs_for_whom(missing, heard, monkeypatch):
 
     together(work, members)
     assert len(heard.texts) == 2, "each rank logs it once"
-    waits = re.compile(r"waits in gradwire\.attach for rank\(s\) ([\d, ]+) of 3")
+    waits = re.compile(r"waits in gradwire\.attach for rank\(s\) ([\d, ]+) of a group of 3")
     found = [waits.search(each) for each in heard.texts]
     assert all(found), heard.texts
     named = [set(each[1].split(", ")) for each in found]
@@ -79,12 +79,12 @@ def test_so_does_one_that_waits_for_claims(heard, monkeypatch):
     monkeypatch.setattr(rendezvous, "SLOW_S", 0.05)
 
     def work(member):
-        with pytest.raises(RuntimeError, match=r"swap is collective, but rank\(s\) 1, 2 of 3"):
+        with pytest.raises(RuntimeError, match=r"swap is collective, but rank\(s\) 1, 2 of a group of 3"):
             agree(member, names[0], {}, SHORT, "swap")
 
     work(members[0])
     (text,) = heard.texts
-    assert "rank 0 waits in swap for rank(s) 1, 2 of 3" in text
+    assert "rank 0 waits in swap for rank(s) 1, 2 of a group of 3" in text
 
 
 def test_ranks_that_meet_in_time_log_nothing(heard):

@@ -251,7 +251,7 @@ def check_bad(rank, name, bad_ranks):
     elif rank in bad_ranks:  # it has heard of the other's failure before its own
         assert str(first).startswith(f"rank {1 - rank}, ")
     else:
-        assert isinstance(first, gradwire.PeerError)
+        assert isinstance(first, gradwire.PeerError), first
         assert str(first).startswith(f"rank {bad_ranks[0]}, ")
     wire.detach()
 

@@ -27,7 +27,7 @@ class Turn:
     history: str = ""
     """A digest of the groups in which averagings have ended: the same on all ranks that took part in them."""
     group: str = ""
-    """The name of the group in which the newest averaging has begun."""
+    """The name of the group in which the newest averaging under way has begun; empty if there is none."""
 
     @property
     def num_given_up(self) -> int:
@@ -61,6 +61,8 @@ class Turn:
             (checkpoint.require_count("under_way", number), checkpoint.require_count("under_way", left))
             for number, left in under_way
         ]
+        if group and not under_way:
+            raise ValueError(f"'group' of this state is empty, as no averaging is under way, not {group!r:.80}")
         return cls(
             checkpoint.require_count("num_begun", saved["num_begun"]),
             checkpoint.require_count("num_averages", saved["num_averages"]),
@@ -75,7 +77,7 @@ class Turn:
         return {
             "the saved number of averagings": f"{self.num_averages} of {self.num_begun} begun",
             "the history of averagings": self.history,
-            "the group of averagings under way": self.group if self.under_way else "",
+            "the group of averagings under way": self.group,
         }
 
     def save(self) -> dict[str, Any]:

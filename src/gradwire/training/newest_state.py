@@ -98,8 +98,7 @@ def _is_current(own: Position, newest: Position, warmup_steps: int) -> bool:
 
 def _has_means_of(own: Turn, newest: Turn) -> bool:
     """Return True if the averagings under way are those of the newest state, in the same group."""
-    has_same = own.under_way.keys() == newest.under_way.keys()
-    return has_same and (not own.under_way or own.group == newest.group)
+    return own.under_way.keys() == newest.under_way.keys() and own.group == newest.group
 
 
 def _is_apart(own: Position, newest: Position) -> bool:

@@ -212,7 +212,7 @@ class OuterLoop:
         self.wait()  # first, as averagings may fail meanwhile
         turn, has_failed = self.turn, self.has_failed
         tensors = tensors_of(self.fragments, has_means=not has_failed)
-        return replace(turn, under_way={}) if has_failed else turn, tensors
+        return replace(turn, under_way={}, group="") if has_failed else turn, tensors
 
     def settle(self) -> bool:
         """Wait for the averagings under way; forget them if one has failed on any rank of this site.
@@ -240,7 +240,8 @@ class OuterLoop:
         """The place of this run between its averagings."""
         under_way = {each.number: each.steps_left for each in self.fragments if each.is_under_way}
         work = tuple(float(each.work) for each in self.fragments)
-        return Turn(self.num_begun, self.num_averages, work, under_way, self.history, self.group)
+        group = self.group if under_way else ""
+        return Turn(self.num_begun, self.num_averages, work, under_way, self.history, group)
 
     def go_on(self, turn: Turn) -> None:
         """Go on from ``turn``, whose means are to be loaded; ValueError if it has other fragments."""
