@@ -62,7 +62,7 @@ class Turn:
             for number, left in under_way
         ]
         if group and not under_way:
-            raise ValueError(f"'group' of this state is empty, as no averaging is under way, not {group!r:.80}")
+            raise ValueError(f"'group' of this state is empty, as nothing is under way, not {group!r:.80}")
         return cls(
             checkpoint.require_count("num_begun", saved["num_begun"]),
             checkpoint.require_count("num_averages", saved["num_averages"]),
