@@ -13,7 +13,6 @@ import torch
 from gradwire import recipe
 from gradwire.buckets import Memory
 from gradwire.exchanges import Context, Scratch
-from gradwire.exchanges.low_rank import _LowRankStep
 from gradwire.ops.cpu import orthogonal
 from gradwire.peers import SingleRankGroup
 from tests.drawn_buckets import layout_of
@@ -27,7 +26,7 @@ def start():
     options, layout = recipe("acp:rank=4").exchange, layout_of((300, 200), (40, 70))
     flat = torch.zeros(layout.numel)
     context = Context(SingleRankGroup(), Scratch(), 1.0, layout, Memory())
-    return _LowRankStep(options, options.plan(layout), flat, flat, context)._draw("left", 0)
+    return options._step(options.plan(layout), flat, flat, context)._draw("left", 0)
 
 
 def bases(rank):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,18 +13,17 @@ from gradwire import ops
 from gradwire.buckets import BucketLayout
 from gradwire.codecs import Codec, Raw
 from gradwire.exchanges.context import Context
-from gradwire.exchanges.factors import FactorPart, Which, factor_part, mean_bytes, num_values
+from gradwire.exchanges.factors import Which, mean_bytes, num_values
 from gradwire.exchanges.links import Links
+from gradwire.exchanges.low_rank_step import LowRankStep, message_rounds
 from gradwire.exchanges.matrices import MatrixPlan, plan_of
-from gradwire.exchanges.one_shot import encoded_bytes, one_round_pays, sum_bytes
+from gradwire.exchanges.one_shot import encoded_bytes, sum_bytes
 from gradwire.exchanges.residuals import migrate_residuals
-from gradwire.exchanges.rounds import Round, Rounds
-from gradwire.exchanges.scatter import Sum
-from gradwire.exchanges.two_phase import seeds_of, shared_two_shot_bytes
+from gradwire.exchanges.rounds import Rounds
+from gradwire.exchanges.two_phase import shared_two_shot_bytes
 from gradwire.exchanges.two_shot import PLAIN, repeats_with
 from gradwire.exchanges.unused import keep_unused_residuals, unused_mask
-from gradwire.ops import OTHER, Seed, Side
-from gradwire.torch_private import copy_all_
+from gradwire.ops import Side
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,8 @@ class LowRank:
 
     def plan(self, layout: BucketLayout) -> MatrixPlan:
         """Return which values of a bucket are compressed, in which matrices."""
-        share = mean_bytes(self._encodings(), self.rank) / 4 if self._encodes(layout.dtype) else 1.0
+        encodings = self._encodings(layout.dtype)
+        share = mean_bytes(encodings, self.rank) / 4 if encodings else 1.0
         return plan_of(layout, self.rank, self.min_compression_rate * share, self.whole)
 
     def rounds(self, flat: Tensor, context: Context) -> Rounds:
@@ -119,7 +119,7 @@ class LowRank:
         may_have_unused = self.whole and self.feedback and context.may_have_unused
         mask = (yield from unused_mask(flat, context)) if may_have_unused else None
         with keep_unused_residuals(mask, flat, sums):
-            yield from _LowRankStep(self, plan, flat, sums, context).rounds()
+            yield from self._step(plan, flat, sums, context).rounds()
 
     def shared_bytes(self, layout: BucketLayout, step: int) -> int:
         if self._is_plain(layout, step):
@@ -130,7 +130,7 @@ class LowRank:
     def repeats_as(self, step: int) -> Hashable | None:
         if not self.warm_start or not all(map(repeats_with, self._codecs())):
             return None
-        return step < self.start, self.num_rounds == 1 and self._side_at(step)
+        return step < self.start, self._sides(step)
 
     def link_bytes(self, layout: BucketLayout, world_size: int, step: int) -> list[Links]:
         if self._is_plain(layout, step):
@@ -142,18 +142,24 @@ class LowRank:
         if self._is_plain(layout, step):
             return PLAIN.link_rounds(layout, world_size, step)
         messages = self._messages(layout, step)
-        return Links(0, sum(_message_rounds(message, world_size) for message in messages))
+        return Links(0, sum(message_rounds(message, world_size) for message in messages))
 
-    def _encodes(self, dtype: torch.dtype) -> bool:
-        """Return True if factors are encoded for a bucket of this dtype."""
-        return self.factors is not None and _work_dtype(dtype) == torch.float32
+    def _step(self, plan: MatrixPlan, flat: Tensor, sums: Tensor, context: Context) -> LowRankStep:
+        sides, encodings = self._sides(context.step), self._encodings(flat.dtype)
+        return LowRankStep(
+            plan, flat, sums, context, sides, encodings, self.feedback, self.warm_start, self.seed
+        )
 
     def _codecs(self) -> list[Codec]:
         return [codec for codec in (self.factors, self.leading) if codec is not None]
 
-    def _encodings(self) -> list[tuple[Codec, Which]]:
-        """Return the encodings of a factor, each with the vectors that it is for."""
-        assert self.factors is not None
+    def _encodings(self, dtype: torch.dtype) -> list[tuple[Codec, Which]]:
+        """Return the encodings of a factor for a bucket of this dtype, each with the vectors that it is for.
+
+        There are none if factors travel as they are.
+        """
+        if self.factors is None or _work_dtype(dtype) != torch.float32:
+            return []
         others = self.factors.resolve(torch.float32)
         if self.leading is None:
             return [(others, "all")]
@@ -167,21 +173,21 @@ class LowRank:
         """Return the sums of each message in a step that compresses: encoding and number of values."""
         plan, exact = self.plan(layout), Raw(_work_dtype(layout.dtype))
         num_beside = plan.num_matrices + plan.num_plain
-        sides: list[Side] = ["left", "right"] if self.num_rounds == 2 else [self._side_at(step)]
+        encodings = self._encodings(layout.dtype)
         messages: list[list[tuple[Codec, int]]] = []
-        for beside, side in zip((num_beside, 0), sides, strict=False):
-            if self._encodes(layout.dtype):
-                of_factors = [
-                    (codec, num_values(plan.batches, side, which)) for codec, which in self._encodings()
-                ]
+        for beside, side in zip((num_beside, 0), self._sides(step), strict=False):
+            if encodings:
+                of_factors = [(codec, num_values(plan.batches, side, which)) for codec, which in encodings]
                 messages.append([*of_factors, (exact, beside)])
             else:
                 messages.append([(exact, num_values(plan.batches, side, "all") + beside)])
         return messages
 
-    def _side_at(self, step: int) -> Side:
-        """Return the factor that this step computes if there is one round."""
-        return "left" if step % 2 else "right"
+    def _sides(self, step: int) -> tuple[Side, ...]:
+        """Return the factors that a step computes, one in each round; with one round they take turns."""
+        if self.num_rounds == 2:
+            return ("left", "right")
+        return ("left",) if step % 2 else ("right",)
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -195,166 +201,6 @@ def _message_bytes(message: list[tuple[Codec, int]], world_size: int) -> list[in
     if isinstance(codec, Raw):
         assert codec.dtype is not None
         return sum_bytes(numel, codec.dtype, world_size)
-    if _message_rounds(message, world_size) == 1:
+    if message_rounds(message, world_size) == 1:
         return [(world_size - 1) * encoded_bytes(message)] * world_size
     return shared_two_shot_bytes(message, world_size)
-
-
-def _message_rounds(message: list[tuple[Codec, int]], world_size: int) -> int:
-    """Return 1 if ranks send each other all of a message, 2 if each sums a part and passes that on."""
-    return 1 if one_round_pays(encoded_bytes(message), world_size) else 2
-
-
-class _LowRankStep:
-    """The averaging of one bucket in one step that compresses."""
-
-    def __init__(
-        self, options: LowRank, plan: MatrixPlan, flat: Tensor, sums: Tensor, context: Context
-    ) -> None:
-        self._options = options
-        self._plan = plan
-        self._flat = flat
-        self._sums = sums
-        self._context = context
-        self._kernels = ops.low_rank(flat, sums)
-
-    def rounds(self) -> Rounds:
-        batches = self._plan.batches
-        side = self._options._side_at(self._context.step) if self._options.num_rounds == 1 else "left"
-        basis = self._start(OTHER[side])
-        factor, own, votes = yield from self._find_first(side, basis)
-        if self._options.num_rounds == 2:
-            self._kernels.orthogonalize(batches, side, factor, None)
-            side, basis = "right", factor
-            factor, own = yield from self._find_second(basis)
-        kept = self._remembered(side) if self._options.warm_start else None
-        self._kernels.judge(batches, side, factor, votes, kept)
-        sums = self._sums if self._options.feedback else None
-        means, owns = ((factor, basis), (own, basis)) if side == "left" else ((basis, factor), (basis, own))
-        self._kernels.finish(batches, self._flat, sums, *means, *owns, votes)
-
-    def _start(self, side: Side) -> Tensor:
-        """Return an orthonormal basis to start from: the step before's, or random where there is none."""
-        options, dtype, device = self._options, self._sums.dtype, self._sums.device
-        if options.warm_start:
-            basis = self._remembered(side)
-            key = self._layout(side), dtype, device, options.seed
-            spare = self._context.memory.cached(key, self._context.step, lambda: self._draw(side, 0))
-        else:
-            basis, spare = self._draw(side, self._context.step), None
-        self._kernels.orthogonalize(self._plan.batches, side, basis, spare)
-        return basis
-
-    def _draw(self, side: Side, step: int) -> Tensor:
-        """Return random numbers that depend on seed, parameter and step, not on the bucket."""
-        layout = self._layout(side)
-        flat = torch.empty(layout.numel, dtype=self._sums.dtype, device=self._sums.device)
-        # Not by a generator of torch: its numbers differ between kinds of CPUs and of GPUs.
-        for slot in layout.slots:
-            values = flat[slot.offset : slot.offset + slot.numel]
-            ops.fill_uniformly(values, Seed.of(self._options.seed, step, slot.name))
-        return flat
-
-    def _find_first(self, side: Side, basis: Tensor) -> Generator[Round, None, tuple[Tensor, Tensor, Tensor]]:
-        """Compute a factor with the first message; return its sum, this rank's own share, and the votes."""
-        plan, kernels = self._plan, self._kernels
-        sizes = [self._layout(side).numel, plan.num_matrices, plan.num_plain]
-        message = self._scratch("first", sum(sizes))
-        factor, votes, plain = message.split(sizes)
-        find = kernels.accumulate_and_project if side == "left" else kernels.accumulate_and_project_back
-        find(plan.batches, self._flat, self._sums, votes, basis, factor)
-        outside, inside = self._runs(plain)
-        _copy(outside, inside)
-        yield from migrate_residuals(plain, replace(self._context, layout=plan.plain), None)
-        # With two rounds, the first factor is only the basis of the second: its own share is not needed.
-        own = None if self._options.num_rounds == 2 else self._scratch("own", factor.numel())
-        yield from self._sum(side, factor, own, message)
-        _copy(inside, outside)
-        return factor, factor if own is None else own, votes
-
-    def _find_second(self, left: Tensor) -> Generator[Round, None, tuple[Tensor, Tensor]]:
-        """Compute the right factor; return its sum over ranks, and this rank's own share."""
-        factor = self._scratch("second", self._plan.right.numel)
-        self._kernels.project_back(self._plan.batches, self._sums, left, factor)
-        own = self._scratch("own", factor.numel())
-        yield from self._sum("right", factor, own, factor)
-        return factor, own
-
-    def _sum(self, side: Side, factor: Tensor, own: Tensor | None, message: Tensor) -> Rounds:
-        """Sum a message that begins with a factor; ``own`` becomes this rank's share of that factor."""
-        if not self._options._encodes(self._flat.dtype):
-            if own is not None:
-                own.copy_(factor)
-            yield (Sum(message),)
-            return
-        rest = message[factor.numel() :]
-        exact = Raw(rest.dtype)  # a codec that changes nothing, so that the rest travels with the factor
-        parts = self._parts(side, factor, "part")
-        shares = [] if own is None else self._parts(side, own, "own part")
-        shapes = [(part.codec, part.values.numel()) for part in parts]
-        in_one_round = _message_rounds([*shapes, (exact, rest.numel())], self._context.group.size) == 1
-        sums = []
-        for number, part in enumerate(parts):
-            part.take()
-            share = shares[number].values if shares else None
-            sums.append(self._sum_of(part, share, f"left out {number}", in_one_round=in_one_round))
-        yield (*sums, Sum(rest, exact, in_one_round=in_one_round))
-        for kept, each in zip(shares, sums, strict=False):  # nothing is kept if nobody asks for the own share
-            if each.residual is not None:
-                kept.values.sub_(each.residual)
-        for part in (*parts, *shares):
-            part.put_back()
-
-    def _sum_of(self, part: FactorPart, share: Tensor | None, name: str, *, in_one_round: bool) -> Sum:
-        """Return the sum of a part. This rank's share of it becomes ``share``, less the sum's residual."""
-        seeds = seeds_of(part.codec, self._options.seed, self._context)
-        if in_one_round:
-            return Sum(part.values, part.codec, seeds=seeds, in_one_round=True, sent=share)
-        if share is None:
-            return Sum(part.values, part.codec, seeds=seeds)
-        share.copy_(part.values)
-        left_out = self._scratch(name, share.numel()).zero_()
-        return Sum(part.values, part.codec, left_out, seeds)
-
-    def _parts(self, side: Side, factors: Tensor, name: str) -> list[FactorPart]:
-        """Return the vectors of factors by encoding."""
-        return [
-            factor_part(
-                codec,
-                which,
-                factors,
-                self._plan.batches,
-                side,
-                lambda kind, numel: self._scratch(f"{name} {kind}", numel),
-            )
-            for codec, which in self._options._encodings()
-        ]
-
-    def _runs(self, plain: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the uncompressed values: their places in the message, and those in the bucket."""
-        outside, inside, position = [], [], 0
-        for start, end in self._plan.runs:
-            outside.append(plain[position : position + end - start])
-            inside.append(self._flat[start:end])
-            position += end - start
-        return outside, inside
-
-    def _remembered(self, side: Side) -> Tensor:
-        memory, layout = self._context.memory, self._layout(side)
-        # An earlier recipe may have left factors of another rank (width), which cannot be started from.
-        return memory.flat(_NAMES[side], layout, self._sums.dtype, self._sums.device, may_change=True)
-
-    def _layout(self, side: Side) -> BucketLayout:
-        return self._plan.left if side == "left" else self._plan.right
-
-    def _scratch(self, name: str, numel: int) -> Tensor:
-        num_bytes = numel * self._sums.dtype.itemsize
-        return self._context.scratch.bytes(name, num_bytes, self._sums.device).view(self._sums.dtype)
-
-
-_NAMES: dict[Side, str] = {"left": "P", "right": "Q"}
-
-
-def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    if to:
-        copy_all_(to, source)
