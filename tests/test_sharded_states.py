@@ -122,13 +122,17 @@ def test_factors_of_other_shards_start_anew(four_ranks):
     four_ranks.run(check_factors)
 
 
-def check_scatter(rank):
+def check_scatter(rank, divides_afterwards):
     """A reduce-scatter keeps no residuals, and adds those of a state to its first gradients."""
     model, wire = attached("int4", False)
     train(model, range(2), rank)
     before, merged = held_back(wire), wire.state_dict(gather=True)
     wire.detach()
     model = shard(make())
+    if divides_afterwards:
+        for unit in (*model.blocks, model):
+            unit.set_gradient_divide_factor(3.0)
+            unit.set_force_sum_reduction_for_comms(True)
     for spec in ("fp32", "route(ndim<2=bf16; *=fp32)"):
         with gradwire.attach(model, spec) as wire:
             gradients = []
@@ -145,8 +149,9 @@ def check_scatter(rank):
             assert not any(wire.state_dict()["memory"].values())
 
 
-def test_a_reduce_scatter_sends_what_replicas_have_held_back(four_ranks):
-    four_ranks.run(check_scatter)
+@pytest.mark.parametrize("divides_afterwards", [False, True])
+def test_a_reduce_scatter_sends_what_replicas_have_held_back(divides_afterwards, four_ranks):
+    four_ranks.run(check_scatter, divides_afterwards)
 
 
 def check_damage(rank):

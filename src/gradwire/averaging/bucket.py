@@ -29,5 +29,7 @@ class Bucket:
     """The way to average it; None for that of the engine's recipe."""
     factor: float | None = None
     """The factor of the sum over ranks; None for that of the recipe: 1/W for a mean, 1 for a sum."""
+    divisor: float = 1.0
+    """By this, the caller divides the result afterwards; residuals are in units of what it then has."""
     may_overlap: bool = True
     """False if an earlier bucket under way has a parameter of this one."""

@@ -105,7 +105,9 @@ class Engine:
             self._show(bucket.layout, bucket.flat, place, None, is_last=bucket.is_last)
             return self.native.start(bucket.flat, place, self.stats.record)
         is_active = bucket.is_active if recipe.reduction == "mean" else None
-        scaling = Scaling(recipe.reduction, is_active, bucket.weight, bucket.factor, bucket.claim)
+        scaling = Scaling(
+            recipe.reduction, is_active, bucket.weight, bucket.factor, bucket.divisor, bucket.claim
+        )
         job = Job(
             Promise(bucket.flat),
             bucket.layout,

@@ -63,6 +63,7 @@ def run_jobs(
             job.place.step,
             may_have_unused,
             step_on_device,
+            job.scaling.divisor,
         )
         for number, (job, flat) in enumerate(zip(jobs, flats, strict=True))
     ]

@@ -23,6 +23,8 @@ class Scaling:
     """This rank's weight in a weighted mean; None if all ranks count alike."""
     given: float | None = None
     """The factor itself, if the caller has given it."""
+    divisor: float = 1.0
+    """By this, the caller divides the result afterwards."""
     claim: SealedClaim | None = None
     """A claim to compare before the first message; on CUDA it is not, since the host would wait."""
 

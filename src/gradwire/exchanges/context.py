@@ -27,3 +27,5 @@ class Context:
     """True if a step may leave parameters unused; DDP drops the averaged gradient of those."""
     step_on_device: Tensor | None = None
     """The step in device memory, if the exchange is recorded; kernels that need it read it there."""
+    divisor: float = 1.0
+    """By this, the caller divides the result afterwards; residuals are in units of what it then has."""

@@ -19,7 +19,8 @@ def add_to_shard(own: Tensor, context: Context) -> None:
     migrate_velocities(context, None, own.device)
     for dtype in memory.dtypes(_NAME):
         if memory.has(_NAME, layout, dtype):
-            own.add_(memory.flat(_NAME, layout.shard(), dtype, own.device))
+            left_out = memory.flat(_NAME, layout.shard(), dtype, own.device)
+            own.add_(left_out, alpha=context.divisor)
             memory.drop(_NAME, layout, dtype)
 
 

@@ -99,6 +99,7 @@ class Backward:
         *,
         num_shards: int = 1,
         factor: float | None = None,
+        divisor: float = 1.0,
         may_be_late: bool = False,
     ) -> None:
         """Begin to average ``flat``, and call ``end`` when it is done: at the end of the pass, or earlier.
@@ -109,10 +110,11 @@ class Backward:
             end: takes the result from ``flat``, in which it is, or the values as they were after an error.
             num_shards: the number of ranks' shards in ``flat``.
             factor: the factor of the sum over ranks; None for a mean.
+            divisor: by this, torch divides the result afterwards.
             may_be_late: True if nothing reads the result before the pass ends; otherwise this waits for it.
         """
         with contextlib.nullcontext() if may_be_late else self._blocked():
-            self._start(flat, parameters, end, num_shards, factor)
+            self._start(flat, parameters, end, num_shards, factor, divisor)
             if not may_be_late:
                 self._wait(0)
 
@@ -123,13 +125,14 @@ class Backward:
         end: Callable[[], None],
         num_shards: int,
         factor: float | None,
+        divisor: float,
     ) -> None:
         place = self._next_place()
         future: Future[Tensor] | None = None
         try:
             if self.engine.failure is None and self.failure is None:
                 layout, claim = self._layout(place.bucket, flat, parameters, num_shards)
-                bucket = Bucket(flat, layout, is_last=False, claim=claim, factor=factor)
+                bucket = Bucket(flat, layout, is_last=False, claim=claim, factor=factor, divisor=divisor)
                 future = self.engine.start(bucket, place)
                 if self.tuned is not None and num_shards > 1 and flat.device.type == "cpu":
                     self.tuned.count_until_done(future)

@@ -42,9 +42,10 @@ class UnitReduceScatter:
     ) -> None:
         """Leave this rank's chunk of the reduced ``input_tensor`` in ``output_tensor``."""
         own = input_tensor.view(group.size(), -1)[group.rank()]
+        is_sum = op == dist.ReduceOp.SUM  # which torch may divide afterwards
         may_be_late = (
             input_tensor.device.type == "cpu"
-            and op != dist.ReduceOp.SUM  # torch may divide such sums afterwards
+            and not is_sum
             and self._unit.may_write_later(output_tensor.dtype)
         )
         try:
@@ -59,6 +60,7 @@ class UnitReduceScatter:
             functools.partial(_copy, own, output_tensor),
             num_shards=group.size(),
             factor=_factor(op, group.size()),
+            divisor=self._unit.divisor_of_sums(input_tensor.dtype, group.size()) if is_sum else 1.0,
             may_be_late=may_be_late,
         )
 

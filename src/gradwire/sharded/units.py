@@ -159,6 +159,10 @@ class Unit:
         """True if ``set_gradient_divide_factor`` has set a divisor: gradients are then summed over ranks."""
         return self.group.gradient_divide_factor is not None
 
+    def divisor_of_sums(self, dtype: torch.dtype, num_ranks: int) -> float:
+        """Return what torch divides sums in ``dtype`` over ranks by, after they are scattered."""
+        return fsdp.divisor_of_sums(self.group, dtype, num_ranks)
+
     def may_write_later(self, dtype: torch.dtype) -> bool:
         """Return True if the gradients of this pass will be views of what is reduced, in ``dtype``.
 

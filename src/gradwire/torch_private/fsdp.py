@@ -119,6 +119,21 @@ def reduce_dtype(fsdp_param: Any) -> torch.dtype:
     return dtype
 
 
+def divisor_of_sums(param_group: Any, dtype: torch.dtype, num_ranks: int) -> float:
+    """Return what torch divides sums over ranks by, after they are scattered.
+
+    Sums in other dtypes than fp32 and bf16 may overflow. So it divides by a part of the divisor before: the
+    first power of two that is not less than its root, or by which it cannot be divided.
+    """
+    divisor = float(param_group.gradient_divide_factor or num_ranks)
+    if dtype in (torch.float32, torch.bfloat16):
+        return divisor
+    before = 1.0
+    while divisor % before == 0 and divisor / before > before:
+        before *= 2
+    return divisor / before
+
+
 def reduce_scatter_of(param_group: Any) -> Any:
     """Return the object that reduces and scatters a group's gradients."""
     return param_group._reduce_scatter_comm
