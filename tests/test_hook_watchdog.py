@@ -11,7 +11,7 @@ from torch.futures import Future
 from gradwire.ddp import DDPBucket
 from gradwire.ddp.hook_watchdog import HookWatchdog
 from gradwire.ddp.user_hooks import HookRunner
-from gradwire.errors import Place, WireError
+from gradwire.errors import PeerError, Place, WireError
 from gradwire.testing import run_ranks
 
 PLACE = Place(0, 3, 2, "open")
@@ -54,14 +54,17 @@ def check_the_wait_after_a_peer_has_left(rank):
 
 def check_what_had_failed_before(rank):
     watchdog, error = HookWatchdog(dist.group.WORLD, "before"), WireError("out of paper")
-    watchdog.add_reason(error, PLACE, waited_s=0.0)
-    assert error.text == "out of paper", "nobody has failed yet"
+    assert watchdog.explained(error, PLACE, waited_s=0.0).text == "out of paper", "nobody has failed yet"
     dist.barrier()
     if rank == 1:
         watchdog._ring.failure.store.post_failure("rank 1 is out of memory")
     dist.barrier()
-    watchdog.add_reason(error, PLACE, waited_s=0.0)
-    assert error.text == "out of paper. Before that another rank had failed: rank 1 is out of memory"
+    explained = watchdog.explained(error, PLACE, waited_s=0.0)
+    assert explained.text == "out of paper. Before that another rank had failed: rank 1 is out of memory"
+    closed = WireError("Connection closed by peer [::1]:80")
+    found = watchdog.explained(closed, PLACE, waited_s=0.0)
+    assert isinstance(found, PeerError), "the other rank has closed it"
+    assert str(found) == "rank 1 is out of memory"
     dist.barrier()
     watchdog.close()
 

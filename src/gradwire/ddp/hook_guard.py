@@ -45,8 +45,8 @@ class HookGuard(Protocol):
         """
         ...
 
-    def add_reason(self, error: WireError, place: Place, waited_s: float) -> None:
-        """Add to ``error`` what is known of the other ranks."""
+    def explained(self, error: WireError, place: Place, waited_s: float) -> WireError:
+        """Return ``error`` with what is known of the other ranks, or the one of another rank behind it."""
         ...
 
     def close(self) -> None: ...
@@ -83,8 +83,9 @@ class NoWatchdog:
         completion.set_result(None)
         return completion
 
-    def add_reason(self, error: WireError, place: Place, waited_s: float) -> None:
-        """Do nothing: nothing is known of the other ranks."""
+    def explained(self, error: WireError, place: Place, waited_s: float) -> WireError:
+        """Return ``error``: nothing is known of the other ranks."""
+        return error
 
     def close(self) -> None:
         """Do nothing: there is no thread to end."""

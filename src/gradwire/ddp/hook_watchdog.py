@@ -73,21 +73,19 @@ class HookWatchdog:
         """Run ``work`` over the ring, with tensors on CPU; an error in it is a failure."""
         return self._ring.start_collective(work, place)
 
-    def add_reason(self, error: WireError, place: Place, waited_s: float) -> None:
-        """Add to ``error`` the rank that the hook waited for, or an earlier failure of another rank."""
+    def explained(self, error: WireError, place: Place, waited_s: float) -> WireError:
+        """Return ``error`` with the rank that the hook waited for, or the failure of another rank behind it."""
         if waited_s > self._ring.timeout_s / 2:  # the hook's own timeout has probably expired
             error.text += f". {self._ring.describe_slowest(place, timed_out=True)}"
-            return
-        before = self._ring.failure.posted_text()
-        if before is None and is_unreachable(error):
-            found = self._ring.failure.wait_for_peer_error()
-            before = None if found is None else str(found)
-        if before is not None:
-            # A late rank finds only that the connections of its hook are closed, not why.
-            error.text += f". Before that another rank had failed: {before}"
         elif is_unreachable(error):
+            # A late rank finds only that the connections of its hook are closed, not why.
+            if (found := self._ring.failure.wait_for_peer_error()) is not None:
+                return found
             self._ring.group.close()  # which makes the others say that they are there
             error.text += f". {self._ring.describe_slowest(place, timed_out=False)}"
+        elif (before := self._ring.failure.posted_text()) is not None:
+            error.text += f". Before that another rank had failed: {before}"
+        return error
 
     def close(self) -> None:
         self._finalizer()

@@ -131,8 +131,7 @@ class HookRunner:
                 raise failure
         except Exception as error:
             located = locate(original(error), call.place)
-            self._guard.add_reason(located, call.place, time.perf_counter() - call.begin)
-            self.fail(located)
+            self.fail(self._guard.explained(located, call.place, time.perf_counter() - call.begin))
             return local
         waited_s = time.perf_counter() - call.begin
         times = (None, None) if local.is_cuda else (waited_s, call.work_s)
