@@ -74,7 +74,7 @@ class HookWatchdog:
         return self._ring.start_collective(work, place)
 
     def explained(self, error: WireError, place: Place, waited_s: float) -> WireError:
-        """Return ``error`` with the rank that the hook waited for, or the failure of another rank behind it."""
+        """Return ``error`` with the rank that the hook waited for, or another rank's failure behind it."""
         if waited_s > self._ring.timeout_s / 2:  # the hook's own timeout has probably expired
             error.text += f". {self._ring.describe_slowest(place, timed_out=True)}"
         elif is_unreachable(error):
